@@ -1,0 +1,1 @@
+"""How many tokens to draft: policies that choose a draft length each round."""

@@ -1,0 +1,104 @@
+"""Every setting in one place: flags win over ``ADAPTIVE_*``, which wins over ``adaptive.toml``.
+
+The bundled pair is used where neither target nor draft is named. None means "not said": the
+sampling defaults then come from the target's own ``generation_config.json``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from adaptive.errors import AdaptiveError
+from adaptive.state import default_home
+
+Quantisation = Literal["none", "int8", "nf4"]
+
+
+class Settings(BaseSettings):
+    """All settings of one run. See ``docs/settings.md`` for what each means."""
+
+    model_config = SettingsConfigDict(env_prefix="ADAPTIVE_", extra="forbid", env_ignore_empty=True)
+
+    target: str | None = None
+    draft: str | None = None
+    home: Path | None = None
+    device: str = "auto"
+    draft_device: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    quantize: Quantisation = "none"
+    draft_quantize: Quantisation = "none"
+    revision: str | None = None
+    draft_revision: str | None = None
+    trust_remote_code: bool = False
+    draft_length: str = "auto"
+    seed: int | None = None
+    max_new_tokens: int = 512
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    record: bool = True
+
+    @property
+    def state_dir(self) -> Path:
+        """The folder that holds one folder a pair."""
+        return self.home if self.home is not None else default_home()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then environment, then the file named in ``_toml`` (see ``load_settings``)."""
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+
+def config_file(explicit: Path | None) -> Path | None:
+    """``--config``, else ``adaptive.toml`` here, else the one in the platform's config folder."""
+    import platformdirs
+
+    if explicit is not None:
+        if not explicit.is_file():
+            raise AdaptiveError(f"config file {explicit} does not exist")
+        return explicit
+    for candidate in (Path("adaptive.toml"), Path(platformdirs.user_config_dir("adaptive")) / "adaptive.toml"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def load_settings(overrides: dict[str, Any], config: Path | None = None) -> Settings:
+    """Settings from ``overrides`` (flags that were given), the environment and the config file.
+
+    Raises AdaptiveError naming the setting that is wrong and where it was.
+    """
+    file = config_file(config)
+
+    class FromFile(Settings):
+        model_config = SettingsConfigDict(toml_file=file)
+
+    try:
+        return FromFile(**overrides)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        where = f" (flags, ADAPTIVE_{name.upper()} or {file})" if file else f" (flag or ADAPTIVE_{name.upper()})"
+        raise AdaptiveError(f"setting {name}: {first['msg'].lower()}, got {first.get('input')!r}{where}") from error
+    except ValueError as error:  # a config file that is not TOML
+        raise AdaptiveError(f"config file {file} is not valid TOML: {error}") from error

@@ -1,0 +1,65 @@
+"""Where things live on disk: one private folder a pair, under ``ADAPTIVE_HOME``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptive.errors import AdaptiveError
+
+
+@dataclass(frozen=True)
+class PairState:
+    """The state folder of one pair."""
+
+    root: Path
+
+    @property
+    def records(self) -> Path:
+        """The log, an SQLite file."""
+        return self.root / "records.db"
+
+    @property
+    def adapters(self) -> Path:
+        """The adapter store."""
+        return self.root / "adapters"
+
+    @property
+    def controller(self) -> Path:
+        """Learned costs and acceptance priors."""
+        return self.root / "controller.json"
+
+
+def default_home() -> Path:
+    """The platform's user data folder for adaptive (``--state-dir`` and ADAPTIVE_HOME override it)."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("adaptive"))
+
+
+def open_state(home: Path, pair_id: str) -> PairState:
+    """Create (0700) or open the folder of ``pair_id`` and restrict new files to the user.
+
+    Raises AdaptiveError where the folder cannot be created or written.
+    """
+    root = home / pair_id
+    os.umask(0o077)
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        probe = root / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise AdaptiveError(
+            f"state folder {root} cannot be written ({error.strerror}); choose another with --state-dir"
+        ) from error
+    return PairState(root)
+
+
+def existing_states(home: Path) -> list[PairState]:
+    """Every pair's folder under ``home`` that holds a log or an adapter store, most recently used first."""
+    if not home.is_dir():
+        return []
+    found = [PairState(p) for p in home.iterdir() if (p / "records.db").exists() or (p / "adapters").is_dir()]
+    return sorted(found, key=lambda state: state.root.stat().st_mtime, reverse=True)

@@ -1,0 +1,1 @@
+"""The adapter store, and the bundled pair."""

@@ -1,0 +1,98 @@
+"""What is known of one adapter: ``manifest.json`` beside its weights, as frozen data classes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+Status = Literal["candidate", "promoted", "rejected", "rolled_back"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95% confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out figures of one set of records before (the draft in use) and after (this adapter).
+
+    ``mean_acceptance_length`` is by replay at ``draft_length``. ``gain`` is the paired difference in
+    acceptance rate, after minus before.
+    """
+
+    generations: int
+    positions: int
+    draft_length: int
+    acceptance_before: Interval
+    acceptance_after: Interval
+    gain: Interval
+    mean_acceptance_length_before: Interval
+    mean_acceptance_length_after: Interval
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """Which records an adapter was trained on: ids of the log, counts, and counts by domain."""
+
+    first_id: int | None
+    last_id: int | None
+    generations: int
+    tokens: int
+    domains: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BaseDraft:
+    """The draft an adapter belongs to: its id and the hash of its weights."""
+
+    id: str
+    weights: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One adapter. ``files`` maps file name to sha256; ``created`` is seconds since the epoch.
+
+    ``hyperparameters`` holds the recipe as plain JSON values. ``recent`` and ``older`` are the gate's
+    held-out sets; None where there was no such set. ``reason`` says in words why the status is so.
+    """
+
+    id: str
+    parent: str | None
+    created: float
+    status: Status
+    reason: str
+    base: BaseDraft
+    trained_on: TrainedOn
+    hyperparameters: dict[str, Any]
+    train_seconds: float
+    device: str
+    recent: HeldOut | None
+    older: HeldOut | None
+    files: dict[str, str]
+
+    def with_status(self, status: Status, reason: str) -> Manifest:
+        """The same adapter with another status and the reason for it."""
+        return replace(self, status=status, reason=reason)
+
+    def to_json(self) -> str:
+        """Indented JSON, one key per field."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The inverse of ``to_json``. Raises ValueError, KeyError or TypeError for anything else."""
+        values = json.loads(text)
+        values["base"] = BaseDraft(**values["base"])
+        values["trained_on"] = TrainedOn(**values["trained_on"])
+        for name in ("recent", "older"):
+            held = values[name]
+            if held is not None:
+                values[name] = HeldOut(**{k: Interval(**v) if isinstance(v, dict) else v for k, v in held.items()})
+        return cls(**values)

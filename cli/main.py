@@ -1,0 +1,41 @@
+"""Entry point: the command tree, and how errors reach a person.
+
+Command modules import only Typer at the top; torch and transformers are imported inside the
+commands, so that ``adaptive --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from adaptive.errors import AdaptiveError
+
+app = typer.Typer(
+    name="adaptive",
+    help="Speculative decoding whose draft learns from what you use it for.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def run() -> None:
+    """Run the command line; a user's mistake is one line on standard error and exit status 2."""
+    debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))
+    try:
+        app()
+    except AdaptiveError as error:
+        if debug:
+            raise
+        typer.echo(f"adaptive: {error}", err=True)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,1 @@
+"""Offline path: records become a dataset, a dataset becomes an adapter, the gate decides."""
