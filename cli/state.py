@@ -1,0 +1,48 @@
+"""Which pair's state a command means, found without loading a model.
+
+``adapters``, ``history`` and ``records`` read what earlier runs left; they take a ``PairState`` from here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    from adaptive.settings import Settings
+    from adaptive.state import PairState
+
+
+def find_state(settings: Settings) -> PairState:
+    """The state folder of the pair that ``settings`` names, else the most recently used one.
+
+    The second choice is said in one line on standard error, so that nobody reads another pair's
+    figures unawares (standard output stays clean for ``--json``).
+
+    Raises AdaptiveError where the named pair has left no state here, or no pair has.
+    """
+    from adaptive.state import PairState, existing_states
+
+    home = settings.state_dir
+    if settings.target is not None or settings.draft is not None:
+        from adaptive.pair import pair_identity
+
+        state = PairState(home / pair_identity(settings).id)
+        if not state.root.is_dir():
+            raise AdaptiveError(
+                f"this pair has left nothing in {home} yet; use it once with `adaptive chat` or `adaptive generate`, "
+                "or choose another folder with --state-dir"
+            )
+        return state
+    found = existing_states(home)
+    if not found:
+        raise AdaptiveError(
+            f"no pair has left anything in {home} yet; try `adaptive demo` or `adaptive chat`, "
+            "or choose another folder with --state-dir"
+        )
+    others = f", the last used of {len(found)}; choose with --target and --draft" if len(found) > 1 else ""
+    typer.echo(f"adaptive: pair {found[0].root.name}{others}", err=True)
+    return found[0]
