@@ -1,0 +1,87 @@
+"""One adapter's folder: what must be in it, and whether it still is what was published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+from adaptive.errors import AdaptiveError
+from checkpoints import files
+from checkpoints.manifest import Manifest, Status
+
+MANIFEST = "manifest.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+# Formats that may hold pickled objects, which run code when they are loaded.
+PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
+
+
+class DamagedAdapter(AdaptiveError):  # noqa: N818 - the thing that is damaged is the better word
+    """A file of an adapter is missing or is not what was published."""
+
+
+def check_written(folder: Path) -> None:
+    """Raise AdaptiveError unless ``folder`` holds a PEFT adapter whose tensors can be opened."""
+    from safetensors import SafetensorError, safe_open
+
+    pickled = _pickled(folder)
+    if pickled is not None:
+        raise AdaptiveError(f"the adapter holds {pickled}, which may hold pickled code; save it as safetensors")
+    for name in (WEIGHTS, CONFIG):
+        if not (folder / name).is_file():
+            raise AdaptiveError(f"the adapter has no {name}; save it with PEFT's save_pretrained")
+    try:
+        with safe_open(folder / WEIGHTS, framework="numpy") as tensors:
+            if not tensors.keys():
+                raise AdaptiveError(f"{WEIGHTS} of the adapter holds no tensor; nothing was trained")
+    except SafetensorError as error:
+        raise AdaptiveError(f"{WEIGHTS} of the adapter is not a safetensors file: {error}") from error
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in ``folder``. Raises DamagedAdapter where it cannot be read or is another's."""
+    name = folder.name
+    try:
+        manifest = Manifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedAdapter(f"adapter {name} is damaged: {MANIFEST} is missing from {folder}") from None
+    except OSError as error:
+        raise DamagedAdapter(f"adapter {name}: {MANIFEST} in {folder} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedAdapter(f"adapter {name} is damaged: {MANIFEST} in {folder} is not a manifest") from error
+    if manifest.id != name or manifest.status not in get_args(Status) or not isinstance(manifest.files, dict):
+        raise DamagedAdapter(f"adapter {name} is damaged: {MANIFEST} in {folder} is not what was published")
+    return manifest
+
+
+def verify_folder(folder: Path) -> Manifest:
+    """Hash every file that the manifest names. Raises DamagedAdapter naming the first that is wrong."""
+    manifest = read_manifest(folder)
+    for file, digest in {WEIGHTS: "", CONFIG: "", **manifest.files}.items():
+        try:
+            actual = files.sha256(folder / file)
+        except FileNotFoundError:
+            raise DamagedAdapter(f"adapter {folder.name} is damaged: {file} is missing from {folder}") from None
+        except OSError as error:
+            raise DamagedAdapter(
+                f"adapter {folder.name}: {file} in {folder} cannot be read ({error.strerror})"
+            ) from error
+        if actual != digest:
+            raise DamagedAdapter(f"adapter {folder.name} is damaged: {file} in {folder} is not what was published")
+    pickled = _pickled(folder)
+    if pickled is not None:
+        raise DamagedAdapter(f"adapter {folder.name}: {pickled} may hold pickled code; only safetensors are loaded")
+    return manifest
+
+
+def check_destination(destination: Path, force: bool) -> None:
+    """Raise AdaptiveError where ``destination`` is a file, or holds anything and ``force`` is not set."""
+    if destination.exists() and not destination.is_dir():
+        raise AdaptiveError(f"{destination} is a file; name a folder to export to")
+    if not force and destination.is_dir() and any(destination.iterdir()):
+        raise AdaptiveError(f"{destination} is not empty; choose another folder, or --force to write over its files")
+
+
+def _pickled(folder: Path) -> str | None:
+    return next((name for name in files.files_below(folder) if Path(name).suffix.lower() in PICKLED), None)

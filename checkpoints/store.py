@@ -1,0 +1,418 @@
+"""The adapter store: ``adapters/0007/`` folders, and ``CURRENT`` naming the one in use.
+
+In: a folder that PEFT wrote and what is known of it (``NewAdapter``). Out: manifests, and the folder
+to load at a start (``usable``). Any number of processes may read without waiting; changes are made
+one at a time under a file lock, each in steps such that a kill between any two leaves a valid store:
+
+* a folder gets its id by one rename, when all its files and its manifest are on the disk;
+* ``CURRENT`` is the truth about what is in use. A promotion writes the status into the manifest, then
+  the id it replaces into ``PREVIOUS`` (ids in the order in which they were in use, newest last), then
+  ``CURRENT``. Killed before the last step, the promotion has not happened, and the next opening says
+  so in the manifest;
+* a rollback writes the status first, then ``CURRENT``; killed between, the next opening finishes it.
+
+No id is ever given twice, because the newest folder is never pruned: the log names adapters by id.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adaptive.errors import AdaptiveError
+from checkpoints import files
+from checkpoints.folder import MANIFEST, DamagedAdapter, check_destination, check_written, read_manifest, verify_folder
+from checkpoints.manifest import BaseDraft, HeldOut, Manifest, Status, TrainedOn
+
+__all__ = ["AdapterStore", "DamagedAdapter", "NewAdapter"]
+
+CURRENT = "CURRENT"
+PREVIOUS = "PREVIOUS"
+LOCK = ".lock"
+
+# Seconds to wait for another process's change, which is a few small writes. Less would fail on a slow
+# disk; more would hide a process that is stuck.
+CHANGE_TIMEOUT = 60.0
+# Seconds an opening waits before it reads without settling: whoever holds the lock has just settled.
+OPEN_TIMEOUT = 1.0
+
+_ID = re.compile(r"\d{4,}$")
+_NUMBERED = re.compile(r"(\d{4,})(\.damaged.*)?$")
+
+Lines = list[str]  # ``AdapterStore.list`` hides the builtin inside the class
+
+
+@dataclass(frozen=True)
+class NewAdapter:
+    """A ``Manifest`` before the store gives it an id, a time and the hashes of its files."""
+
+    base: BaseDraft
+    trained_on: TrainedOn
+    parent: str | None = None
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    train_seconds: float = 0.0
+    device: str = "cpu"
+    recent: HeldOut | None = None
+    older: HeldOut | None = None
+    reason: str = "not judged yet"
+
+
+class AdapterStore:
+    """The adapters of one pair, in ``root`` (``PairState.adapters``), which need not exist yet.
+
+    Opening removes what killed processes left and settles a change they had begun; where the folder
+    cannot be written the store opens all the same, for reading.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        if root.is_dir():
+            with suppress(AdaptiveError), self._changing(OPEN_TIMEOUT):
+                pass
+
+    def current_id(self) -> str | None:
+        """Id of the adapter in use, None for the plain draft. One small read: cheap enough to poll."""
+        try:
+            text = (self.root / CURRENT).read_bytes().strip().decode("ascii", errors="replace")
+        except OSError:
+            return None
+        return text if _ID.match(text) else None
+
+    def current(self) -> Manifest | None:
+        """The adapter in use, None for the plain draft. Raises AdaptiveError where its folder is gone."""
+        current = self.current_id()
+        return None if current is None else self.show(current)
+
+    def fallback(self) -> str | None:
+        """Id of what a rollback would return to: the last whole adapter in use before. None: the plain draft."""
+        return self._whole(self._fallbacks(self.current_id()))
+
+    def list(self) -> tuple[Manifest, ...]:
+        """Every adapter whose manifest can be read, oldest first."""
+        found = []
+        for name in self._ids():
+            with suppress(DamagedAdapter):
+                found.append(read_manifest(self.root / name))
+        return tuple(found)
+
+    def show(self, name: str) -> Manifest:
+        """One adapter's manifest; ``7`` means ``0007``.
+
+        Raises AdaptiveError for an unknown id, DamagedAdapter where the manifest cannot be read.
+        """
+        return read_manifest(self.path(name))
+
+    def path(self, name: str) -> Path:
+        """Folder of an adapter, for PEFT or ``MergedAdapter``. Raises AdaptiveError for an unknown id."""
+        known = self._ids()
+        full = name.zfill(4) if name.isdecimal() else name
+        if full not in known:
+            there = f"there are {', '.join(known)}" if known else "there are none yet"
+            raise AdaptiveError(f"no adapter {name!r} in {self.root}; {there}")
+        return self.root / full
+
+    def verify(self, name: str) -> Manifest:
+        """Hash every file of an adapter and return its manifest.
+
+        Raises DamagedAdapter naming the file that is missing, changed or pickled, AdaptiveError for
+        an unknown id.
+        """
+        return verify_folder(self.path(name))
+
+    def publish(self, write: Callable[[Path], None], new: NewAdapter) -> Manifest:
+        """Add a candidate. ``write`` fills the folder it is given, as ``PeftModel.save_pretrained`` does.
+
+        Nothing is there until all is: an exception in ``write`` or a kill leaves no adapter.
+
+        Raises AdaptiveError where ``write`` left no whole PEFT adapter in safetensors, or the store
+        cannot be written.
+        """
+        self._create()
+        folder = files.unfinished(self.root)
+        try:
+            folder.mkdir(mode=0o700)
+            write(folder)
+            check_written(folder)
+            hashes = {}
+            for name in files.files_below(folder):
+                os.chmod(folder / name, 0o600)
+                files.flush(folder / name)
+                hashes[name] = files.sha256(folder / name)
+            with self._changing():
+                manifest = self._manifest(new, hashes)
+                files.write_text(folder / MANIFEST, manifest.to_json())
+                files.flush(folder)
+                os.rename(folder, self.root / manifest.id)
+                files.flush(self.root)
+            return manifest
+        except OSError as error:
+            raise self._unwritable(error) from error
+        finally:
+            files.finished(folder)
+
+    def promote(self, name: str, reason: str) -> Manifest:
+        """Put an adapter in use. The one in use so far stays, as what a rollback returns to.
+
+        Raises DamagedAdapter for one that is not whole, AdaptiveError for an unknown id.
+        """
+        name = self.verify(name).id
+        with self._changing():
+            before = self.current_id()
+            promoted = self._write_status(name, "promoted", reason)
+            if before != name:
+                # ``name`` itself stays where it stood until CURRENT has changed; readers pass over it.
+                previous = [one for one in self._previous() if one != before]
+                self._write_previous(previous if before is None else [*previous, before])
+                self._write_current(name)
+        return promoted
+
+    def reject(self, name: str, reason: str) -> Manifest:
+        """Note that an adapter did not pass. Raises AdaptiveError for the one in use, or an unknown id."""
+        name = self.path(name).name
+        with self._changing():
+            if name == self.current_id():
+                raise AdaptiveError(f"adapter {name} is in use; `adaptive adapters rollback` takes it out of use")
+            return self._write_status(name, "rejected", reason)
+
+    def rollback(self, reason: str) -> Manifest | None:
+        """Take the adapter in use out of use; the last whole one before it comes back.
+
+        Returns the manifest of the one that came back, None for the plain draft. Raises AdaptiveError
+        where none is in use.
+        """
+        with self._changing():
+            before = self.current_id()
+            if before is None:
+                raise AdaptiveError(f"no adapter is in use in {self.root}; there is nothing to roll back")
+            with suppress(DamagedAdapter):  # gone, or without a manifest: there is no status to write
+                self._write_status(before, "rolled_back", reason)
+            after = self._return_from(before)
+        return None if after is None else self.show(after)
+
+    def usable(self, base: BaseDraft | None) -> tuple[Manifest | None, Lines]:
+        """What to load at a start, and one line for each thing that is wrong. Never raises for damage.
+
+        A damaged adapter is set aside as ``0007.damaged`` and the last good one comes into use, or the
+        plain draft. An adapter of other weights than ``base`` is not used (None asks no question).
+        """
+        problems: Lines = []
+        refused: set[str] = set()
+        current = self.current_id()
+        if current is None and (self.root / CURRENT).exists():
+            current = self._mend_current()
+            problems.append(f"{self.root / CURRENT} named no adapter; {_instead(current)}")
+        while current is not None:
+            try:
+                manifest = self.verify(current)
+            except AdaptiveError as damage:
+                refused.add(current)
+                current, aside = self._set_aside(current, refused)
+                problems.append(f"{damage}; {aside}{_instead(current)}")
+                continue
+            if base is not None and manifest.base.weights != base.weights:
+                problems.append(
+                    f"adapter {current} was trained for other weights (of {manifest.base.id}) than the draft's "
+                    f"({base.id}); {_instead(None)}"
+                )
+                return None, problems
+            return manifest, problems
+        return None, problems
+
+    def prune(self, keep: int) -> tuple[str, ...]:
+        """Delete all but the newest ``keep`` adapters, the one in use and the one it would fall back to.
+
+        Returns the names that were deleted (set-aside ones with their ending). Raises AdaptiveError
+        for ``keep`` below 1: the newest stays, so that no id is given twice.
+        """
+        if keep < 1:
+            raise AdaptiveError(f"keep is {keep}; it must be at least 1, the newest adapter always stays")
+        if not self.root.is_dir():
+            return ()
+        with self._changing():
+            numbered = sorted((p.name for p in self.root.iterdir() if _NUMBERED.match(p.name)), key=_number)
+            needed = {*self._ids()[-keep:], *numbered[-1:], self.current_id(), self.fallback()}
+            doomed = tuple(name for name in numbered if name not in needed)
+            for name in doomed:
+                temporary = files.unfinished(self.root)
+                os.rename(self.root / name, temporary)  # first, so that no half-deleted adapter has an id
+                files.finished(temporary)
+            self._write_previous(self._previous())
+        return doomed
+
+    def export(self, name: str, destination: Path, force: bool = False) -> Path:
+        """Copy an adapter as a plain PEFT folder (with its manifest) to ``destination``.
+
+        Raises AdaptiveError where ``destination`` holds something and ``force`` is not set (with it,
+        files of the same name are replaced and others stay), or cannot be written; DamagedAdapter.
+        """
+        manifest = self.verify(name)
+        check_destination(destination, force)
+        try:
+            for file in [*manifest.files, MANIFEST]:
+                (destination / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.root / manifest.id / file, destination / file)
+        except OSError as error:
+            raise AdaptiveError(f"{destination} cannot be written ({error.strerror}); choose another folder") from error
+        return destination
+
+    def _create(self) -> None:
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> AdaptiveError:
+        return AdaptiveError(
+            f"adapter store {self.root} cannot be written ({error.strerror or error}); "
+            "free some room there, or choose another folder with --state-dir"
+        )
+
+    @contextmanager
+    def _changing(self, timeout: float = CHANGE_TIMEOUT) -> Iterator[None]:
+        """Hold the lock, with the store settled. Raises AdaptiveError where that, or the change, cannot be."""
+        from filelock import FileLock, Timeout
+
+        self._create()
+        try:
+            with FileLock(self.root / LOCK, timeout=timeout, poll_interval=0.01, mode=0o600):
+                files.sweep(self.root)
+                self._settle()
+                yield
+        except Timeout as error:
+            raise AdaptiveError(
+                f"another process has held {self.root / LOCK} for {timeout:.0f} s; end it, then try again"
+            ) from error
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _settle(self) -> None:
+        """Finish a rollback and undo a promotion that a killed process had begun."""
+        known = self.list()
+        current = self.current_id()
+        for manifest in known:
+            if manifest.id == current and manifest.status == "rolled_back":
+                self._return_from(manifest.id)
+            elif manifest.id == current and manifest.status != "promoted":
+                self._write_status(manifest.id, "promoted", f"{CURRENT} names it; it was a {manifest.status}")
+        if (self.root / CURRENT).exists() and (current is None or not (self.root / PREVIOUS).exists()):
+            return  # what was in use is no longer known, so no promotion can be called interrupted
+        in_use = {self.current_id(), *self._previous()}
+        for manifest in known:
+            if manifest.status == "promoted" and manifest.id not in in_use:
+                self._write_status(manifest.id, "candidate", "its promotion was interrupted")
+
+    def _manifest(self, new: NewAdapter, hashes: dict[str, str]) -> Manifest:
+        """``new`` with the next free id. Set-aside and damaged folders keep theirs taken."""
+        taken = [_number(p.name) for p in self.root.iterdir() if _NUMBERED.match(p.name)]
+        return Manifest(
+            id=f"{max(taken, default=0) + 1:04d}",
+            parent=new.parent,
+            created=time.time(),
+            status="candidate",
+            reason=new.reason,
+            base=new.base,
+            trained_on=new.trained_on,
+            hyperparameters=new.hyperparameters,
+            train_seconds=new.train_seconds,
+            device=new.device,
+            recent=new.recent,
+            older=new.older,
+            files=hashes,
+        )
+
+    def _ids(self) -> tuple[str, ...]:
+        if not self.root.is_dir():
+            return ()
+        return tuple(sorted((p.name for p in self.root.iterdir() if _ID.match(p.name) and p.is_dir()), key=int))
+
+    def _previous(self) -> Lines:
+        """What was in use before, newest last; only what is still there."""
+        try:
+            text = (self.root / PREVIOUS).read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return []
+        known = self._ids()
+        return [one for one in text.split() if one in known]
+
+    def _fallbacks(self, current: str | None) -> Lines:
+        """Where to go from ``current``, best first: what was in use before it, then its ancestors."""
+        promoted = {manifest.id: manifest for manifest in self.list() if manifest.status == "promoted"}
+        chain = [one for one in reversed(self._previous()) if one in promoted]
+        with suppress(AdaptiveError):
+            parent = self.show(current).parent if current else None
+            while parent is not None and parent in promoted and parent not in chain:
+                chain.append(parent)
+                parent = promoted[parent].parent
+        return [one for one in chain if one != current]
+
+    def _whole(self, names: Iterable[str]) -> str | None:
+        for name in names:
+            with suppress(AdaptiveError):
+                return self.verify(name).id
+        return None
+
+    def _return_from(self, before: str) -> str | None:
+        """Put what was in use before ``before`` back in use. CURRENT first: PREVIOUS may name it a moment longer."""
+        after = self._whole(self._fallbacks(before))
+        self._write_current(after)
+        self._write_previous([one for one in self._previous() if one not in (before, after)])
+        return after
+
+    def _mend_current(self) -> str | None:
+        """Find out what was in use when CURRENT itself cannot be read: promoted, and not yet replaced."""
+        previous = self._previous()
+        newest = [m.id for m in reversed(self.list()) if m.status == "promoted" and m.id not in previous]
+        current = self._whole([*newest, *reversed(previous)])
+        with suppress(AdaptiveError), self._changing():
+            self._write_current(current)
+        return current
+
+    def _set_aside(self, name: str, refused: set[str]) -> tuple[str | None, str]:
+        """Rename a damaged folder, with the next one (not yet verified) in use, and say what was done."""
+        after = next((one for one in self._fallbacks(name) if one not in refused), None)
+        try:
+            with self._changing():
+                if self.current_id() == name:  # else another process has changed it since
+                    self._write_current(after)
+                else:
+                    after = self.current_id()
+                if not (self.root / name).is_dir():
+                    return after, ""
+                aside = self.root / f"{name}.damaged"
+                while aside.exists():
+                    aside = aside.with_name(f"{aside.name}-again")
+                os.rename(self.root / name, aside)
+                files.flush(self.root)
+                return after, f"set aside as {aside.name}; "
+        except AdaptiveError:
+            return after, "it could not be set aside; "
+
+    def _write_status(self, name: str, status: Status, reason: str) -> Manifest:
+        manifest = read_manifest(self.root / name).with_status(status, reason)
+        files.replace_text(self.root, self.root / name / MANIFEST, manifest.to_json())
+        return manifest
+
+    def _write_previous(self, names: Lines) -> None:
+        files.replace_text(self.root, self.root / PREVIOUS, "".join(f"{name}\n" for name in names))
+
+    def _write_current(self, name: str | None) -> None:
+        if name is None:
+            (self.root / CURRENT).unlink(missing_ok=True)
+            files.flush(self.root)
+        else:
+            files.replace_text(self.root, self.root / CURRENT, f"{name}\n")
+
+
+def _number(name: str) -> int:
+    return int(name.split(".")[0])
+
+
+def _instead(current: str | None) -> str:
+    return f"adapter {current} is used" if current else "the plain draft is used"
