@@ -1,0 +1,66 @@
+"""From token ids to text a person can be shown: whole characters, and nothing after a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+# Tokens kept before the new ones when decoding, so that a tokenizer which treats the first token of
+# a text differently (a leading space) sees the true left context. 4 covers every one we know.
+LEFT_CONTEXT = 4
+# Tokens decoded again at every step before the left end moves up. Larger decodes more each time,
+# smaller moves more often.
+WINDOW = 16
+
+
+class TextStream:
+    """Feed tokens, get text. Text that may turn out to be the start of a stop string, or half of a
+    UTF-8 character, is held back until that is decided."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.stop = tuple(stop)
+        self.window: list[int] = []  # the last tokens; their text up to now is `before`
+        self.before = ""
+        self.held = ""  # decoded, but perhaps the beginning of a stop string
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that is certain after one more token; sets ``stopped`` at a stop string."""
+        self.window.append(token)
+        after = self._decode()
+        if after.endswith("\ufffd"):
+            return ""
+        new = after[len(self.before) :]
+        if len(self.window) > WINDOW:
+            self.window = self.window[-LEFT_CONTEXT:]
+            after = self._decode()
+        self.before = after
+        return self._release(new)
+
+    def finish(self) -> str:
+        """Whatever is still held back, once no more tokens come."""
+        if self.stopped:
+            return ""
+        text = self._release(self._decode()[len(self.before) :]) + self.held
+        self.held = ""
+        return text
+
+    def _decode(self) -> str:
+        return str(self.tokenizer.decode(self.window, skip_special_tokens=True))
+
+    def _release(self, new: str) -> str:
+        text = self.held + new
+        found = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
+        if found:
+            self.stopped, self.held = True, ""
+            return text[: min(found)]
+        hold = max((_overlap(text, stop) for stop in self.stop), default=0)
+        self.held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

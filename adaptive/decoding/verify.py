@@ -1,0 +1,65 @@
+"""The acceptance rule: which drafted tokens the target keeps, and the token it adds itself.
+
+Greedy: a drafted token is kept while it is the target's own argmax. Sampled (Leviathan et al. 2023;
+Chen et al. 2023): token x drawn from q is kept with probability min(1, p(x) / q(x)); at the first
+one that is not, the target's token is drawn from max(p - q, 0), normalised. Either way the output is
+the target's own, whatever q was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from adaptive.decoding.sampling import draw
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens (K,) int64, and the very distributions (K, vocab) they were drawn from.
+
+    ``probs`` is None for a greedy proposal. ``drafter`` says who drafted.
+    """
+
+    drafter: str
+    tokens: torch.Tensor
+    probs: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How many drafted tokens stand, all tokens that the round commits (accepted + 1), and the
+    log-probability of each of them under the distribution it was drawn from (0 when greedy)."""
+
+    accepted: int
+    tokens: list[int]
+    chosen: torch.Tensor
+
+
+def verify_greedy(logits: torch.Tensor, drafted: torch.Tensor) -> Verdict:
+    """logits (K + 1, vocab) of the target, drafted (K,)."""
+    best = logits.argmax(-1)
+    # The target's choice stands in every row that is reached: an accepted draft is that choice.
+    reached = (best[:-1] == drafted).int().cumprod(0).sum()
+    *tokens, accepted = torch.cat([best, reached[None]]).tolist()  # the round's one synchronisation
+    return Verdict(accepted, tokens[: accepted + 1], logits.new_zeros(accepted + 1))
+
+
+def verify_sampled(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, generator: torch.Generator) -> Verdict:
+    """Target probabilities p (K + 1, vocab), drafted (K,) drawn from q (K, vocab); all on one device."""
+    count = len(drafted)
+    at = drafted[:, None]
+    p_x, q_x = p[:-1].gather(1, at)[:, 0], q.gather(1, at)[:, 0]
+    uniform = torch.rand(count, generator=generator, device=p.device, dtype=p.dtype)
+    reached = (uniform * q_x < p_x).int().cumprod(0).sum()
+    # With a zero row for q after the last draft, "all accepted" draws from p itself.
+    p_n, q_n = p[reached], torch.cat([q, q.new_zeros(1, q.shape[1])])[reached]
+    residual = (p_n - q_n).clamp_(min=0)
+    # p == q up to rounding leaves nothing to draw from; then p is the right distribution.
+    residual = torch.where(residual.sum() > 0, residual, p_n)
+    extra = draw(residual[None], generator)
+    *tokens, accepted = torch.cat([drafted, extra, reached[None]]).tolist()  # the round's one synchronisation
+    kept = [*tokens[:accepted], tokens[count]]
+    chosen = p[: accepted + 1].gather(1, torch.tensor(kept, device=p.device)[:, None])[:, 0].log()
+    return Verdict(accepted, kept, chosen)

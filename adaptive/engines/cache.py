@@ -1,0 +1,127 @@
+"""A key-value cache that rolls back by forgetting: one buffer a layer, and a length.
+
+transformers' dynamic cache grows by concatenation (a copy of everything at every token) and its
+static cache attends over its whole capacity. This one writes in place into a reserved buffer and
+hands attention a view of the part in use, so a step costs its own tokens and a rollback costs an
+assignment. Layers with a sliding window keep their past too: the mask, not the cache, is the window,
+because a rolled-back token may bring an older one back into sight.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from adaptive.errors import AdaptiveError
+
+# Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats.
+GROWTH = 512
+
+
+class RollbackLayer(CacheLayerMixin):
+    """Keys and values of one layer, each (batch, heads, capacity, head size), used up to ``length``."""
+
+    is_croppable = True
+
+    def __init__(self, sliding: bool) -> None:
+        super().__init__()
+        self.is_sliding = sliding
+        self.length = 0
+        self.capacity = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the reserved capacity, in the dtype and on the device of the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = self._buffer(key_states)
+        self.values = self._buffer(value_states)
+        self.is_initialized = True
+
+    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, size = states.shape
+        return states.new_empty((batch, heads, self.capacity, size))
+
+    def reserve(self, capacity: int) -> None:
+        """Have room for ``capacity`` tokens; what is held stays."""
+        if capacity <= self.capacity:
+            return
+        self.capacity = capacity
+        if self.is_initialized:
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                new = self._buffer(old)
+                new[:, :, : self.length] = old[:, :, : self.length]
+                setattr(self, name, new)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new states after the ones held and return views of all of them."""
+        end = self.length + key_states.shape[-2]
+        if end > self.capacity:
+            self.reserve(-(-end // GROWTH) * GROWTH)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that the mask of the next step covers."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1
+
+
+class RollbackCache(Cache):
+    """One ``RollbackLayer`` a layer of the model, all of one length.
+
+    Raises AdaptiveError for a model whose layers hold anything but attention over past tokens (a
+    recurrent state cannot be rolled back).
+    """
+
+    layers: list[RollbackLayer]  # type: ignore[assignment]
+
+    def __init__(self, config: object) -> None:
+        types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers  # type: ignore[attr-defined]
+        strange = set(types) - {"full_attention", "sliding_attention", "chunked_attention"}
+        if strange:
+            raise AdaptiveError(
+                f"the model has layers of type {sorted(strange)[0]}, whose state cannot be rolled back after a "
+                "rejected token; speculative decoding needs a model with attention layers only"
+            )
+        # A single `sliding_window` without layer types (Mistral) means that every layer slides.
+        if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
+            types = ["sliding_attention"] * len(types)
+        super().__init__(layers=[RollbackLayer(kind != "full_attention") for kind in types])
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.layers[0].length
+
+    def reserve(self, length: int) -> None:
+        """Have room for ``length`` tokens in every layer."""
+        for layer in self.layers:
+            layer.reserve(-(-length // GROWTH) * GROWTH)
+
+    def rollback(self, length: int) -> None:
+        """Forget all tokens after the first ``length``, and those that an interrupted forward left in
+        some layers only."""
+        length = min(length, *(layer.length for layer in self.layers))
+        for layer in self.layers:
+            layer.length = length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values) if t is not None)

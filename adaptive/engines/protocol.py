@@ -1,0 +1,65 @@
+"""What the decoding loop asks of a model.
+
+An ``Engine`` is a model with its weights; a ``Sequence`` is one text in its cache. The loop never
+sees more than this, so that any engine that can extend, roll back and return logits stands behind
+it: transformers here, others beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from adaptive.decoding.params import SamplingParams
+
+
+class Sequence(Protocol):
+    """The cached context of one text. Its length is how many tokens the cache holds."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache takes."""
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in all, so that nothing is allocated while decoding."""
+
+    def extend(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
+        """Append ``tokens`` (n,) int64 and return the logits of the last ``rows`` of them, (rows, vocab).
+
+        Row i predicts the token after the (n - rows + i)-th one. Tokens may be on any device; logits
+        are on the engine's, in its dtype. The caller keeps ``length + n`` within the context.
+        """
+
+    def rollback(self, length: int) -> None:
+        """Forget everything after the first ``length`` tokens. Copies nothing."""
+
+
+class Engine(Protocol):
+    """A model that can score tokens in the context of a sequence.
+
+    ``end_tokens`` are the ids its checkpoint calls the end of a sequence, ``sampling`` what the
+    checkpoint recommends.
+    """
+
+    name: str
+    vocab_size: int
+    context_length: int
+    device: torch.device
+    end_tokens: frozenset[int]
+    sampling: SamplingParams
+
+    def sequence(self) -> Sequence:
+        """A new empty sequence."""
+
+    def apply_adapter(self, folder: Path | None) -> None:
+        """Use the weights with this LoRA adapter (a PEFT folder), or the pristine ones for None.
+
+        Takes effect for the next ``extend`` of any sequence. Raises AdaptiveError, leaving the weights
+        as they were, when the adapter does not fit.
+        """

@@ -1,0 +1,123 @@
+"""Any causal language model of transformers as an engine."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from adaptive.decoding.params import SamplingParams
+from adaptive.engines.adapters import MergedAdapter
+from adaptive.engines.cache import RollbackCache
+
+# Tokens scored in one forward of a long prompt. Larger needs more memory for attention scores and
+# leaves a person waiting longer between two looks at ctrl-C; smaller reads the weights more often.
+PREFILL_CHUNK = 512
+
+
+class TransformersSequence:
+    """One text in a ``RollbackCache``."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.engine = engine
+        self.cache = RollbackCache(engine.model.config.get_text_config())
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return self.cache.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache takes."""
+        return self.cache.nbytes
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in all."""
+        self.cache.reserve(min(length, self.engine.context_length))
+
+    @torch.inference_mode()
+    def extend(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
+        """Append tokens (n,) and return logits (rows, vocab) of the last rows; see the protocol."""
+        tokens = tokens.to(self.engine.device, non_blocking=True)
+        while len(tokens) - rows >= PREFILL_CHUNK:
+            self.engine.forward(tokens[:PREFILL_CHUNK], 1, self.cache)
+            tokens = tokens[PREFILL_CHUNK:]
+        return self.engine.forward(tokens, rows, self.cache)
+
+    def rollback(self, length: int) -> None:
+        """Forget everything after the first ``length`` tokens."""
+        self.cache.rollback(length)
+
+
+class TransformersEngine:
+    """A loaded ``PreTrainedModel``. The model's own forward does the arithmetic; the cache is ours."""
+
+    name = "transformers"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        config = model.config.get_text_config()
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.context_length: int = getattr(config, "max_position_embeddings", None) or 2**31
+        self.device = torch.device(str(model.get_input_embeddings().weight.device))
+        self.end_tokens = _end_tokens(model)
+        self.sampling = _recommended_sampling(model)
+        self.adapter = MergedAdapter(model)
+        keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
+        self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]
+
+    def sequence(self) -> TransformersSequence:
+        """A new empty sequence."""
+        return TransformersSequence(self)
+
+    def forward(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
+        """One pass over tokens (n,) after what the cache holds; logits (rows, vocab)."""
+        start = cache.length
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=self._positions[:, start : start + len(tokens)],
+            past_key_values=cache,
+            use_cache=True,
+            **self._keep(rows),
+        )
+        logits: torch.Tensor = output.logits[0, -rows:]
+        return logits
+
+    def apply_adapter(self, folder: Path | None) -> None:
+        """Merge a LoRA adapter in place, or restore the pristine weights for None."""
+        self.adapter.apply(folder)
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """The checkpoint's end-of-sequence ids; a generation config may name several."""
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    if ends is None:
+        ends = model.config.get_text_config().eos_token_id
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+# Where a checkpoint recommends nothing: lively, and without the tail that small models get lost in.
+FALLBACK_SAMPLING = SamplingParams(temperature=0.7)
+
+
+def _recommended_sampling(model: PreTrainedModel) -> SamplingParams:
+    """The sampling defaults in ``generation_config.json``, if it asks for sampling at all."""
+    config = model.generation_config
+    if config is None or not config.do_sample:
+        return FALLBACK_SAMPLING
+
+    def said(name: str, default: float) -> float:
+        value = getattr(config, name, None)
+        return default if value is None else value
+
+    return SamplingParams(
+        temperature=said("temperature", FALLBACK_SAMPLING.temperature),
+        top_k=int(said("top_k", 0)),
+        top_p=said("top_p", 1.0),
+        min_p=said("min_p", 0.0),
+        repetition_penalty=said("repetition_penalty", 1.0),
+    )
