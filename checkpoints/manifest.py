@@ -94,5 +94,6 @@ class Manifest:
         for name in ("recent", "older"):
             held = values[name]
             if held is not None:
-                values[name] = HeldOut(**{k: Interval(**v) if isinstance(v, dict) else v for k, v in held.items()})
+                fields: dict[str, Any] = {k: Interval(**v) if isinstance(v, dict) else v for k, v in held.items()}
+                values[name] = HeldOut(**fields)
         return cls(**values)

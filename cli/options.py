@@ -20,29 +20,56 @@ SAMPLING = "Sampling"
 RUNNING = "Running"
 
 SHARED: dict[str, Any] = {
-    "target": Annotated[Optional[str], typer.Option(help="Target model: a folder or a hub id.", rich_help_panel=MODELS)],
+    "target": Annotated[
+        Optional[str], typer.Option(help="Target model: a folder or a hub id.", rich_help_panel=MODELS)
+    ],
     "draft": Annotated[Optional[str], typer.Option(help="Draft model: a folder or a hub id.", rich_help_panel=MODELS)],
     "device": Annotated[Optional[str], typer.Option(help="auto, cpu, cuda, cuda:1, mps.", rich_help_panel=MODELS)],
-    "draft_device": Annotated[Optional[str], typer.Option(help="Device of the draft, if another.", rich_help_panel=MODELS)],
-    "dtype": Annotated[Optional[str], typer.Option(help="auto, float32, bfloat16, float16, float64.", rich_help_panel=MODELS)],
-    "quantize": Annotated[Optional[str], typer.Option(help="Target's weights: none, int8, nf4.", rich_help_panel=MODELS)],
-    "draft_quantize": Annotated[Optional[str], typer.Option(help="Draft's weights: none, int8, nf4.", rich_help_panel=MODELS)],
+    "draft_device": Annotated[
+        Optional[str], typer.Option(help="Device of the draft, if another.", rich_help_panel=MODELS)
+    ],
+    "dtype": Annotated[
+        Optional[str], typer.Option(help="auto, float32, bfloat16, float16, float64.", rich_help_panel=MODELS)
+    ],
+    "quantize": Annotated[
+        Optional[str], typer.Option(help="Target's weights: none, int8, nf4.", rich_help_panel=MODELS)
+    ],
+    "draft_quantize": Annotated[
+        Optional[str], typer.Option(help="Draft's weights: none, int8, nf4.", rich_help_panel=MODELS)
+    ],
     "revision": Annotated[Optional[str], typer.Option(help="Hub revision of the target.", rich_help_panel=MODELS)],
     "draft_revision": Annotated[Optional[str], typer.Option(help="Hub revision of the draft.", rich_help_panel=MODELS)],
     "trust_remote_code": Annotated[
         Optional[bool],
         typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.", rich_help_panel=MODELS),
     ],
-    "draft_length": Annotated[Optional[str], typer.Option(help="Tokens drafted a round: auto or a number.", rich_help_panel=SAMPLING)],
+    "draft_length": Annotated[
+        Optional[str], typer.Option(help="Tokens drafted a round: auto or a number.", rich_help_panel=SAMPLING)
+    ],
     "seed": Annotated[Optional[int], typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)],
-    "max_new_tokens": Annotated[Optional[int], typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)],
+    "max_new_tokens": Annotated[
+        Optional[int], typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)
+    ],
     "temperature": Annotated[Optional[float], typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)],
-    "top_k": Annotated[Optional[int], typer.Option(help="Keep the k likeliest tokens; 0 is off.", rich_help_panel=SAMPLING)],
-    "top_p": Annotated[Optional[float], typer.Option(help="Keep the smallest set of this mass; 1 is off.", rich_help_panel=SAMPLING)],
-    "min_p": Annotated[Optional[float], typer.Option(help="Keep tokens above this share of the likeliest.", rich_help_panel=SAMPLING)],
-    "home": Annotated[Optional[Path], typer.Option("--state-dir", help="Folder of log and adapters.", rich_help_panel=RUNNING)],
-    "record": Annotated[Optional[bool], typer.Option("--record/--no-record", help="Keep what is said in the log.", rich_help_panel=RUNNING)],
-    "config": Annotated[Optional[Path], typer.Option(help="Settings file, instead of adaptive.toml.", rich_help_panel=RUNNING)],
+    "top_k": Annotated[
+        Optional[int], typer.Option(help="Keep the k likeliest tokens; 0 is off.", rich_help_panel=SAMPLING)
+    ],
+    "top_p": Annotated[
+        Optional[float], typer.Option(help="Keep the smallest set of this mass; 1 is off.", rich_help_panel=SAMPLING)
+    ],
+    "min_p": Annotated[
+        Optional[float], typer.Option(help="Keep tokens above this share of the likeliest.", rich_help_panel=SAMPLING)
+    ],
+    "home": Annotated[
+        Optional[Path], typer.Option("--state-dir", help="Folder of log and adapters.", rich_help_panel=RUNNING)
+    ],
+    "record": Annotated[
+        Optional[bool],
+        typer.Option("--record/--no-record", help="Keep what is said in the log.", rich_help_panel=RUNNING),
+    ],
+    "config": Annotated[
+        Optional[Path], typer.Option(help="Settings file, instead of adaptive.toml.", rich_help_panel=RUNNING)
+    ],
     "debug": Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=RUNNING)],
 }
 
@@ -57,7 +84,9 @@ def shared_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = typing.get_type_hints(command, include_extras=True)
-        own = [p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items() if n != "settings"]
+        own = [
+            p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items() if n != "settings"
+        ]
         shared = [
             inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=False if n == "debug" else None, annotation=a)
             for n, a in chosen.items()

@@ -35,13 +35,21 @@ class Round:
 
 @dataclass(frozen=True)
 class Timings:
-    """Prompt tokens computed now and found in the cache; seconds for the prompt and for the rest."""
+    """Prompt tokens computed now and found in the cache; seconds for the prompt and for the rest.
+
+    The first token comes out of the prompt's own pass, so ``predicted_s`` covers ``predicted_n - 1``.
+    """
 
     prompt_n: int
     cached_n: int
     prompt_s: float
     predicted_n: int
     predicted_s: float
+
+    @property
+    def per_second(self) -> float:
+        """Tokens per second of decoding, the prompt apart; 0 where nothing was timed."""
+        return (self.predicted_n - 1) / self.predicted_s if self.predicted_s > 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,312 @@
+"""A pair of models: who they are, whether they fit, and loading them.
+
+In: settings. Out: a ``Pair`` of engines with one tokenizer. The identity of a pair (the name of its
+state folder) is known without loading any weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaptive.errors import AdaptiveError
+from adaptive.settings import Quantisation, Settings
+from checkpoints.manifest import BaseDraft
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from adaptive.engines.protocol import Engine
+
+BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
+# Bytes read at either end of a weights file for its identity: enough for the whole safetensors header
+# of any model here, and two checkpoints that differ only in the middle do not occur by training.
+IDENTITY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one model comes from. ``id`` is what the user typed, ``folder`` where it lies on disk."""
+
+    id: str
+    folder: Path
+    quantize: Quantisation
+
+
+@dataclass(frozen=True)
+class PairIdentity:
+    """``id`` names the state folder; ``base`` is what adapters of the draft belong to."""
+
+    id: str
+    base: BaseDraft
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two loaded engines, their tokenizer, and what the user should know about the combination."""
+
+    identity: PairIdentity
+    target: Engine
+    draft: Engine | None
+    tokenizer: PreTrainedTokenizerBase
+    warnings: tuple[str, ...]
+
+
+def sources(settings: Settings) -> tuple[Source, Source | None]:
+    """The target and the draft named in the settings; the bundled pair where neither is.
+
+    A target without a draft is decoded plainly. Raises AdaptiveError for a model that is not there.
+    """
+    if settings.target is None and settings.draft is None:
+        target, draft = str(BUNDLED / "target"), str(BUNDLED / "draft")
+    elif settings.target is None:
+        raise AdaptiveError("--draft is given without --target; name both, or neither for the bundled pair")
+    else:
+        target, draft = settings.target, settings.draft or ""
+    return (
+        Source(target, _folder(target, settings.revision), settings.quantize),
+        Source(draft, _folder(draft, settings.draft_revision), settings.draft_quantize) if draft else None,
+    )
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    """The local folder of a checkpoint, fetched from the hub if ``name`` is not a folder."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise AdaptiveError(f"{path} holds no model: it has no config.json")
+        return path
+    if path.exists():
+        raise AdaptiveError(f"{path} is a file, not a model folder")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
+        raise AdaptiveError(f"model folder {name} does not exist (and it is not a hub id like owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise AdaptiveError(f"no folder {name} here, and fetching it from the hub failed: {reason}") from error
+
+
+def weights_hash(folder: Path) -> str:
+    """A short hash of config, tokenizer and the weights' identity (names, sizes, first and last megabyte)."""
+    digest = hashlib.sha256()
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise AdaptiveError(f"{folder} holds no weights: there is no *.safetensors file in it")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    for file in weights:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(IDENTITY_BYTES))
+            stream.seek(max(0, size - IDENTITY_BYTES))
+            digest.update(stream.read(IDENTITY_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def pair_identity(settings: Settings) -> PairIdentity:
+    """Names the pair from both ids and hashes, without loading weights."""
+    return _identity(*sources(settings))
+
+
+def _identity(target: Source, draft: Source | None) -> PairIdentity:
+    target_hash = weights_hash(target.folder)
+    draft_hash = weights_hash(draft.folder) if draft else "none"
+    both = hashlib.sha256(f"{target_hash}{draft_hash}".encode()).hexdigest()[:8]
+    names = [re.sub(r"[^\w.-]+", "-", Path(s.id).name) if s else "none" for s in (target, draft)]
+    base = BaseDraft(draft.id if draft else "none", draft_hash)
+    return PairIdentity(f"{names[0]}--{names[1]}-{both}", base)
+
+
+def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+    """The target's tokenizer, found to agree with the draft's. Raises AdaptiveError where they differ."""
+    return _tokenizer(*sources(settings), settings.trust_remote_code)
+
+
+def _tokenizer(target: Source, draft: Source | None, trust: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    def read(source: Source) -> PreTrainedTokenizerBase:
+        try:
+            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise AdaptiveError(f"the tokenizer of {source.id} cannot be read: {reason}") from error
+        return loaded
+
+    tokenizer = read(target)
+    if draft is not None:
+        difference = tokenizer_difference(tokenizer, read(draft))
+        if difference:
+            raise AdaptiveError(
+                f"target {target.id} and draft {draft.id} have different tokenizers: {difference}; "
+                "a draft must come from the target's own family"
+            )
+    return tokenizer
+
+
+# Exercises spaces, digits, case, punctuation, accents, other scripts and line ends.
+PROBE = "Hello, World! 3.14 + 2710 = def f(x):\n\treturn  naïve\u200b Straße 你好 мир 🙂\r\n\n"
+
+
+def tokenizer_difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
+    """The first difference that matters, in words, or None.
+
+    The same token for every id that both use, special tokens included, and the same ids for a probe
+    text. Ids that only one of them has are padding or additions and are no difference.
+    """
+    ours, theirs = ({i: t for t, i in tokenizer.get_vocab().items()} for tokenizer in (target, draft))
+    for number in sorted(ours.keys() & theirs.keys()):
+        if ours[number] != theirs[number]:
+            return f"token {number} is {ours[number]!r} in the target and {theirs[number]!r} in the draft"
+    first, second = (tokenizer.encode(PROBE, add_special_tokens=False) for tokenizer in (target, draft))
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return f"the same text becomes {ours.get(one)!r} and {theirs.get(other)!r} at its token {place}"
+    return None if len(first) == len(second) else f"the same text becomes {len(first)} and {len(second)} tokens"
+
+
+def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | None = None) -> Pair:
+    """Load both models. ``on_progress(what, share done)`` is told what is happening.
+
+    Raises AdaptiveError for anything missing, broken or incompatible, before any weights are read.
+    """
+    from adaptive.engines.transformers import TransformersEngine
+
+    tell = on_progress or (lambda what, share: None)
+    tell("tokenizers", 0.0)
+    target, draft = sources(settings)
+    identity = _identity(target, draft)
+    tokenizer = _tokenizer(target, draft, settings.trust_remote_code)
+    sizes = [_bytes(source) for source in (target, draft)]
+    tell("target", 0.05)
+    target_engine = TransformersEngine(_load(target, settings, settings.device))
+    draft_engine = None
+    if draft is not None:
+        tell("draft", 0.05 + 0.95 * sizes[0] / sum(sizes))
+        draft_engine = TransformersEngine(_load(draft, settings, settings.draft_device or settings.device))
+    tell("ready", 1.0)
+    warnings = []
+    if sizes[1] > sizes[0]:
+        warnings.append(
+            f"the draft ({sizes[1] / 1e6:.0f} MB of weights) is larger than the target ({sizes[0] / 1e6:.0f} MB): "
+            "drafting costs more than it can save; swap them, or take a smaller draft"
+        )
+    return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings))
+
+
+def _bytes(source: Source | None) -> int:
+    return sum(file.stat().st_size for file in source.folder.glob("*.safetensors")) if source else 0
+
+
+def _load(source: Source, settings: Settings, device: str) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    where = choose_device(device)
+    try:
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=settings.trust_remote_code)
+        dtype = choose_dtype(settings.dtype, where, config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            config=config,
+            dtype=dtype,
+            device_map={"": where},
+            quantization_config=quantisation(source.quantize, dtype),
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
+        )
+    except AdaptiveError:
+        raise
+    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise AdaptiveError(f"model {source.id} cannot be loaded: {reason}") from error
+    return model
+
+
+def load_draft_for_training(settings: Settings) -> PreTrainedModel:
+    """A fresh float32 copy of the draft, unquantised, on the device it decodes on."""
+    draft = sources(settings)[1]
+    if draft is None:
+        raise AdaptiveError("there is no draft to train; name one with --draft")
+    plain = Source(draft.id, draft.folder, "none")
+    full = settings.model_copy(update={"dtype": "float32"})
+    return _load(plain, full, settings.draft_device or settings.device)
+
+
+def choose_device(name: str) -> str:
+    """``auto`` is the first CUDA device, else MPS, else the CPU. Raises AdaptiveError for one that is not there."""
+    import torch
+
+    if name == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise AdaptiveError(f"device {name} cannot be used here: {reason}") from error
+    return name
+
+
+def choose_dtype(name: str, device: str, config: Any) -> torch.dtype:
+    """The dtype of that name; ``auto`` is bfloat16 (or float16) on a GPU and measured on a CPU."""
+    import torch
+
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.startswith("cuda"):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if device == "mps":
+        return torch.float16
+    return fastest_cpu_dtype(config.get_text_config().hidden_size)
+
+
+def fastest_cpu_dtype(width: int) -> torch.dtype:
+    """float32 or bfloat16, whichever runs a layer of this width faster over one and five tokens together.
+
+    Depends on the processor's instructions and on how the library handles single rows, so it is
+    measured (some 30 ms), each time being the best of several.
+    """
+    import time
+
+    import torch
+
+    def seconds(dtype: torch.dtype) -> float:
+        weight = torch.randn(4 * width, width).to(dtype)
+        total = 0.0
+        for rows in (1, 5):
+            x = torch.randn(rows, width).to(dtype)
+            times = []
+            for _ in range(8):
+                began = time.perf_counter()
+                torch.nn.functional.linear(x, weight)
+                times.append(time.perf_counter() - began)
+            total += min(times)
+        return total
+
+    with torch.inference_mode():
+        return min((torch.float32, torch.bfloat16), key=seconds)
+
+
+def quantisation(kind: Quantisation, dtype: torch.dtype) -> Any:
+    """The bitsandbytes configuration of transformers for ``kind``, None for none."""
+    if kind == "none":
+        return None
+    try:
+        import bitsandbytes  # noqa: F401
+    except Exception as error:
+        raise AdaptiveError(f"--quantize {kind} needs bitsandbytes, which does not load here: {error}") from error
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
