@@ -1,0 +1,329 @@
+"""Putting a LoRA adapter into a transformers model, and taking it out again bit for bit.
+
+In: a folder that PEFT wrote, or None. The delta is merged in place into the model's own weights,
+so that it costs nothing per token, and always from a pristine copy, so that what is in the weights
+depends on the last adapter alone. Only weights that some adapter has touched are copied, to CPU
+memory whatever the device: the accelerator's memory is the scarce one (a large target lives there),
+and a swap happens between two answers, where copying back takes a fraction of a second.
+
+A module whose weights are quantised cannot take a delta without being quantised anew; an adapter
+that touches one stays beside the weights, put in and taken out as modules by PEFT.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+LORA_PARTS = (
+    "lora_A.weight",
+    "lora_B.weight",
+    "lora_embedding_A",
+    "lora_embedding_B",
+    "lora_magnitude_vector",
+)
+
+MERGEABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+Listener = Callable[[frozenset[str]], None]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an adapter adds to one module's weight: ``scaling * B @ A``.
+
+    Shapes: a (rank, in), b (out, rank), magnitude (out,) for DoRA; for an embedding in is the number
+    of embeddings and out their dimension. ``transposed`` where the weight is stored as (in, out).
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    magnitude: torch.Tensor | None
+    transposed: bool
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` with this delta, computed in float32 (float64 for float64) and rounded once.
+
+        With a magnitude m (DoRA, arXiv 2402.09353, eq. 5): m * (W + D) / |W + D|, norms by output row.
+        """
+        kind = torch.promote_types(weight.dtype, torch.float32)
+        a, b = (part.to(weight.device, kind) for part in (self.a, self.b))
+        whole = weight.to(kind)
+        whole = (whole.T if self.transposed else whole) + self.scaling * (b @ a)
+        if self.magnitude is not None:
+            magnitude = self.magnitude.to(weight.device, kind)
+            whole *= (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None]
+        return (whole.T if self.transposed else whole).to(weight.dtype)
+
+
+class MergedAdapter:
+    """The adapter of one model: none at first, then the last one applied.
+
+    Create it before anything replaces modules of ``model``: it merges into the modules it saw.
+    ``listeners`` are told the names of the modules whose weights have just changed (or which PEFT has
+    just replaced), so that a prepacked copy can be refreshed. Storage never moves: a captured graph
+    stays valid. ``active`` is the folder in use, None for the pristine weights.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.listeners: list[Listener] = []
+        self.active: Path | None = None
+        self._modules = dict(model.named_modules())
+        self._pristine: dict[str, torch.Tensor] = {}
+        self._merged: frozenset[str] = frozenset()
+        self._beside: frozenset[str] = frozenset()  # modules that PEFT has replaced
+
+    def apply(self, folder: Path | None) -> None:
+        """Use the adapter in ``folder``, or the pristine weights for None.
+
+        Call it between rounds only. Raises AdaptiveError, with the weights as they were, where the
+        adapter does not fit this model or is of a kind that is not supported.
+        """
+        deltas: dict[str, Delta] = {}
+        beside = False
+        if folder is not None:
+            deltas = _read(folder, self._modules, self._pristine)
+            beside = any(_quantised(self._modules[name]) for name in deltas)
+            if not beside:
+                self._check_shared(folder, deltas)
+        changed = self._clear_beside() | self._merge({} if beside else deltas)
+        self.active = None
+        if folder is not None and beside:
+            self._put_beside(folder, frozenset(deltas))
+            changed |= frozenset(deltas)
+        self.active = folder
+        for listener in self.listeners:
+            listener(changed)
+
+    @torch.no_grad()
+    def _merge(self, deltas: dict[str, Delta]) -> frozenset[str]:
+        """Make every weight pristine plus its delta, if it has one. Returns the modules that changed."""
+        changed = self._merged | frozenset(deltas)
+        try:
+            for name in sorted(changed):
+                weight = self._weight(name)
+                if name not in self._pristine:
+                    self._pristine[name] = weight.detach().to("cpu", copy=True)
+                self._merged |= {name}  # from here on it may differ from the pristine one
+                pristine = self._pristine[name].to(weight.device)
+                weight.copy_(deltas[name].merged(pristine) if name in deltas else pristine)
+        except BaseException:  # out of memory, or interrupted: never leave half an adapter in the weights
+            for name in self._merged:
+                self._weight(name).copy_(self._pristine[name])
+            self._merged, self.active = frozenset(), None
+            raise
+        self._merged = frozenset(deltas)
+        return changed
+
+    def _weight(self, name: str) -> torch.Tensor:
+        weight: torch.Tensor = self._modules[name].get_parameter("weight")
+        return weight
+
+    def _check_shared(self, folder: Path, deltas: dict[str, Delta]) -> None:
+        """A weight that two modules share would carry the delta of one into the other: refuse.
+
+        Untying would move the storage and add an embedding table's worth of memory to a draft that is
+        meant to be small, so the adapter has to leave tied weights alone.
+        """
+        for name in deltas:
+            weight = self._weight(name)
+            if weight.is_meta:
+                raise AdaptiveError(
+                    f"adapter {folder}: the weight of {name} is offloaded; keep the whole draft in memory"
+                )
+            for other, module in self._modules.items():
+                if other != name and module._parameters.get("weight") is weight:
+                    raise AdaptiveError(
+                        f"adapter {folder} changes {name}, whose weight is also that of {other} (tied embeddings); "
+                        f"train with target_modules that leave out {name.rpartition('.')[2]}"
+                    )
+
+    def _put_beside(self, folder: Path, names: frozenset[str]) -> None:
+        from peft import PeftModel
+
+        training = self.model.training
+        self._beside = names
+        try:
+            PeftModel.from_pretrained(self.model, str(folder), is_trainable=False)
+        except Exception as error:
+            self._clear_beside()
+            raise AdaptiveError(
+                f"adapter {folder} cannot be loaded beside quantised weights: {_line(error)}"
+            ) from error
+        self.model.train(training)
+
+    def _clear_beside(self) -> frozenset[str]:
+        """Put back the modules that PEFT wrapped, which never changed. Returns their names."""
+        names, self._beside = self._beside, frozenset()
+        for name in names:
+            parent, _, child = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, self._modules[name])
+        if names and hasattr(self.model, "peft_config"):
+            del self.model.peft_config
+        return names
+
+
+def _read(folder: Path, modules: dict[str, nn.Module], pristine: dict[str, torch.Tensor]) -> dict[str, Delta]:
+    """The deltas of the adapter in ``folder`` by module name, checked against ``modules``."""
+    config = _config(folder)
+    deltas: dict[str, Delta] = {}
+    for name, parts in _tensors(folder, modules, pristine).items():
+        if name not in modules:
+            raise AdaptiveError(f"adapter {folder} is for another model: this one has no module {name}")
+        deltas[name] = _delta(f"adapter {folder}: {name}", modules[name], parts, *_scale(config, name))
+    if not deltas:
+        raise AdaptiveError(f"adapter {folder} holds no LoRA weights")
+    return deltas
+
+
+def _config(folder: Path) -> LoraConfig:
+    """The adapter's configuration. Raises AdaptiveError for anything that a merge could not express."""
+    from peft import LoraConfig, PeftConfig
+
+    if not (folder / CONFIG).is_file():
+        raise AdaptiveError(f"{folder} holds no adapter: it has no {CONFIG}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # keys of another version of PEFT
+            config = PeftConfig.from_pretrained(str(folder))
+    except Exception as error:
+        raise AdaptiveError(f"{folder / CONFIG} cannot be read: {_line(error)}") from error
+    if not isinstance(config, LoraConfig):
+        raise AdaptiveError(f"adapter {folder} is {config.peft_type}, not LoRA; only LoRA adapters can be used")
+    unsupported = (
+        "modules_to_save",
+        "target_parameters",
+        "trainable_token_indices",
+        "layer_replication",
+        "lora_bias",
+        "alora_invocation_tokens",
+        "use_qalora",
+        "arrow_config",
+        "megatron_config",
+    )
+    for name in unsupported:
+        if getattr(config, name, None):
+            raise AdaptiveError(f"adapter {folder} uses {name}, which is not supported; train it without")
+    start = config.init_lora_weights
+    if not isinstance(start, bool) and start not in ("gaussian", "eva", "orthogonal"):
+        raise AdaptiveError(
+            f"adapter {folder} was started with {start}, which changes the base weights; convert it to plain LoRA"
+        )
+    return config
+
+
+def _scale(config: LoraConfig, name: str) -> tuple[int, float]:
+    """Rank and scaling of one module: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
+    from peft.utils.other import get_pattern_key
+
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    rank = ranks.get(get_pattern_key(list(ranks), name), config.r)
+    alpha = alphas.get(get_pattern_key(list(alphas), name), config.lora_alpha)
+    return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def _tensors(
+    folder: Path, modules: dict[str, nn.Module], pristine: dict[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The adapter's tensors by module name and LoRA part."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except FileNotFoundError:
+        raise AdaptiveError(f"{folder} holds no adapter: it has no {WEIGHTS}") from None
+    except (OSError, SafetensorError) as error:
+        raise AdaptiveError(f"{folder / WEIGHTS} cannot be read: {_line(error)}") from error
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        inner = key.removeprefix(PREFIX)
+        part = next((part for part in LORA_PARTS if inner.endswith(f".{part}")), None)
+        if part is not None:
+            if not torch.isfinite(tensor).all():
+                raise AdaptiveError(f"adapter {folder}: {inner} holds values that are not finite")
+            # A copy of its own: arithmetic on memory mapped at an odd address may round otherwise.
+            found.setdefault(inner.removesuffix(f".{part}"), {})[part] = tensor.clone()
+        elif not _same_embedding(inner, tensor, modules, pristine):
+            raise AdaptiveError(
+                f"adapter {folder}: {inner} is not a LoRA weight; train without extra modules or biases"
+            )
+    return found
+
+
+def _same_embedding(
+    key: str, tensor: torch.Tensor, modules: dict[str, nn.Module], pristine: dict[str, torch.Tensor]
+) -> bool:
+    """Whether ``tensor`` is the copy of an untouched embedding that PEFT writes beside an adapter on it."""
+    name = key.removesuffix(".weight").removesuffix(".base_layer")
+    weight = pristine.get(name)
+    if weight is None and name in modules:
+        weight = modules[name]._parameters.get("weight")
+    if weight is None or not key.endswith(".weight") or weight.shape != tensor.shape or not weight.is_floating_point():
+        return False
+    # One was perhaps rounded to bfloat16 (8 bits) or float16 (steps of 6e-8 near zero) and the other not.
+    return torch.allclose(tensor.float(), weight.detach().to("cpu", torch.float32), rtol=2**-7, atol=1e-7)
+
+
+def _delta(what: str, module: nn.Module, parts: dict[str, torch.Tensor], rank: int, scaling: float) -> Delta:
+    """Put a module's tensors together. Raises AdaptiveError naming ``what`` where they do not fit it."""
+    from transformers.pytorch_utils import Conv1D
+
+    embedding = "lora_embedding_A" in parts or "lora_embedding_B" in parts
+    magnitude = parts.get("lora_magnitude_vector")
+    if isinstance(module, nn.Linear):  # bitsandbytes' layers among them
+        inputs, outputs = module.in_features, module.out_features
+    elif isinstance(module, Conv1D):
+        inputs, outputs = module.weight.shape
+    elif isinstance(module, nn.Embedding):
+        inputs, outputs = module.num_embeddings, module.embedding_dim
+        if magnitude is not None:
+            raise AdaptiveError(f"{what} is an embedding with DoRA, which is not supported; use plain LoRA on it")
+    else:
+        raise AdaptiveError(f"{what} is a {type(module).__name__}; LoRA is supported on Linear, Conv1D and Embedding")
+    if embedding != isinstance(module, nn.Embedding):
+        raise AdaptiveError(f"{what} is a {type(module).__name__}, and the adapter's weights are for another kind")
+    names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
+    for name, shape in zip(names, ((rank, inputs), (outputs, rank)), strict=True):
+        actual = tuple(parts[name].shape) if name in parts else None
+        if actual != shape:
+            raise AdaptiveError(f"{what}.{name} must have shape {shape} for this model, and has {actual or 'none'}")
+    if magnitude is not None and tuple(magnitude.shape) != (outputs,):
+        raise AdaptiveError(
+            f"{what}.lora_magnitude_vector must have shape {(outputs,)}, and has {tuple(magnitude.shape)}"
+        )
+    if not _quantised(module) and not module.get_parameter("weight").is_floating_point():
+        raise AdaptiveError(
+            f"{what} has weights of type {module.get_parameter('weight').dtype}, which cannot be merged into"
+        )
+    return Delta(parts[names[0]], parts[names[1]], scaling, magnitude, embedding or isinstance(module, Conv1D))
+
+
+def _quantised(module: nn.Module) -> bool:
+    """Whether ``module`` holds quantised weights of bitsandbytes (told by name: it need not be installed)."""
+    return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and type(module).__module__.startswith(
+        "bitsandbytes"
+    )
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
