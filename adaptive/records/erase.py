@@ -1,0 +1,69 @@
+"""Deletes from the log so that nothing of it stays in the file, its WAL or a temporary copy.
+
+A DELETE alone leaves old bytes in the WAL, in freed pages and, after SQLite has moved rows between
+pages, in the slack of pages that live on. So: delete with ``secure_delete`` on (``schema.connect``),
+rewrite the file with VACUUM, then empty the WAL. What the disk itself keeps of freed blocks is
+beyond this program.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from adaptive.errors import AdaptiveError
+from adaptive.records.schema import transaction
+
+
+def selection(older_than_s: float | None, session: str | None, now: float) -> tuple[str, tuple[object, ...]]:
+    """A WHERE clause and its values: older than an age in seconds, and of a session, where given."""
+    terms: list[tuple[str, object]] = []
+    if older_than_s is not None:
+        terms.append(("created < ?", now - older_than_s))
+    if session is not None:
+        terms.append(("session = ?", session))
+    return " AND ".join(term for term, _ in terms) or "1", tuple(value for _, value in terms)
+
+
+def delete(connection: sqlite3.Connection, where: str, values: tuple[object, ...]) -> int:
+    """Delete the chosen generations and, by the cascade, their rounds. Returns how many generations."""
+    with transaction(connection):
+        return connection.execute(f"DELETE FROM generations WHERE {where}", values).rowcount
+
+
+def shrink(connection: sqlite3.Connection, path: Path) -> None:
+    """Rewrite the file without its holes and empty the WAL.
+
+    Raises AdaptiveError, saying what is left to do, when the disk has no room or a reader stays.
+    """
+    try:
+        with _temporary_files_in(path.parent):
+            connection.execute("VACUUM")
+        busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    except sqlite3.OperationalError as error:
+        raise AdaptiveError(
+            f"records are deleted, but {path} could not be rewritten ({error}); "
+            "close other programs that use it or free disk space, then purge again"
+        ) from error
+    if busy:
+        raise AdaptiveError(
+            f"records are deleted, but another program is reading {path}, so traces stay in {path.name}-wal; "
+            "close it, then purge again"
+        )
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """VACUUM copies what stays into a temporary file, which must not leave the private folder."""
+    before = os.environ.get("SQLITE_TMPDIR")
+    os.environ["SQLITE_TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["SQLITE_TMPDIR"]
+        else:
+            os.environ["SQLITE_TMPDIR"] = before

@@ -1,0 +1,173 @@
+"""Writes the log out for other programs: JSON lines of chat messages, and Parquet through ``datasets``.
+
+A file appears whole (0600) or not at all; nothing is left in a cache of ``datasets``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from adaptive.errors import AdaptiveError
+from adaptive.records.log import Log, LoggedGeneration
+from adaptive.records.types import Message
+
+
+def export_jsonl(log: Log, file: Path | IO[str]) -> int:
+    """One JSON object a generation: ``messages`` with the answer last, and where it came from.
+
+    A raw text prompt becomes a user message. Returns the number of lines. Raises AdaptiveError where
+    ``file`` cannot be written.
+    """
+    if not isinstance(file, Path):
+        return _write_lines(log, file)
+    with _appearing_whole(file) as part, part.open("w", encoding="utf-8") as lines:
+        return _write_lines(log, lines)
+
+
+def export_parquet(log: Log, file: Path, with_supervision: bool = False) -> int:
+    """One row a generation with every column of the log, token ids as lists; rounds are summed up.
+
+    Supervision (about 100 bytes a token) goes in when asked for, as lists of float32, which hold
+    float16 exactly. Returns the number of rows. Raises AdaptiveError where ``file`` cannot be written.
+    """
+    import datasets
+
+    features = _features(with_supervision)
+    bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        # from_generator writes an Arrow file first: it holds what people said, so it goes beside the
+        # result and is deleted with its folder (0700), not into the shared cache.
+        with _appearing_whole(file) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=".export-") as cache:
+            if log.count() == 0:  # from_generator refuses a generator without rows
+                table = datasets.Dataset.from_dict({name: [] for name in features}, features=features)
+            else:
+                source = {"path": str(log.path), "with_supervision": with_supervision}
+                table = datasets.Dataset.from_generator(_rows, features=features, cache_dir=cache, gen_kwargs=source)
+            rows = len(table)
+            table.to_parquet(str(part))
+            del table  # lets go of the memory-mapped file before its folder goes
+    finally:
+        if bars:
+            datasets.enable_progress_bars()
+    return rows
+
+
+@contextmanager
+def _appearing_whole(file: Path) -> Iterator[Path]:
+    """A private temporary file beside ``file`` that takes its name when the block succeeds."""
+    if not file.parent.is_dir():
+        raise AdaptiveError(f"cannot export to {file}: folder {file.parent} does not exist")
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+        yield part
+        os.replace(part, file)
+    except OSError as error:
+        raise AdaptiveError(f"cannot export to {file} ({error.strerror or error})") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write_lines(log: Log, lines: IO[str]) -> int:
+    written = 0
+    for logged in log.generations(with_supervision=False):
+        generation = logged.generation
+        value = {
+            "messages": _conversation(logged),
+            "id": logged.id,
+            "session": generation.session,
+            "created": generation.created,
+            "domain": generation.domain,
+            "adapter": generation.adapter,
+            "finish_reason": generation.finish_reason,
+        }
+        lines.write(json.dumps(value, ensure_ascii=False) + "\n")
+        written += 1
+    return written
+
+
+def _conversation(logged: LoggedGeneration) -> list[dict[str, str]]:
+    generation = logged.generation
+    asked = generation.messages or (Message("user", generation.prompt_text),)
+    return [asdict(message) for message in (*asked, Message("assistant", generation.text))]
+
+
+def _rows(path: str, with_supervision: bool) -> Iterator[dict[str, Any]]:
+    with Log(Path(path)) as log:
+        for logged in log.generations(with_supervision=with_supervision):
+            g = logged.generation
+            row: dict[str, Any] = {
+                "id": logged.id,
+                "session": g.session,
+                "created": g.created,
+                "messages": _conversation(logged),
+                "prompt_text": g.prompt_text,
+                "text": g.text,
+                "prompt": g.prompt,
+                "output": g.output,
+                "sampling": g.sampling.to_json(),
+                "temperature": g.sampling.temperature,
+                "adapter": g.adapter,
+                "engine": g.engine,
+                "domain": g.domain,
+                "finish_reason": g.finish_reason,
+                **asdict(g.timings),
+                "rounds_n": len(g.rounds),
+                "draft_n": sum(r.drafted for r in g.rounds),
+                "draft_n_accepted": sum(r.accepted for r in g.rounds),
+            }
+            if with_supervision:
+                s = g.supervision
+                row |= {
+                    "top_ids": None if s is None else s.ids.tolist(),
+                    "top_logprobs": None if s is None else s.logprobs.tolist(),
+                    "rest_logprob": None if s is None else s.rest.tolist(),
+                    "chosen_logprob": None if s is None else s.chosen.tolist(),
+                }
+            yield row
+
+
+def _features(with_supervision: bool) -> Any:
+    from datasets import Features, List, Value
+
+    text, number, whole = Value("string"), Value("float64"), Value("int64")
+    features: dict[str, Any] = {
+        "id": whole,
+        "session": text,
+        "created": number,
+        "messages": List({"role": text, "content": text}),
+        "prompt_text": text,
+        "text": text,
+        "prompt": List(Value("int32")),
+        "output": List(Value("int32")),
+        "sampling": text,
+        "temperature": number,
+        "adapter": text,
+        "engine": text,
+        "domain": text,
+        "finish_reason": text,
+        "prompt_n": whole,
+        "cached_n": whole,
+        "prompt_s": number,
+        "predicted_n": whole,
+        "predicted_s": number,
+        "rounds_n": whole,
+        "draft_n": whole,
+        "draft_n_accepted": whole,
+    }
+    if with_supervision:
+        features |= {
+            "top_ids": List(List(Value("int32"))),
+            "top_logprobs": List(List(Value("float32"))),
+            "rest_logprob": List(Value("float32")),
+            "chosen_logprob": List(Value("float32")),
+        }
+    return Features(features)

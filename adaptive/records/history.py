@@ -1,0 +1,186 @@
+"""What acceptance and speed did over time, and under which adapter: pure functions of ``Log.figures()``."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from adaptive.records.stats import (
+    PositionAcceptance,
+    RoundCount,
+    SpeculativeStats,
+    acceptance_by_position,
+    stats_of_counts,
+)
+
+By = Literal["adapter", "day", "session"]
+
+# Points of a time series: more than a terminal has columns for shows nothing new, fewer hides swaps.
+POINTS = 60
+
+# Names of rows without an adapter: the draft as it came, and the target alone (nothing was drafted).
+BASE_DRAFT = "base draft"
+NO_DRAFT = "no draft"
+
+
+@dataclass(frozen=True)
+class GenerationFigures:
+    """The figures of one generation: no text, no tokens. ``seconds`` is the time of ``tokens - 1``
+    output tokens, the first one coming out of the prompt's own pass."""
+
+    id: int
+    session: str
+    created: float
+    adapter: str | None
+    tokens: int
+    seconds: float
+    rounds: tuple[RoundCount, ...]
+
+    @property
+    def drafted(self) -> bool:
+        """Whether anything was drafted."""
+        return any(count.drafted for count in self.rounds)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of several generations. ``first`` and ``last`` are seconds since the epoch (None
+    without generations); ``tokens_per_second`` is None where nothing was timed."""
+
+    key: str
+    generations: int
+    tokens: int
+    tokens_per_second: float | None
+    first: float | None
+    last: float | None
+    speculation: SpeculativeStats
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the time series: generations ``first_id`` to ``last_id``, all under one adapter.
+
+    Acceptance is None where nothing was drafted.
+    """
+
+    first_id: int
+    last_id: int
+    created: float
+    generations: int
+    adapter: str | None
+    acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Swap:
+    """The adapter changed: ``generation`` is the first one under ``after`` (None is the base draft)."""
+
+    generation: int
+    created: float
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything ``adaptive history`` shows."""
+
+    totals: Figures
+    rows: tuple[Figures, ...]
+    positions: tuple[PositionAcceptance, ...]
+    series: tuple[Point, ...]
+    swaps: tuple[Swap, ...]
+
+
+def history(generations: Sequence[GenerationFigures], by: By = "adapter", points: int = POINTS) -> History:
+    """All of it, for generations in the order of their ids."""
+    return History(
+        totals=summed("all", generations),
+        rows=grouped(generations, by),
+        positions=acceptance_by_position(count for g in generations for count in g.rounds),
+        series=series(generations, points),
+        swaps=swaps(generations),
+    )
+
+
+def summed(key: str, generations: Sequence[GenerationFigures]) -> Figures:
+    """The figures of ``generations`` together, under the name ``key``."""
+    return Figures(
+        key=key,
+        generations=len(generations),
+        tokens=sum(g.tokens for g in generations),
+        tokens_per_second=_tokens_per_second(generations),
+        first=min((g.created for g in generations), default=None),
+        last=max((g.created for g in generations), default=None),
+        speculation=stats_of_counts(count for g in generations for count in g.rounds),
+    )
+
+
+def grouped(generations: Iterable[GenerationFigures], by: By) -> tuple[Figures, ...]:
+    """One row per adapter, day (local time) or session, in the order of their first generation."""
+    groups: dict[str, list[GenerationFigures]] = {}
+    for g in generations:
+        groups.setdefault(KEYS[by](g), []).append(g)
+    return tuple(summed(key, members) for key, members in groups.items())
+
+
+def series(generations: Sequence[GenerationFigures], points: int = POINTS) -> tuple[Point, ...]:
+    """Acceptance and speed over time, in buckets of as many generations as give about ``points``.
+
+    A swap ends a bucket early, so that no point mixes two adapters; there can be more points then.
+    """
+    size = max(1, -(-len(generations) // points))
+    buckets: list[list[GenerationFigures]] = []
+    for g in generations:
+        if not buckets or len(buckets[-1]) == size or buckets[-1][-1].adapter != g.adapter:
+            buckets.append([])
+        buckets[-1].append(g)
+    return tuple(_point(bucket) for bucket in buckets)
+
+
+def swaps(generations: Sequence[GenerationFigures]) -> tuple[Swap, ...]:
+    """Where a generation ran under another adapter than the one before it."""
+    return tuple(
+        Swap(after.id, after.created, before.adapter, after.adapter)
+        for before, after in itertools.pairwise(generations)
+        if before.adapter != after.adapter
+    )
+
+
+def _adapter_name(g: GenerationFigures) -> str:
+    return g.adapter or (BASE_DRAFT if g.drafted else NO_DRAFT)
+
+
+def _day(g: GenerationFigures) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(g.created))
+
+
+KEYS: dict[By, Callable[[GenerationFigures], str]] = {
+    "adapter": _adapter_name,
+    "day": _day,
+    "session": lambda g: g.session,
+}
+
+
+def _tokens_per_second(generations: Sequence[GenerationFigures]) -> float | None:
+    timed = [g for g in generations if g.seconds > 0]
+    return sum(g.tokens - 1 for g in timed) / sum(g.seconds for g in timed) if timed else None
+
+
+def _point(bucket: Sequence[GenerationFigures]) -> Point:
+    stats = stats_of_counts(count for g in bucket for count in g.rounds)
+    return Point(
+        first_id=bucket[0].id,
+        last_id=bucket[-1].id,
+        created=bucket[-1].created,
+        generations=len(bucket),
+        adapter=bucket[0].adapter,
+        acceptance_rate=stats.draft_acceptance_rate if stats.num_spec_steps else None,
+        mean_acceptance_length=stats.mean_acceptance_length if stats.num_spec_steps else None,
+        tokens_per_second=_tokens_per_second(bucket),
+    )

@@ -1,0 +1,247 @@
+"""Reads the log: for the trainer, for resuming a session, and for the commands that show it.
+
+A log that does not exist yet is an empty log. One ``Log`` belongs to one thread; it may stay open
+while another process writes, and holds no lock between two calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from adaptive.errors import AdaptiveError
+from adaptive.records.erase import delete, selection, shrink
+from adaptive.records.history import GenerationFigures
+from adaptive.records.rows import generation_of, messages_of, select_columns
+from adaptive.records.schema import MIGRATIONS, connect, transaction
+from adaptive.records.stats import RoundCount
+from adaptive.records.types import Generation, Message, Round
+
+# Generations read at a time: each page is one short read, so that a slow reader never keeps the
+# writer from emptying the WAL. Larger costs memory (about 100 kB a generation), smaller costs queries.
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class LoggedGeneration:
+    """A generation and its id in the log. Ids grow with time and are never used twice."""
+
+    id: int
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Session:
+    """One session: seconds since the epoch of its first and last generation, and how it began."""
+
+    id: str
+    generations: int
+    first: float
+    last: float
+    opening: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """Generations and output tokens of one domain or adapter (None: none was given)."""
+
+    name: str | None
+    generations: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class LogStats:
+    """What the log holds. ``positions`` are output tokens with supervision; ``size`` counts bytes on
+    disk, the WAL included; ``first`` and ``last`` are seconds since the epoch."""
+
+    generations: int
+    sessions: int
+    tokens: int
+    positions: int
+    size: int
+    first: float | None
+    last: float | None
+    by_domain: tuple[Share, ...]
+    by_adapter: tuple[Share, ...]
+
+
+class Log:
+    """Read access to the log at ``path``; also a context manager. Nothing is opened before it is needed.
+
+    Every method raises AdaptiveError where the file is damaged or is not a log.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: sqlite3.Connection | None = None
+
+    def count(self, *, older_than_s: float | None = None, session: str | None = None) -> int:
+        """Generations, all or only those that ``purge`` would delete with the same arguments."""
+        where, values = selection(older_than_s, session, time.time())
+        with self._reading() as connection:
+            return int(connection.execute(f"SELECT count(*) FROM generations WHERE {where}", values).fetchone()[0])
+
+    def last_id(self) -> int:
+        """The id of the newest generation, 0 when there is none."""
+        with self._reading() as connection:
+            return int(connection.execute("SELECT coalesce(max(id), 0) FROM generations").fetchone()[0])
+
+    def generations(
+        self, after_id: int = 0, limit: int | None = None, with_supervision: bool = True
+    ) -> Iterator[LoggedGeneration]:
+        """Generations with an id above ``after_id``, oldest first, at most ``limit``."""
+        left = limit if limit is not None else float("inf")
+        while left > 0:
+            page = self._page(after_id, int(min(left, PAGE)), with_supervision)
+            if not page:
+                return
+            yield from page
+            left -= len(page)
+            after_id = page[-1].id
+
+    def session_messages(self, session: str) -> tuple[Message, ...]:
+        """The chat so far of ``session``: the messages of its latest generation and the answer to them.
+
+        Empty where the log has no chat of that session.
+        """
+        with self._reading() as connection:
+            row = connection.execute(
+                """SELECT messages, text FROM generations
+                WHERE session = ? AND messages != '[]' ORDER BY id DESC LIMIT 1""",
+                (session,),
+            ).fetchone()
+        return () if row is None else (*messages_of(row[0]), Message("assistant", row[1]))
+
+    def sessions(self) -> tuple[Session, ...]:
+        """Every session, the latest first; ``opening`` is what the person said first."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                """SELECT grouped.*, opening.messages, opening.prompt_text
+                FROM (SELECT session, count(*), min(created), max(created), min(id) AS first_id, max(id) AS last_id
+                      FROM generations GROUP BY session) AS grouped
+                JOIN generations AS opening ON opening.id = grouped.first_id ORDER BY grouped.last_id DESC"""
+            ).fetchall()
+        found = []
+        for session, generations, first, last, _, _, messages, prompt_text in rows:
+            said = next((m.content for m in messages_of(messages) if m.role == "user"), prompt_text)
+            found.append(Session(session, generations, first, last, said))
+        return tuple(found)
+
+    def stats(self) -> LogStats:
+        """Counts, bytes and dates of the whole log."""
+        with self._reading() as connection:
+            row = connection.execute(
+                """SELECT count(*), count(DISTINCT session), coalesce(sum(length(output) / 4), 0),
+                coalesce(sum(CASE WHEN supervision IS NULL THEN 0 ELSE length(output) / 4 END), 0),
+                min(created), max(created) FROM generations"""
+            ).fetchone()
+            domains, adapters = (
+                tuple(
+                    Share(*share)
+                    for share in connection.execute(
+                        f"""SELECT {column}, count(*), sum(length(output) / 4) FROM generations
+                        GROUP BY {column} ORDER BY count(*) DESC, {column}"""
+                    )
+                )
+                for column in ("domain", "adapter")
+            )
+        generations, sessions, tokens, positions, first, last = row
+        return LogStats(generations, sessions, tokens, positions, self._size(), first, last, domains, adapters)
+
+    def figures(self) -> tuple[GenerationFigures, ...]:
+        """What ``adaptive.records.history`` needs of every generation, oldest first; no text, no tokens."""
+        with self._reading() as connection:
+            heads = connection.execute(
+                "SELECT id, session, created, adapter, predicted_n, predicted_s FROM generations ORDER BY id"
+            ).fetchall()
+            counts = connection.execute(
+                """SELECT generation, drafted, accepted, count(*) FROM rounds
+                GROUP BY generation, drafted, accepted ORDER BY generation, drafted, accepted"""
+            )
+            rounds = {
+                number: tuple(RoundCount(*row[1:]) for row in rows)
+                for number, rows in itertools.groupby(counts, key=lambda row: row[0])
+            }
+        return tuple(
+            GenerationFigures(number, session, created, adapter, tokens, seconds, rounds.get(number, ()))
+            for number, session, created, adapter, tokens, seconds in heads
+        )
+
+    def purge(self, *, older_than_s: float | None = None, session: str | None = None, everything: bool = False) -> int:
+        """Delete generations for good and return how many: by age in seconds, by session, both, or all.
+
+        Their bytes are overwritten, the file is rewritten without them and the WAL emptied. Needs the
+        size of what stays as free disk space. Raises ValueError when nothing is chosen, AdaptiveError
+        when the file cannot be rewritten now (the message says what has been done).
+        """
+        if not everything and older_than_s is None and session is None:
+            raise ValueError("purge needs an age, a session, or everything=True")
+        where, values = selection(older_than_s, session, time.time())
+        with self._reading() as connection:
+            if connection is not self._file:
+                return 0  # no file, nothing to delete
+            deleted = delete(connection, where, values)
+            shrink(connection, self.path)
+        return deleted
+
+    def close(self) -> None:
+        """Close the file; a later call opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _page(self, after_id: int, size: int, with_supervision: bool) -> list[LoggedGeneration]:
+        with self._reading() as connection, transaction(connection, "DEFERRED"):
+            rows = connection.execute(
+                f"SELECT {select_columns(with_supervision)} FROM generations WHERE id > ? ORDER BY id LIMIT ?",
+                (after_id, size),
+            ).fetchall()
+            rounds: dict[int, list[Round]] = {row[0]: [] for row in rows}
+            if rows:
+                of_page = connection.execute(
+                    """SELECT generation, drafter, drafted, accepted, draft_s, verify_s FROM rounds
+                    WHERE generation BETWEEN ? AND ? ORDER BY generation, idx""",
+                    (rows[0][0], rows[-1][0]),
+                )
+                for number, *values in of_page:
+                    rounds[number].append(Round(*values))
+        return [LoggedGeneration(row[0], generation_of(row, rounds[row[0]])) for row in rows]
+
+    def _size(self) -> int:
+        files = (self.path, self.path.with_name(self.path.name + "-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """The file's connection, or one to an empty log while there is no file."""
+        if self._file is None and self.path.exists():
+            self._file = connect(self.path)
+        connection = self._file or _empty()
+        try:
+            yield connection
+        except sqlite3.OperationalError as error:
+            raise AdaptiveError(f"log {self.path} cannot be read now ({error}); try again") from error
+        except sqlite3.DatabaseError as error:
+            raise AdaptiveError(
+                f"log {self.path} is damaged ({error}); move it away and a new one will be started"
+            ) from error
+
+
+def _empty() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    for migration in MIGRATIONS:
+        migration(connection)
+    return connection

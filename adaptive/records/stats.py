@@ -1,0 +1,101 @@
+"""Figures of speculative decoding from its rounds: the one place where they are computed.
+
+``generate --json``, ``history`` and the dashboard all call this, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from adaptive.records.types import Round
+
+
+@dataclass(frozen=True, order=True)
+class RoundCount:
+    """How many rounds drafted and accepted exactly this many tokens: all the figures need."""
+
+    drafted: int
+    accepted: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class SpeculativeStats:
+    """The ``speculative_decoding`` object of the JSON outputs; ``dataclasses.asdict`` gives its keys.
+
+    ``num_spec_steps`` counts rounds that drafted at least one token. ``mean_acceptance_length`` is
+    1 + accepted / num_spec_steps (1.0 without such rounds), ``draft_acceptance_rate`` accepted /
+    drafted tokens (0.0 without). ``acceptance_histogram[i]`` is the number of those rounds that
+    accepted exactly i tokens, up to the longest draft.
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    acceptance_histogram: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PositionAcceptance:
+    """Acceptance of the draft's ``position``-th token (from 1), given that all before it were accepted.
+
+    ``observed`` counts rounds in which it was drafted and everything before it accepted: after the
+    first rejection a token is unobserved, not rejected.
+    """
+
+    position: int
+    observed: int
+    accepted: int
+
+    @property
+    def acceptance(self) -> float | None:
+        """Conditional acceptance, 0 to 1; None where the position was never observed."""
+        return self.accepted / self.observed if self.observed else None
+
+
+def speculative_stats(rounds: Iterable[Round]) -> SpeculativeStats:
+    """The figures of ``rounds``."""
+    return stats_of_counts(count_rounds(rounds))
+
+
+def count_rounds(rounds: Iterable[Round]) -> tuple[RoundCount, ...]:
+    """``rounds`` summed up by how much they drafted and accepted."""
+    counts = Counter((r.drafted, r.accepted) for r in rounds)
+    return tuple(sorted(RoundCount(drafted, accepted, n) for (drafted, accepted), n in counts.items()))
+
+
+def stats_of_counts(counts: Iterable[RoundCount]) -> SpeculativeStats:
+    """The figures of rounds that are already summed up (the same pair may occur several times)."""
+    speculative = [c for c in counts if c.drafted > 0]
+    steps = sum(c.rounds for c in speculative)
+    drafted = sum(c.drafted * c.rounds for c in speculative)
+    accepted = sum(c.accepted * c.rounds for c in speculative)
+    histogram = [0] * (max((c.drafted for c in speculative), default=-1) + 1)
+    for c in speculative:
+        histogram[c.accepted] += c.rounds
+    return SpeculativeStats(
+        mean_acceptance_length=1 + accepted / steps if steps else 1.0,
+        draft_acceptance_rate=accepted / drafted if drafted else 0.0,
+        num_spec_steps=steps,
+        num_draft_tokens=drafted,
+        num_accepted_draft_tokens=accepted,
+        acceptance_histogram=tuple(histogram),
+    )
+
+
+def acceptance_by_position(counts: Iterable[RoundCount]) -> tuple[PositionAcceptance, ...]:
+    """Conditional acceptance of every draft position, first to the longest draft."""
+    rounds = [c for c in counts if c.drafted > 0]
+    longest = max((c.drafted for c in rounds), default=0)
+    return tuple(
+        PositionAcceptance(
+            position=position,
+            observed=sum(c.rounds for c in rounds if c.drafted >= position and c.accepted >= position - 1),
+            accepted=sum(c.rounds for c in rounds if c.accepted >= position),
+        )
+        for position in range(1, longest + 1)
+    )

@@ -1,0 +1,255 @@
+"""Nothing that was acknowledged is lost: killed writers, full disks, vanished files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from records_factory import generation, same, start
+
+from adaptive.records.log import Log
+from adaptive.records.schema import connect
+from adaptive.records.writer import LogWriter
+
+posix = pytest.mark.skipif(os.name != "posix", reason="signals and limits of POSIX")
+
+# Writes without end; after each flush it prints how many generations it has acknowledged.
+WRITES_FOREVER = """
+import itertools, sys
+from pathlib import Path
+from adaptive.records.writer import LogWriter
+from records_factory import generation
+writer = LogWriter(Path(sys.argv[1]))
+for number in itertools.count(1):
+    writer.write(generation(number, tokens=200))
+    if number % 3 == 0 and writer.flush():
+        print(number, flush=True)
+"""
+
+
+def kill_while_writing(path: Path, seed: int) -> None:
+    """Start a writing process, kill it at a random moment, and check the log that it leaves."""
+    before = Log(path).count()
+    process = start(WRITES_FOREVER, path)
+    assert process.stdout is not None
+    process.stdout.readline()  # it is under way
+    time.sleep(random.Random(seed).uniform(0, 0.15))
+    process.send_signal(signal.SIGKILL)
+    acknowledged = int((process.stdout.read().split() or ["3"])[-1])
+    process.wait()
+    with Log(path) as log:
+        logged = list(log.generations())
+        assert len(logged) - before >= acknowledged
+        for number, found in enumerate(logged[before:], start=1):
+            assert same(found.generation, generation(number, tokens=200))  # whole, rounds and supervision included
+    connection = connect(path)
+    assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+    connection.close()
+
+
+@posix
+def test_a_killed_writer_leaves_a_log_with_every_acknowledged_generation(tmp_path: Path) -> None:
+    for seed in range(4):
+        kill_while_writing(tmp_path / "records.db", seed)
+
+
+@posix
+@pytest.mark.long
+def test_twenty_killed_writers_leave_a_log_with_every_acknowledged_generation(tmp_path: Path) -> None:
+    for seed in range(20):
+        kill_while_writing(tmp_path / "records.db", 100 + seed)
+
+
+# RLIMIT_FSIZE makes the kernel refuse to let any file grow, as a full disk does; then it is lifted.
+FILLS_THE_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from adaptive.records.writer import LogWriter
+from records_factory import generation
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+writer = LogWriter(path)
+writer.write(generation(0))
+assert writer.flush() and writer.problem is None
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+size = path.with_name(path.name + "-wal").stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5000, hard))
+for number in range(1, 6):
+    writer.write(generation(number, tokens=500))
+assert not writer.flush(), "a full disk was not noticed"
+print(writer.problem)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+assert writer.flush(), writer.problem
+assert writer.problem is None, writer.problem
+writer.write(generation(6))
+assert writer.close()
+"""
+
+
+def run_script(code: str, path: Path) -> str:
+    process = start(code, path)
+    said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return said
+
+
+@posix
+def test_a_full_disk_is_said_and_nothing_is_lost_once_there_is_room(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    said = run_script(FILLS_THE_DISK, path)
+    assert "cannot be written" in said
+    assert "waiting in memory" in said
+    assert [g.generation.prompt[0] for g in Log(path).generations()] == list(range(7))  # in order, each once
+
+
+def fill(file: Path) -> None:
+    """Write until the file system is full."""
+    with file.open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(bytes(4096)) == 4096:
+            pass
+
+
+@posix
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
+def test_a_full_file_system_is_said_and_nothing_is_lost_once_there_is_room(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", small], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        filler = small / "filler"
+        with LogWriter(small / "records.db") as writer:
+            writer.write(generation(0))
+            assert writer.flush()
+            fill(filler)
+            for number in range(1, 10):
+                writer.write(generation(number, tokens=500))
+            assert not writer.flush()
+            assert writer.problem is not None
+            assert "waiting in memory" in writer.problem
+            filler.unlink()
+            assert writer.flush()
+            assert writer.problem is None
+        with Log(small / "records.db") as log:
+            assert log.count() == 10
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_what_waits_is_bounded_and_the_oldest_goes_first(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    writer = LogWriter(path, capacity=3)
+    with locked(path, writer):
+        for number in range(6):
+            writer.write(generation(number))
+        assert writer.lost > 0
+        assert f"{writer.lost} lost" in str(writer.problem)
+    assert writer.flush()
+    assert "could not be logged" in str(writer.problem)  # a loss stays said
+    kept = [int(g.generation.prompt[0]) for g in Log(path).generations()]
+    assert kept == [0, 0, 1, 2, 3, 4, 5][writer.lost :]
+    assert not writer.close()
+
+
+class locked:  # noqa: N801, used as a function
+    """Holds the log's write lock, and leaves once the writer has met it."""
+
+    def __init__(self, path: Path, writer: LogWriter) -> None:
+        self.other = sqlite3.connect(path, isolation_level=None)
+        self.writer = writer
+
+    def __enter__(self) -> None:
+        self.other.execute("BEGIN EXCLUSIVE")
+        self.writer._connection.execute("PRAGMA busy_timeout=1")  # type: ignore[union-attr]
+        self.writer.write(generation(0))
+        assert not self.writer.flush()
+
+    def __exit__(self, *_: object) -> None:
+        self.other.execute("ROLLBACK")
+        self.other.close()
+
+
+def test_a_generation_that_cannot_be_stored_does_not_stop_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    with LogWriter(path) as writer:
+        writer.write(generation(0))
+        writer.write(generation(1, session=None))  # type: ignore[arg-type]
+        writer.write(generation(2))
+        assert not writer.flush()
+        assert writer.lost == 1
+        assert "could not be logged" in str(writer.problem)
+    assert Log(path).count() == 2
+
+
+@posix
+def test_a_log_deleted_under_a_running_writer_is_started_again(tmp_path: Path) -> None:
+    path = tmp_path / "pair" / "records.db"
+    with LogWriter(path) as writer:
+        writer.write(generation(0))
+        assert writer.flush()
+        for file in path.parent.iterdir():
+            file.unlink()
+        writer.write(generation(1))
+        assert writer.flush()
+    assert [int(g.generation.prompt[0]) for g in Log(path).generations()] == [1]
+
+
+def test_write_returns_while_the_disk_is_busy(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    writer = LogWriter(path)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    for number in range(20):
+        writer.write(generation(number))  # would wait schema.BUSY_S each if it wrote here
+    assert not writer.flush(timeout_s=0.05)
+    assert Log(path).count() == 0
+    other.execute("ROLLBACK")
+    assert writer.close()
+    assert Log(path).count() == 20
+
+
+def test_several_threads_may_write(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    with LogWriter(path, capacity=5) as writer:
+
+        def write_some() -> None:
+            for number in range(30):
+                writer.write(generation(number))
+
+        threads = [threading.Thread(target=write_some) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert Log(path).count() == 120
+
+
+def test_a_program_that_ends_without_closing_still_logs(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from adaptive.records.writer import LogWriter;"
+        "from records_factory import generation\n"
+        "writer = LogWriter(Path(sys.argv[1]))\n"
+        "for i in range(50): writer.write(generation(i))"
+    )
+    run_script(code, tmp_path / "records.db")
+    assert Log(tmp_path / "records.db").count() == 50
+
+
+def test_closing_is_final(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "records.db")
+    assert writer.close()
+    assert writer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        writer.write(generation())
