@@ -6,8 +6,9 @@ depends on the last adapter alone. Only weights that some adapter has touched ar
 memory whatever the device: the accelerator's memory is the scarce one (a large target lives there),
 and a swap happens between two answers, where copying back takes a fraction of a second.
 
-A module whose weights are quantised cannot take a delta without being quantised anew; an adapter
-that touches one stays beside the weights, put in and taken out as modules by PEFT.
+A module whose weights are quantised cannot take a delta without being quantised anew: there the two
+thin matrices stay beside the weights, in a forward hook. (Not by PEFT's own modules: loading those
+asks the model for its ``state_dict``, after which bitsandbytes 0.50 computes something else on CPU.)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from adaptive.errors import AdaptiveError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
 CONFIG = "adapter_config.json"
@@ -77,9 +79,9 @@ class MergedAdapter:
     """The adapter of one model: none at first, then the last one applied.
 
     Create it before anything replaces modules of ``model``: it merges into the modules it saw.
-    ``listeners`` are told the names of the modules whose weights have just changed (or which PEFT has
-    just replaced), so that a prepacked copy can be refreshed. Storage never moves: a captured graph
-    stays valid. ``active`` is the folder in use, None for the pristine weights.
+    ``listeners`` are told the names of the modules that have just changed, so that a prepacked copy
+    can be refreshed. Storage never moves: a captured graph stays valid, but for quantised modules,
+    whose hooks change. ``active`` is the folder in use, None for the pristine weights.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -89,7 +91,7 @@ class MergedAdapter:
         self._modules = dict(model.named_modules())
         self._pristine: dict[str, torch.Tensor] = {}
         self._merged: frozenset[str] = frozenset()
-        self._beside: frozenset[str] = frozenset()  # modules that PEFT has replaced
+        self._hooks: dict[str, RemovableHandle] = {}
 
     def apply(self, folder: Path | None) -> None:
         """Use the adapter in ``folder``, or the pristine weights for None.
@@ -98,20 +100,20 @@ class MergedAdapter:
         adapter does not fit this model or is of a kind that is not supported.
         """
         deltas: dict[str, Delta] = {}
-        beside = False
         if folder is not None:
             deltas = _read(folder, self._modules, self._pristine)
-            beside = any(_quantised(self._modules[name]) for name in deltas)
-            if not beside:
-                self._check_shared(folder, deltas)
-        changed = self._clear_beside() | self._merge({} if beside else deltas)
-        self.active = None
-        if folder is not None and beside:
-            self._put_beside(folder, frozenset(deltas))
-            changed |= frozenset(deltas)
+        beside = {name: delta for name, delta in deltas.items() if _quantised(self._modules[name])}
+        inside = {name: delta for name, delta in deltas.items() if name not in beside}
+        if folder is not None:
+            self._check_shared(folder, inside)
+        changed = self._unhook()
+        changed |= self._merge(inside)
+        for name, delta in beside.items():
+            module = self._modules[name]
+            self._hooks[name] = module.register_forward_hook(_beside(delta, self._weight(name).device))
         self.active = folder
         for listener in self.listeners:
-            listener(changed)
+            listener(changed | frozenset(beside))
 
     @torch.no_grad()
     def _merge(self, deltas: dict[str, Delta]) -> frozenset[str]:
@@ -156,29 +158,26 @@ class MergedAdapter:
                         f"train with target_modules that leave out {name.rpartition('.')[2]}"
                     )
 
-    def _put_beside(self, folder: Path, names: frozenset[str]) -> None:
-        from peft import PeftModel
-
-        training = self.model.training
-        self._beside = names
-        try:
-            PeftModel.from_pretrained(self.model, str(folder), is_trainable=False)
-        except Exception as error:
-            self._clear_beside()
-            raise AdaptiveError(
-                f"adapter {folder} cannot be loaded beside quantised weights: {_line(error)}"
-            ) from error
-        self.model.train(training)
-
-    def _clear_beside(self) -> frozenset[str]:
-        """Put back the modules that PEFT wrapped, which never changed. Returns their names."""
-        names, self._beside = self._beside, frozenset()
-        for name in names:
-            parent, _, child = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), child, self._modules[name])
-        if names and hasattr(self.model, "peft_config"):
-            del self.model.peft_config
+    def _unhook(self) -> frozenset[str]:
+        names = frozenset(self._hooks)
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self.active = None
         return names
+
+
+def _beside(
+    delta: Delta, device: torch.device
+) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]:
+    """A forward hook that adds ``scaling * B A x`` to what the module returns, in the adapter's dtype."""
+    a, b, scaling = delta.a.to(device), delta.b.to(device), delta.scaling
+
+    def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        extra = nn.functional.linear(nn.functional.linear(args[0].to(a.dtype), a), b) * scaling
+        return (output + extra).to(output.dtype)
+
+    return add
 
 
 def _read(folder: Path, modules: dict[str, nn.Module], pristine: dict[str, torch.Tensor]) -> dict[str, Delta]:
