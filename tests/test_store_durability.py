@@ -1,0 +1,231 @@
+"""A process killed while it changes the adapter store leaves a valid store. The processes are real."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store_factory import BASE, NEW, published, write
+
+from adaptive.errors import AdaptiveError
+from checkpoints.store import AdapterStore
+
+TESTS = Path(__file__).resolve().parent
+# Audit events of everything that changes a folder; opening a file counts where it is to be written.
+CHANGES = frozenset({"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree"})
+
+# Says what it is about to put in use and what it has put in use; is killed somewhere in between.
+WORKER = """
+import random, sys
+from pathlib import Path
+from checkpoints.store import AdapterStore
+from store_factory import NEW, write
+
+store, dice = AdapterStore(Path(sys.argv[1])), random.Random(int(sys.argv[2]))
+def say(*words):
+    print(*words, flush=True)
+while True:
+    name = store.publish(write, NEW).id
+    say("published", name)
+    if dice.random() < 0.3:
+        store.reject(name, "no gain")
+        continue
+    say("promoting", name)
+    store.promote(name, "better")
+    say("current", store.current_id())
+    if dice.random() < 0.4:
+        say("promoting", store.fallback())
+        store.rollback("slower")
+        say("current", store.current_id())
+    if dice.random() < 0.1:
+        store.prune(5)
+"""
+
+
+def check_valid(root: Path) -> AdapterStore:
+    """Whatever happened: each adapter whole, the one in use promoted, nothing half-done, and it goes on."""
+    store = AdapterStore(root)
+    assert [path.name for path in root.glob(".tmp-*")] == []
+    manifests = store.list()
+    assert [m.id for m in manifests] == [p.name for p in sorted(root.iterdir()) if p.is_dir()]
+    for manifest in manifests:
+        assert store.verify(manifest.id) == manifest
+    current = store.current()
+    assert current is None or current.status == "promoted"
+    assert store.usable(BASE) == (current, [])
+    used = {store.current_id(), *store._previous()}
+    assert [m.id for m in manifests if m.status == "promoted" and m.id not in used] == []
+    assert store.publish(write, NEW).id not in {m.id for m in manifests}
+    return store
+
+
+def killed_at_random(root: Path, seed: int) -> None:
+    """Start a worker, kill it at a random moment of its work, and hold what it had said to what is there."""
+    dice = random.Random(seed)
+    command = [sys.executable, "-c", WORKER, str(root), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS) as worker:
+        assert worker.stdout is not None
+        said = [worker.stdout.readline().split()]
+        assert said[0][:1] == ["published"]
+        time.sleep(dice.uniform(0, 0.25))
+        worker.kill()
+        said += [line.split() for line in worker.stdout.read().splitlines()]
+    assert worker.returncode == -signal.SIGKILL
+    store = AdapterStore(root)
+    there = max((int(m.id) for m in store.list()), default=0)
+    assert there >= max(int(words[1]) for words in said if words[0] == "published")
+    # "None" is the plain draft, after a rollback of the only one.
+    possible = [words[1] for words in said if words[0] == "current"][-1:]
+    if said[-1][0] == "promoting":
+        possible.append(said[-1][1])
+    if possible and not (len(possible) == 1 and said[-1][0] == "promoting"):
+        assert str(store.current_id()) in possible
+    check_valid(root)
+
+
+def test_kill_at_random_moments_leaves_a_valid_store(tmp_path: Path) -> None:
+    for seed in range(4):
+        killed_at_random(tmp_path / "adapters", seed)
+
+
+@pytest.mark.long
+def test_kill_at_random_moments_twenty_times(tmp_path: Path) -> None:
+    for seed in range(100, 120):
+        killed_at_random(tmp_path / "adapters", seed)
+        print(f"kill {seed - 99} of 20: store valid, in use {AdapterStore(tmp_path / 'adapters').current_id()}")
+
+
+def killed_before_change(root: Path, number: int, work: Callable[[AdapterStore], object]) -> bool:
+    """Fork, and kill the child before its ``number``-th change in ``root``. False where it had fewer."""
+    child = os.fork()
+    if child == 0:
+        left = number
+
+        def count(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal left
+            writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+            if (event in CHANGES or writes) and str(arguments[0]).startswith(str(root)):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        work(AdapterStore(root))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL)
+    return status != 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(
+    ("work", "possible"),
+    [
+        (lambda store: store.publish(write, NEW), {"0002"}),
+        (lambda store: store.promote("0003", "better"), {"0002", "0003"}),
+        (lambda store: store.promote("0001", "by hand"), {"0002", "0001"}),
+        (lambda store: store.rollback("slower"), {"0002", "0001"}),
+        (lambda store: store.reject("0003", "no gain"), {"0002"}),
+        (lambda store: store.prune(1), {"0002"}),
+    ],
+    ids=["publish", "promote", "promote-an-older-one", "rollback", "reject", "prune"],
+)
+def test_killed_before_each_single_change_the_store_is_valid(
+    tmp_path: Path, work: Callable[[AdapterStore], object], possible: set[str]
+) -> None:
+    whole = published(tmp_path / "whole", 4, promote=2).root
+    number, killed = 0, True
+    while killed:
+        number += 1
+        root = shutil.copytree(whole, tmp_path / str(number))
+        store = AdapterStore(root)
+        killed = killed_before_change(root, number, work)
+        assert store.current_id() in possible
+        assert check_valid(root).current_id() in possible
+    assert number > 3
+
+
+def test_a_damaged_adapter_is_set_aside_though_the_first_try_is_killed(tmp_path: Path) -> None:
+    whole = published(tmp_path / "whole", 2, promote=2)
+    (whole.path("0002") / "adapter_config.json").write_text("{}")
+    number, killed = 0, True
+    while killed:
+        number += 1
+        root = shutil.copytree(whole.root, tmp_path / str(number))
+        killed = killed_before_change(root, number, lambda store: store.usable(BASE))
+        manifest, _ = AdapterStore(root).usable(BASE)
+        assert manifest is not None
+        assert manifest.id == "0001"
+
+
+def test_concurrent_publishers_and_promoters_lose_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    script = """
+import sys
+from pathlib import Path
+from checkpoints.store import AdapterStore
+from store_factory import NEW, write
+store = AdapterStore(Path(sys.argv[1]))
+for _ in range(5):
+    name = store.publish(write, NEW).id
+    store.promote(name, sys.argv[2])
+    print(name)
+"""
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(root), str(number)], stdout=subprocess.PIPE, text=True, cwd=TESTS
+        )
+        for number in range(3)
+    ]
+    names = [name for worker in workers for name in worker.communicate()[0].split()]
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    assert sorted(names) == [f"{number:04d}" for number in range(1, 16)]
+    store = check_valid(root)
+    # One chain: each of the fifteen was in use once, so fourteen rollbacks reach the first of them.
+    assert len({store.current_id(), *store._previous()}) == 15
+
+
+def test_a_reader_never_waits_for_a_stopped_writer(tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    store = published(tmp_path / "adapters", 2, promote=1)
+    child = os.fork()
+    if child == 0:  # holds the lock and does nothing
+        FileLock(store.root / ".lock").acquire()
+        (tmp_path / "held").touch()
+        signal.pause()
+    try:
+        while not (tmp_path / "held").exists():
+            time.sleep(0.01)
+        assert store.current_id() == "0001"
+        assert AdapterStore(store.root).usable(BASE)[0] is not None
+        assert len(store.list()) == 2
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    store.promote("0002", "the lock of a killed process is free")
+
+
+def test_a_full_disk_is_one_clear_line_and_no_adapter(tmp_path: Path) -> None:
+    import resource
+
+    store = published(tmp_path / "adapters", 1, promote=1)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))  # bytes a file: the weights do not fit
+        try:
+            store.publish(lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 1000), NEW)
+        except AdaptiveError as error:
+            os._exit(7 if "cannot be written (File too large)" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert [manifest.id for manifest in store.list()] == ["0001"]
