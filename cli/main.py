@@ -12,6 +12,7 @@ import sys
 import typer
 
 from adaptive.errors import AdaptiveError
+from cli import history, records
 
 app = typer.Typer(
     name="adaptive",
@@ -20,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command()(history.history)
+app.add_typer(records.app, name="records")
 
 
 def run() -> None:

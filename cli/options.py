@@ -83,7 +83,8 @@ def shared_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
     chosen = {k: v for k, v in SHARED.items() if not names or k in names or k in ("home", "config", "debug")}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = typing.get_type_hints(command, include_extras=True)
+        # Commands import Settings for the type checker only, so that --help need not load pydantic.
+        hints = typing.get_type_hints(command, localns={"Settings": object}, include_extras=True)
         own = [
             p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items() if n != "settings"
         ]

@@ -1,0 +1,235 @@
+"""``adaptive history``: what acceptance and speed did over time, and which adapter did it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from adaptive.records.history import By, Figures, History
+    from adaptive.records.stats import PositionAcceptance
+    from adaptive.settings import Settings
+
+# Rows of the table: a year of days or sessions would scroll the plot away. --json and --csv have all.
+TABLE_ROWS = 30
+
+# Head of the cells that ``cells`` gives, after the row's key.
+COLUMNS = ("generations", "tokens", "tokens/s", "acceptance", "tokens/round", "first")
+
+
+class Grouping(str, Enum):
+    """What one row of the table is."""
+
+    adapter = "adapter"
+    day = "day"
+    session = "session"
+    position = "position"
+
+    @property
+    def of_rows(self) -> By:
+        """How generations are grouped; positions stand beside the rows by adapter."""
+        return "adapter" if self is Grouping.position else self.value
+
+
+@shared_options("target", "draft", "revision", "draft_revision")
+def history(
+    settings: Settings,
+    by: Annotated[Grouping, typer.Option(help="What one row of the table is.")] = Grouping.adapter,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="The table as CSV.")] = False,
+    html: Annotated[Optional[Path], typer.Option(help="Write a report to FILE; it needs no network.")] = None,
+) -> None:
+    """Show acceptance and speed over time, and the swaps of the draft's adapter.
+
+    Without --target and --draft, the pair used last.
+
+    Example: adaptive history --by day
+
+    Example: adaptive history --html report.html
+    """
+    if as_json and as_csv:
+        raise AdaptiveError("--json and --csv exclude each other; choose one")
+    from adaptive.records.history import history as history_of
+    from adaptive.records.log import Log
+    from cli.state import find_state
+
+    state = find_state(settings)
+    with Log(state.records) as log:
+        found = history_of(log.figures(), by.of_rows)
+    if html is not None:
+        from cli.report import write_report
+
+        write_report(found, state.root.name, by.of_rows, html)
+        typer.echo(f"adaptive: wrote {html}", err=True)
+    if as_json:
+        _print_json(found, state.root.name, by)
+    elif as_csv:
+        _print_csv(found, by)
+    elif html is None:
+        _show(found, state.root.name, by)
+
+
+def print_summary(records: Path, console: Console, session: str | None = None) -> None:
+    """The table by adapter of one session (or all) of the log at ``records``, and below it the whole log's."""
+    from adaptive.records.history import history as history_of
+    from adaptive.records.log import Log
+
+    with Log(records) as log:
+        figures = log.figures()
+    if session is not None:
+        of_session = [g for g in figures if g.session == session]
+        if of_session:
+            console.print(_table_of_rows(history_of(of_session), f"session {session}", Grouping.adapter))
+        else:
+            console.print("this session has no answers in the log yet")
+    if figures:
+        console.print(_table_of_rows(history_of(figures), "the whole log", Grouping.adapter))
+
+
+def _show(found: History, pair: str, by: Grouping) -> None:
+    from rich.console import Console
+
+    from cli.plots import plot_history
+
+    console = Console(highlight=False)
+    if not found.totals.generations:
+        console.print(f"the log of {pair} is empty: talk to it with `adaptive chat`, or see it all in `adaptive demo`")
+        return
+    if by is Grouping.position:
+        console.print(_table_of_positions(found.positions, pair))
+    else:
+        console.print(_table_of_rows(found, pair, by))
+    plot = plot_history(found.series, found.swaps, console.width, colour=console.is_terminal)
+    if plot:
+        # Not through rich, which would wrap and restyle what plotext has laid out.
+        sys.stdout.write(plot + "\n")
+
+
+def _table(title: str, key: str, columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    # No lines and little space between columns: the table then fits a terminal of 80 columns.
+    table = Table(
+        title=escape(title),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column(key, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _table_of_rows(found: History, title: str, by: Grouping) -> Table:
+    from rich.markup import escape
+
+    table = _table(title, by.value, COLUMNS)
+    for row in found.rows[-TABLE_ROWS:]:
+        table.add_row(escape(row.key), *cells(row))
+    if len(found.rows) > 1:
+        table.add_section()
+        table.add_row("all", *cells(found.totals))
+    if len(found.rows) > TABLE_ROWS:
+        table.caption = f"the last {TABLE_ROWS} of {len(found.rows)}; --json and --csv have all"
+    return table
+
+
+def cells(row: Figures) -> tuple[str, ...]:
+    """The cells of COLUMNS for one row; a dash where nothing was measured."""
+    speculation = row.speculation
+    drafted = speculation.num_spec_steps > 0
+    return (
+        f"{row.generations}",
+        f"{row.tokens}",
+        or_dash(row.tokens_per_second, ".1f"),
+        f"{speculation.draft_acceptance_rate:.1%}" if drafted else "–",
+        f"{speculation.mean_acceptance_length:.2f}" if drafted else "–",
+        "–" if row.first is None else time.strftime("%Y-%m-%d", time.localtime(row.first)),
+    )
+
+
+def _table_of_positions(positions: Sequence[PositionAcceptance], title: str) -> Table:
+    table = _table(title, "position", ("observed", "accepted", "acceptance"))
+    for p in positions:
+        table.add_row(f"{p.position}", f"{p.observed}", f"{p.accepted}", or_dash(p.acceptance, ".1%"))
+    table.caption = "acceptance of a draft position, given that all before it were accepted"
+    return table
+
+
+def or_dash(value: float | None, form: str) -> str:
+    """``value`` in the format ``form``, or a dash for None."""
+    return "–" if value is None else format(value, form)
+
+
+def _figures_json(row: Figures) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    values = asdict(row)
+    values["speculative_decoding"] = values.pop("speculation")
+    return values
+
+
+def _position_json(position: PositionAcceptance) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {**asdict(position), "acceptance": position.acceptance}
+
+
+def _print_json(found: History, pair: str, by: Grouping) -> None:
+    import json
+    from dataclasses import asdict
+
+    positions = [_position_json(p) for p in found.positions]
+    value = {
+        "pair": pair,
+        "by": by.value,
+        "totals": _figures_json(found.totals),
+        "rows": positions if by is Grouping.position else [_figures_json(row) for row in found.rows],
+        "positions": positions,
+        "series": [asdict(point) for point in found.series],
+        "swaps": [asdict(swap) for swap in found.swaps],
+    }
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def _print_csv(found: History, by: Grouping) -> None:
+    import csv
+
+    if by is Grouping.position:
+        names = ["position", "observed", "accepted", "acceptance"]
+        rows = [_position_json(p) for p in found.positions]
+    else:
+        names = ["generations", "tokens", "tokens_per_second", "first", "last"]
+        of_speculation = [
+            "mean_acceptance_length",
+            "draft_acceptance_rate",
+            "num_spec_steps",
+            "num_draft_tokens",
+            "num_accepted_draft_tokens",
+        ]
+        rows = []
+        for row in map(_figures_json, found.rows):
+            figures = row["speculative_decoding"]
+            rows.append({by.value: row["key"], **{n: row[n] for n in names}, **{n: figures[n] for n in of_speculation}})
+        names = [by.value, *names, *of_speculation]
+    writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)

@@ -1,0 +1,153 @@
+"""``adaptive records``: what the log holds, taking it out, and deleting it for good."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    from adaptive.records.log import LogStats
+    from adaptive.settings import Settings
+
+app = typer.Typer(help="The log of what was said: look at it, export it, delete it.", no_args_is_help=True)
+
+PAIR = ("target", "draft", "revision", "draft_revision")
+
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+@app.command()
+@shared_options(*PAIR)
+def stats(
+    settings: Settings,
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Count what the log holds.
+
+    Example: adaptive records stats --json
+    """
+    import json
+    from dataclasses import asdict
+
+    from adaptive.records.log import Log
+    from cli.state import find_state
+
+    state = find_state(settings)
+    with Log(state.records) as log:
+        found = log.stats()
+    if as_json:
+        print(json.dumps({"pair": state.root.name, "path": str(state.records), **asdict(found)}, ensure_ascii=False))
+    elif not found.generations:
+        print(f"the log of {state.root.name} is empty: talk to it with `adaptive chat`, or try `adaptive demo`")
+    else:
+        _print_stats(found, state.records)
+
+
+@app.command()
+@shared_options(*PAIR)
+def export(
+    settings: Settings,
+    file: Annotated[Path, typer.Argument(help="FILE.jsonl, FILE.parquet, or - for JSON lines on standard output.")],
+    supervision: Annotated[
+        bool, typer.Option("--supervision", help="With the target's distributions (Parquet only).")
+    ] = False,
+) -> None:
+    """Write the log out: chat messages as JSON lines, or every column as Parquet.
+
+    Example: adaptive records export chats.jsonl
+
+    Example: adaptive records export log.parquet --supervision
+    """
+    from adaptive.records.export import export_jsonl, export_parquet
+    from adaptive.records.log import Log
+    from cli.state import find_state
+
+    kind = "jsonl" if str(file) == "-" else file.suffix.lower().lstrip(".")
+    if kind not in ("jsonl", "parquet"):
+        raise AdaptiveError(f"cannot tell the format of {file}; name it .jsonl or .parquet")
+    if supervision and kind != "parquet":
+        raise AdaptiveError("--supervision needs a .parquet file: JSON lines hold chat messages only")
+    with Log(find_state(settings).records) as log:
+        if kind == "parquet":
+            written = export_parquet(log, file, supervision)
+        else:
+            written = export_jsonl(log, sys.stdout if str(file) == "-" else file)
+    typer.echo(f"adaptive: exported {written} generations" + ("" if str(file) == "-" else f" to {file}"), err=True)
+
+
+@app.command()
+@shared_options(*PAIR)
+def purge(
+    settings: Settings,
+    older_than: Annotated[Optional[str], typer.Option(help="Delete what is older, say 30d, 12h or 2w.")] = None,
+    session: Annotated[Optional[str], typer.Option(help="Delete one session.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete the whole log.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete generations for good: the file is rewritten without them. Adapters trained on them stay.
+
+    Example: adaptive records purge --older-than 30d
+
+    Example: adaptive records purge --session holiday-plans --yes
+    """
+    from adaptive.records.log import Log
+    from cli.state import find_state
+
+    if everything == (older_than is not None or session is not None):
+        raise AdaptiveError("say what to delete: --older-than AGE and/or --session NAME, or --all")
+    age = None if older_than is None else seconds_of(older_than)
+    with Log(find_state(settings).records) as log:
+        chosen = log.count(older_than_s=age, session=session)
+        if chosen and not yes:
+            typer.confirm(f"Delete {chosen} of {log.count()} generations for good?", abort=True, err=True)
+        # Also with nothing chosen: an earlier purge that met a reader has left traces to erase.
+        deleted = log.purge(older_than_s=age, session=session, everything=everything)
+        print(f"deleted {deleted} generations; {log.count()} stay, {_bytes(log.stats().size)} on disk")
+
+
+def seconds_of(age: str) -> float:
+    """Seconds of an age like 30d, 12h, 45m, 2w or 90s. Raises AdaptiveError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", age.strip().lower())
+    if match is None:
+        raise AdaptiveError(f"age {age!r} is not understood; write a number and s, m, h, d or w, say 30d")
+    return float(match[1]) * SECONDS[match[2]]
+
+
+def _print_stats(found: LogStats, path: Path) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in (
+        ("generations", f"{found.generations} in {found.sessions} sessions"),
+        ("tokens", f"{found.tokens} output tokens, {found.positions} with the target's distribution"),
+        ("on disk", f"{_bytes(found.size)} in {path}"),
+        ("from", _when(found.first)),
+        ("to", _when(found.last)),
+        ("domains", ", ".join(f"{s.name or 'none'} {s.generations}" for s in found.by_domain)),
+        ("adapters", ", ".join(f"{s.name or 'none'} {s.generations}" for s in found.by_adapter)),
+    ):
+        table.add_row(name, escape(value))
+    console.print(table)
+
+
+def _when(seconds: float | None) -> str:
+    return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,198 @@
+"""``adaptive history`` and ``adaptive records``, run as a person runs them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sqlite3
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from records_factory import generation
+
+from adaptive.records.log import Log
+from adaptive.records.stats import speculative_stats
+from adaptive.records.types import Round
+from adaptive.records.writer import LogWriter
+from cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+SAID = [
+    generation(
+        number,
+        session=f"[s]{number // 4}",
+        created=time.time() - 1000 + number,
+        adapter=None if number < 5 else "0001",
+        rounds=tuple(Round("model", 4, (number + i) % 5, 0.01, 0.02) for i in range(6)),
+        tokens=18,
+        domain="code",
+    )
+    for number in range(12)
+]
+ROUNDS = [r for g in SAID for r in g.rounds]
+
+
+@pytest.fixture
+def adaptive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line here; gives exit status, standard output and standard error."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr("sys.argv", ["adaptive", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main.run()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ADAPTIVE_HOME", str(tmp_path / "home"))
+    path = tmp_path / "home" / "big--small-1234" / "records.db"
+    with LogWriter(path) as writer:
+        for g in SAID:
+            writer.write(g)
+    return path
+
+
+def test_json_figures_are_those_of_the_rounds(records: Path, adaptive: Run) -> None:
+    status, out, err = adaptive("history", "--json")
+    assert (status, "big--small-1234" in err) == (0, True)
+    value = json.loads(out)
+    stats = speculative_stats(ROUNDS)
+    assert value["totals"]["speculative_decoding"] == {
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "num_spec_steps": stats.num_spec_steps,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+        "acceptance_histogram": list(stats.acceptance_histogram),
+    }
+    assert [(row["key"], row["generations"]) for row in value["rows"]] == [("base draft", 5), ("0001", 7)]
+    assert [(s["generation"], s["after"]) for s in value["swaps"]] == [(6, "0001")]
+    assert [p["position"] for p in value["positions"]] == [1, 2, 3, 4]
+    assert len(value["series"]) == 12
+
+
+@pytest.mark.parametrize("by", ["adapter", "day", "session", "position"])
+def test_table_and_plot_fit_eighty_columns(records: Path, adaptive: Run, by: str) -> None:
+    status, out, _ = adaptive("history", "--by", by)
+    assert status == 0
+    assert max(len(line) for line in out.splitlines()) <= 80
+    assert "acceptance, %" in out
+    assert "tokens per second" in out
+    assert "\x1b" not in out  # no colours outside a terminal
+    assert {"session": "[s]2", "adapter": "base draft"}.get(by, "") in out
+
+
+def test_csv_has_a_line_for_every_row(records: Path, adaptive: Run) -> None:
+    _, out, _ = adaptive("history", "--by", "session", "--csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [row["session"] for row in rows] == ["[s]0", "[s]1", "[s]2"]
+    assert int(rows[0]["num_spec_steps"]) == 24
+    _, out, _ = adaptive("history", "--by", "position", "--csv")
+    assert [row["position"] for row in csv.DictReader(io.StringIO(out))] == ["1", "2", "3", "4"]
+
+
+def test_the_html_report_needs_no_network(records: Path, adaptive: Run, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    assert adaptive("history", "--html", str(report))[0] == 0
+    page = report.read_text(encoding="utf-8")
+    assert "base draft" in page
+    assert "Plotly.newPlot" in page
+    assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)=", page)
+    assert stat.S_IMODE(report.stat().st_mode) == 0o600
+    status, _, err = adaptive("history", "--html", str(tmp_path / "nowhere" / "r.html"))
+    assert (status, len(err.strip().splitlines())) == (2, 2)  # the pair, and the error
+
+
+def test_an_empty_log_says_what_to_do(records: Path, adaptive: Run) -> None:
+    assert adaptive("records", "purge", "--all", "--yes")[0] == 0
+    for command in (("history",), ("records", "stats")):
+        status, out, _ = adaptive(*command)
+        assert (status, "adaptive chat" in out) == (0, True)
+    assert json.loads(adaptive("history", "--json")[1])["totals"]["generations"] == 0
+    records.unlink()
+    records.parent.rmdir() if not list(records.parent.iterdir()) else None
+
+
+def test_without_any_state_history_says_what_to_do(adaptive: Run) -> None:
+    status, _, err = adaptive("history")
+    assert status == 2
+    assert "adaptive demo" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_stats_in_json_count_the_log(records: Path, adaptive: Run) -> None:
+    value = json.loads(adaptive("records", "stats", "--json")[1])
+    assert (value["generations"], value["tokens"], value["positions"]) == (12, 12 * 18, 12 * 18)
+    assert value["by_adapter"] == [
+        {"name": "0001", "generations": 7, "tokens": 126},
+        {"name": None, "generations": 5, "tokens": 90},
+    ]
+
+
+def test_export_names_its_format_by_the_file(records: Path, adaptive: Run, tmp_path: Path) -> None:
+    assert adaptive("records", "export", str(tmp_path / "a.jsonl"))[0] == 0
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 12
+    assert len(adaptive("records", "export", "-")[1].splitlines()) == 12
+    status, _, err = adaptive("records", "export", "a.txt")
+    assert (status, "name it .jsonl or .parquet" in err) == (2, True)
+
+
+def test_purge_asks_first_and_deletes_what_was_named(
+    records: Path, adaptive: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert adaptive("records", "purge", "--session", "[s]1")[0] == 1
+    assert Log(records).count() == 12
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    status, out, _ = adaptive("records", "purge", "--session", "[s]1")
+    assert (status, "deleted 4 generations" in out) == (0, True)
+    assert "deleted 0" in adaptive("records", "purge", "--older-than", "30d", "--yes")[1]
+    assert Log(records).count() == 8
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--all", "--session", "x"), ("--older-than", "soon"), ("--older-than", "30")],
+)
+def test_purge_without_a_clear_choice_deletes_nothing(records: Path, adaptive: Run, arguments: tuple[str, ...]) -> None:
+    assert adaptive("records", "purge", "--yes", *arguments)[0] == 2
+    assert Log(records).count() == 12
+
+
+def test_a_damaged_log_is_one_line_and_status_2(records: Path, adaptive: Run) -> None:
+    records.write_bytes(b"no database, whatever its name may say" * 50)
+    for command in (("history",), ("records", "stats"), ("records", "purge", "--all", "--yes")):
+        status, out, err = adaptive(*command)
+        assert (status, out) == (2, "")
+        assert "is damaged" in err.splitlines()[-1]
+
+
+def test_every_command_has_an_example(adaptive: Run) -> None:
+    for command in (("history",), ("records", "stats"), ("records", "export"), ("records", "purge")):
+        assert "Example: adaptive" in adaptive(*command, "--help")[1]
+
+
+def test_the_queries_of_the_documentation_run(records: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "schema.md").read_text(encoding="utf-8")
+    queries = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    connection = sqlite3.connect(records)
+    found = [connection.execute(query.replace("%holiday%", "%question%")).fetchall() for query in queries]
+    assert [len(rows) for rows in found] == [2, 1, 12]
+    assert found[0][1][:2] == ("0001", 7)
+    assert found[1][0][2] == round(speculative_stats(ROUNDS).mean_acceptance_length, 2)
+    columns = {
+        row[1] for table in ("generations", "rounds") for row in connection.execute(f"PRAGMA table_info({table})")
+    }
+    assert columns <= set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
