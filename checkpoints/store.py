@@ -102,6 +102,14 @@ class AdapterStore:
                 found.append(read_manifest(self.root / name))
         return tuple(found)
 
+    def damaged(self) -> tuple[str, ...]:
+        """Folders that ``list`` leaves out: set aside, or with a manifest that cannot be read."""
+        if not self.root.is_dir():
+            return ()
+        readable = {manifest.id for manifest in self.list()}
+        names = (p.name for p in self.root.iterdir() if _NUMBERED.match(p.name))
+        return tuple(sorted(name for name in names if name not in readable))
+
     def show(self, name: str) -> Manifest:
         """One adapter's manifest; ``7`` means ``0007``.
 

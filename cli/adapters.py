@@ -1,0 +1,264 @@
+"""``adaptive adapters``: what the draft has learned, which of it is in use, and taking it along."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import shared_options
+from cli.state import find_state
+
+if TYPE_CHECKING:
+    from adaptive.settings import Settings
+    from checkpoints.manifest import HeldOut, Manifest
+    from checkpoints.store import AdapterStore
+
+app = typer.Typer(
+    help="List, judge, promote, roll back, prune and export what the draft has learned.\n\n"
+    "Example: adaptive adapters list",
+    no_args_is_help=True,
+)
+
+PAIR = ("target", "draft", "revision", "draft_revision")
+Name = Annotated[str, typer.Argument(metavar="ID", help="Id of an adapter, as 7 or 0007; current is the one in use.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+@shared_options(*PAIR)
+def list_(settings: Settings, as_json: AsJson = False) -> None:
+    """Every adapter: its status, and acceptance on held-out records before and after.
+
+    Example: adaptive adapters list
+
+    Example: adaptive adapters list --json
+    """
+    store = open_store(settings)
+    current, manifests = store.current_id(), store.list()
+    if as_json:
+        typer.echo(json.dumps([as_object(manifest, current) for manifest in manifests], indent=2, ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    console = Console()
+    if manifests:
+        console.print(_table(manifests, current))
+    else:
+        console.print("no adapter yet; `adaptive distill` trains one from the log")
+    for name in store.damaged():
+        console.print(f"{name} is damaged and not used; `adaptive adapters prune` deletes it", highlight=False)
+
+
+@app.command()
+@shared_options(*PAIR)
+def show(settings: Settings, name: Name = "current", as_json: AsJson = False) -> None:
+    """All that is known of one adapter, and whether its files are whole.
+
+    Example: adaptive adapters show 7
+    """
+    store = open_store(settings)
+    manifest = store.show(_resolve(store, name))
+    if as_json:
+        typer.echo(json.dumps(as_object(manifest, store.current_id()), indent=2, ensure_ascii=False))
+        return
+    try:
+        store.verify(manifest.id)
+        files = f"{len(manifest.files)}, whole"
+    except AdaptiveError as damage:
+        files = str(damage)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    in_use = ", in use" if manifest.id == store.current_id() else ""
+    trained = manifest.trained_on
+    rows = {
+        "adapter": f"{manifest.id} ({manifest.status}{in_use})",
+        "reason": manifest.reason,
+        "created": f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(manifest.created))} ({_age(manifest)} ago)",
+        "parent": manifest.parent or "none: trained from the plain draft",
+        "draft": f"{manifest.base.id} ({manifest.base.weights})",
+        "trained on": _trained_on(manifest),
+        "records": "none" if trained.first_id is None else f"{trained.first_id} to {trained.last_id}",
+        "domains": ", ".join(f"{count} {name}" for name, count in sorted(trained.domains.items())) or "not labelled",
+        "training": f"{manifest.train_seconds:.0f} s on {manifest.device}",
+        "recipe": ", ".join(f"{key} {value}" for key, value in manifest.hyperparameters.items()) or "not noted",
+        "recent held-out": _held_out(manifest.recent),
+        "older held-out": _held_out(manifest.older),
+        "files": files,
+        "folder": str(store.path(manifest.id)),
+    }
+    for key, value in rows.items():
+        table.add_row(f"[bold]{key}[/]", value)
+    Console(highlight=False).print(table)
+
+
+@app.command()
+@shared_options(*PAIR)
+def promote(
+    settings: Settings,
+    name: Name,
+    reason: Annotated[str, typer.Option(help="Why, for the manifest.")] = "promoted by hand",
+) -> None:
+    """Put an adapter in use, whatever the gate said. A running chat takes it up between two turns.
+
+    Example: adaptive adapters promote 7 --reason "better on my own code"
+    """
+    manifest = open_store(settings).promote(name, reason)
+    typer.echo(f"adapter {manifest.id} is in use")
+
+
+@app.command()
+@shared_options(*PAIR)
+def rollback(
+    settings: Settings,
+    reason: Annotated[str, typer.Option(help="Why, for the manifest.")] = "rolled back by hand",
+) -> None:
+    """Take the adapter in use out of use; the one before it comes back, or the plain draft.
+
+    Example: adaptive adapters rollback --reason "slower on my own code"
+    """
+    manifest = open_store(settings).rollback(reason)
+    typer.echo(f"adapter {manifest.id} is in use again" if manifest else "the plain draft is in use again")
+
+
+@app.command()
+@shared_options(*PAIR)
+def prune(settings: Settings, keep: Annotated[int, typer.Option(help="How many of the newest stay.")] = 5) -> None:
+    """Delete old adapters, never the one in use nor the one a rollback returns to.
+
+    Example: adaptive adapters prune --keep 3
+    """
+    deleted = open_store(settings).prune(keep)
+    typer.echo(f"deleted {', '.join(deleted)}" if deleted else "nothing to delete")
+
+
+@app.command()
+@shared_options(*PAIR, "trust_remote_code")
+def export(
+    settings: Settings,
+    name: Name,
+    folder: Annotated[Optional[Path], typer.Argument(help="Where the PEFT folder goes.")] = None,
+    merged: Annotated[
+        Optional[Path], typer.Option(metavar="DIR", help="Write the draft with the adapter merged in, as a checkpoint.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+) -> None:
+    """Copy an adapter as a PEFT folder, or write the merged draft as a checkpoint of its own.
+
+    Example: adaptive adapters export current my-adapter
+
+    Example: adaptive adapters export 7 --merged my-draft
+    """
+    store = open_store(settings)
+    if (folder is None) == (merged is None):
+        raise AdaptiveError("name one folder to export to: `export ID FOLDER`, or `export ID --merged DIR`")
+    manifest = store.verify(_resolve(store, name))
+    if folder is not None:
+        store.export(manifest.id, folder, force)
+        typer.echo(f"adapter {manifest.id} is in {folder}, for PEFT and anything that reads it")
+    elif merged is not None:
+        write_merged(settings, store.path(manifest.id), manifest, merged, force)
+        typer.echo(f"the draft with adapter {manifest.id} is in {merged}; use it with --draft {merged}")
+
+
+def open_store(settings: Settings) -> AdapterStore:
+    """The store of the pair that the settings name, else of the last used one."""
+    from checkpoints.store import AdapterStore
+
+    return AdapterStore(find_state(settings).adapters)
+
+
+def as_object(manifest: Manifest, current: str | None) -> dict[str, Any]:
+    """The manifest as JSON values, with whether it is the one in use."""
+    return {**asdict(manifest), "current": manifest.id == current}
+
+
+def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destination: Path, force: bool) -> None:
+    """Write the draft with ``adapter`` in its weights, in the draft's own dtype, with its tokenizer.
+
+    The draft is the one named with --draft, else the one the adapter was trained for. Raises
+    AdaptiveError where that is not there any more, or holds other weights.
+    """
+    from adaptive.pair import sources, weights_hash
+    from checkpoints.folder import check_destination
+
+    check_destination(destination, force)
+    name = settings.draft or manifest.base.id
+    source = sources(settings.model_copy(update={"target": settings.target or name, "draft": name}))[1]
+    assert source is not None
+    if weights_hash(source.folder) != manifest.base.weights:
+        raise AdaptiveError(
+            f"{source.folder} holds other weights than adapter {manifest.id} was trained for ({manifest.base.id}); "
+            "name that checkpoint with --draft"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from adaptive.engines.adapters import MergedAdapter
+
+    trust = settings.trust_remote_code
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype="auto", trust_remote_code=trust)
+    MergedAdapter(model).apply(adapter)
+    try:
+        model.save_pretrained(destination)
+        AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust).save_pretrained(destination)
+    except OSError as error:
+        raise AdaptiveError(f"{destination} cannot be written ({error.strerror}); choose another folder") from error
+
+
+def _resolve(store: AdapterStore, name: str) -> str:
+    if name != "current":
+        return name
+    current = store.current_id()
+    if current is None:
+        raise AdaptiveError("no adapter is in use; name one, as `adaptive adapters list` shows them")
+    return current
+
+
+def _table(manifests: tuple[Manifest, ...], current: str | None) -> Any:
+    from rich.table import Table
+
+    table = Table(caption="acceptance rate and mean acceptance length on held-out records; 95% intervals")
+    for heading in ("adapter", "status", "recent: before → after", "older: before → after", "trained on", "age"):
+        table.add_column(heading)
+    for manifest in manifests:
+        in_use = manifest.id == current
+        table.add_row(
+            f"{manifest.id} *" if in_use else manifest.id,
+            "[bold green]in use[/]" if in_use else manifest.status.replace("_", " "),
+            _held_out(manifest.recent),
+            _held_out(manifest.older),
+            _trained_on(manifest),
+            _age(manifest),
+        )
+    return table
+
+
+def _held_out(held: HeldOut | None) -> str:
+    if held is None:
+        return "not measured"
+    before, after = held.acceptance_before, held.acceptance_after
+    return (
+        f"{before.mean:.3f} → {after.mean:.3f} ({after.low:.3f} to {after.high:.3f})\n"
+        f"gain {held.gain.mean:+.3f} ({held.gain.low:+.3f} to {held.gain.high:+.3f})\n"
+        f"length {held.mean_acceptance_length_before.mean:.2f} → {held.mean_acceptance_length_after.mean:.2f} "
+        f"at {held.draft_length} drafted"
+    )
+
+
+def _trained_on(manifest: Manifest) -> str:
+    return f"{manifest.trained_on.generations:,} generations\n{manifest.trained_on.tokens:,} tokens"
+
+
+def _age(manifest: Manifest) -> str:
+    seconds = max(0.0, time.time() - manifest.created)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
