@@ -96,7 +96,9 @@ def _plot(found: History) -> Any:
     for swap in found.swaps:
         label = html.escape(swap.after or "none")
         figure.add_vline(x=swap.generation - 0.5, line_dash="dot", line_color="#888")
-        figure.add_annotation(x=swap.generation - 0.5, y=1.03, yref="paper", text=label, showarrow=False)
+        figure.add_annotation(
+            x=swap.generation - 0.5, y=1, yref="paper", xanchor="left", yanchor="top", text=label, showarrow=False
+        )
     figure.update_xaxes(title_text="generation", row=len(panels), col=1)
     figure.update_layout(showlegend=False, template="plotly_white", margin={"t": 60})
     return figure
