@@ -1,0 +1,90 @@
+"""Real checkpoints and prompts that the tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Models this small lose from threads, and the workers of a parallel run would fight for the cores.
+torch.set_num_threads(1)
+
+BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads or writes the user's own state."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("ADAPTIVE_HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    return home
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    """Twenty real prompts, four of each of five kinds, that the bundled models were not trained on."""
+    kinds = ("math", "code", "roleplay", "tools", "instructions")
+    found = []
+    for kind in kinds:
+        lines = (BUNDLED / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+        found += [json.loads(line)["prompt"] for line in lines[:4]]
+    return found
+
+
+def save_random_pair(folder: Path, architecture: str, vocab_size: int | None = None) -> tuple[Path, Path]:
+    """A target (4 layers) and a draft (1 layer) of random weights with the bundled tokenizer.
+
+    Weights are scaled up so that logits are spread like a trained model's and the text is not one loop.
+    """
+    from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size or len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    classes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {}),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    }
+    config_class, model_class, extra = classes[architecture]
+    folders = []
+    for name, layers, seed in (("target", 4, 1), ("draft", 1, 2)):
+        torch.manual_seed(seed)
+        model = model_class(config_class(num_hidden_layers=layers, **common, **extra))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(3.0)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        folders.append(folder / name)
+    return folders[0], folders[1]
+
+
+def save_random_adapter(draft: Path, folder: Path, seed: int = 0) -> Path:
+    """A LoRA adapter of random weights for this draft, large enough to change what it predicts."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
+    peft_model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    peft_model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,97 @@
+"""Greedy output is the target's own, token for token, whatever drafts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BUNDLED, save_random_adapter, save_random_pair
+
+from adaptive.assistant import Assistant, encode_chat
+from adaptive.control.policy import FixedLength
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.pair import Pair, load_pair
+from adaptive.records.types import Message
+from adaptive.settings import load_settings
+
+GREEDY = SamplingParams(temperature=0.0)
+TOKENS = 200
+
+
+@pytest.fixture(scope="module", params=["bundled", "gpt_neox", "qwen2"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The bundled pair, and pairs of random weights of two other architectures."""
+    if request.param == "bundled":
+        target, draft = BUNDLED / "target", BUNDLED / "draft"
+    else:
+        target, draft = save_random_pair(tmp_path_factory.mktemp(request.param), request.param)
+    return load_pair(load_settings({"target": str(target), "draft": str(draft), "dtype": "float32"}))
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair, prompts: list[str]) -> list[list[int]]:
+    """What transformers' own ``generate`` of the target alone says to each prompt."""
+    from transformers import AutoModelForCausalLM
+
+    target, _ = _folders(pair)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    outputs = []
+    for prompt in prompts:
+        ids = encode_chat(pair, [Message("user", prompt)])
+        full = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False)
+        outputs.append(full[0, len(ids) :].tolist())
+    return outputs
+
+
+def _folders(pair: Pair) -> tuple[Path, Path]:
+    target: Path = Path(pair.target.model.name_or_path)  # type: ignore[attr-defined]
+    draft: Path = Path(pair.draft.model.name_or_path)  # type: ignore[union-attr, attr-defined]
+    return target, draft
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["plain-draft", "with-adapter"])
+@pytest.mark.parametrize("length", [1, 4, 9])
+def test_greedy_output_equals_target_alone(
+    pair: Pair, expected: list[list[int]], prompts: list[str], length: int, adapter: bool, tmp_path: Path
+) -> None:
+    assistant = Assistant(pair, FixedLength(length), None)
+    assistant.use_adapter("0001", save_random_adapter(_folders(pair)[1], tmp_path / "adapter")) if adapter else None
+    accepted = 0
+    try:
+        for prompt, wanted in zip(prompts, expected, strict=True):
+            steps = list(assistant.chat([Message("user", prompt)], GREEDY, StopParams(max_new_tokens=TOKENS)))
+            assert [step.token for step in steps] == wanted
+            accepted += steps[-1].counters.accepted
+    finally:
+        assistant.use_adapter(None, None)
+    if pair.identity.base.id == str(BUNDLED / "draft"):
+        assert accepted > 0, "nothing was ever accepted: this would not test acceptance at all"
+
+
+def test_adapter_really_changes_what_is_drafted(pair: Pair, prompts: list[str], tmp_path: Path) -> None:
+    """Otherwise the test above would hold an adapter that does nothing."""
+    assistant = Assistant(pair, FixedLength(4), None)
+    assert pair.draft is not None
+    ids = torch.tensor(encode_chat(pair, [Message("user", prompts[0])]))
+    before = pair.draft.sequence().extend(ids, 1)
+    assistant.use_adapter("0001", save_random_adapter(_folders(pair)[1], tmp_path / "adapter"))
+    changed = pair.draft.sequence().extend(ids, 1)
+    assistant.use_adapter(None, None)
+    after = pair.draft.sequence().extend(ids, 1)
+    assert not torch.allclose(before, changed, atol=1e-3)
+    assert torch.equal(before, after)
+
+
+def test_cached_context_is_not_computed_again_and_changes_nothing(pair: Pair, prompts: list[str]) -> None:
+    stop = StopParams(max_new_tokens=40, ignore_eos=True)
+    warm, cold = Assistant(pair, FixedLength(4), None), Assistant(pair, FixedLength(4), None)
+    first = [Message("user", prompts[0])]
+    list(warm.chat(first, GREEDY, stop))
+    assert warm.last is not None
+    second = [*first, Message("assistant", warm.last.text), Message("user", prompts[1])]
+    one = list(warm.chat(second, GREEDY, stop))
+    two = list(cold.chat(second, GREEDY, stop))
+    assert [step.token for step in one] == [step.token for step in two]
+    assert two[0].counters.timings.cached_n == 0
+    assert one[0].counters.timings.cached_n >= len(encode_chat(pair, first))

@@ -1,0 +1,191 @@
+"""Sampled output has the target's distribution: the acceptance rule alone, and the whole loop.
+
+A rule that is broken on purpose fails the very same test, so the test can fail.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from adaptive.control.policy import FixedLength
+from adaptive.decoding import loop
+from adaptive.decoding.drafters import ModelDrafter
+from adaptive.decoding.loop import Decoding, Request, TargetSampler
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.decoding.sampling import Penalties, draw, transform_logits
+from adaptive.decoding.verify import Verdict, verify_sampled
+from adaptive.engines.transformers import TransformersEngine
+
+VOCAB = 8
+PROMPT = [1, 5, 2]
+RUNS = 4000
+PARAMS = [
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.3),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.3, top_p=0.9),
+    SamplingParams(temperature=1.0, top_k=5, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.4),
+]
+IDS = ["t0.7", "t1.3", "t0.7-top_p", "t1.3-top_p", "top_k-min_p-penalties"]
+
+
+def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
+    """Chi-square of observed counts against exact probabilities; outcomes expected under 5 times are pooled."""
+    total = sum(counts.values())
+    assert all(exact.get(outcome, 0.0) > 0 for outcome in counts), "an impossible outcome came up"
+    common = [outcome for outcome, p in exact.items() if p * total >= 5]
+    observed = np.array([counts[o] for o in common] + [total - sum(counts[o] for o in common)], dtype=float)
+    expected = np.array([exact[o] * total for o in common] + [0.0])
+    expected[-1] = total - expected[:-1].sum()
+    if expected[-1] < 5:
+        observed, expected = observed[:-1], expected[:-1]
+        expected *= observed.sum() / expected.sum()
+    return float(chisquare(observed, expected).pvalue)
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[TransformersEngine, TransformersEngine]:
+    """Two tiny models over eight tokens that disagree, but not everywhere."""
+    engines = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+        )
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(20)
+        engines.append(TransformersEngine(model))
+    return engines[0], engines[1]
+
+
+def exact_distribution(target: TransformersEngine, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of three tokens, from the target alone."""
+    distribution = {}
+    for continuation in product(range(VOCAB), repeat=3):
+        probability = 1.0
+        for place, token in enumerate(continuation):
+            penalties = Penalties(params, VOCAB, torch.device("cpu"))
+            penalties.start(torch.tensor(PROMPT))
+            penalties.commit(torch.tensor(continuation[:place], dtype=torch.long))
+            context = torch.tensor([*PROMPT, *continuation[:place]])
+            logits = penalties.apply(target.sequence().extend(context, 1), context[:0])
+            probability *= float(transform_logits(logits, params).softmax(-1)[0, token])
+        distribution[continuation] = probability
+    return distribution
+
+
+def run_loop(
+    models: tuple[TransformersEngine, TransformersEngine], params: SamplingParams, length: int, runs: int = RUNS
+) -> Counter[tuple[int, ...]]:
+    """The first three of four tokens of ``runs`` generations by the whole loop (so that two are drafted at once)."""
+    target, draft = models
+    one, other = target.sequence(), draft.sequence()
+    generator = torch.Generator().manual_seed(11)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(runs):
+        one.rollback(len(PROMPT) - 1)
+        other.rollback(len(PROMPT) - 1)
+        penalties = Penalties(params, VOCAB, torch.device("cpu"))
+        request = Request(PROMPT, params, StopParams(max_new_tokens=4), frozenset(), record=False)
+        drafter = ModelDrafter(other, 64, VOCAB, params, penalties, generator)
+        sampler = TargetSampler(params, penalties, generator)
+        decoding = Decoding(request, one, 64, drafter, sampler, FixedLength(length), NoText())  # type: ignore[arg-type]
+        for _ in decoding.steps():
+            pass
+        counts[tuple(decoding.output[:3])] += 1
+    return counts
+
+
+class NoText:
+    """A text stream for tokens that have no text."""
+
+    stopped = False
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=IDS)
+def test_the_whole_loop_samples_from_the_target(
+    models: tuple[TransformersEngine, TransformersEngine], params: SamplingParams
+) -> None:
+    assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) > 0.001
+
+
+def always_accept(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, g: torch.Generator) -> Verdict:
+    """Broken: keeps whatever was drafted."""
+    extra = int(draw(p[-1:], g))
+    return Verdict(len(drafted), [*drafted.tolist(), extra], p.new_zeros(len(drafted) + 1))
+
+
+def resample_from_p(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, g: torch.Generator) -> Verdict:
+    """Broken: after a rejection it draws from p instead of max(p - q, 0)."""
+    verdict = verify_sampled(p, drafted, q, g)
+    if verdict.accepted == len(drafted):
+        return verdict
+    extra = int(draw(p[verdict.accepted][None], g))
+    return Verdict(verdict.accepted, [*verdict.tokens[:-1], extra], verdict.chosen)
+
+
+@pytest.mark.parametrize("broken", [always_accept, resample_from_p])
+def test_a_broken_acceptance_rule_fails_the_same_test(
+    models: tuple[TransformersEngine, TransformersEngine],
+    broken: Callable[..., Verdict],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "verify_sampled", broken)
+    params = SamplingParams(temperature=1.3)
+    assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) < 0.001
+
+
+@pytest.mark.parametrize("params", PARAMS[:4], ids=IDS[:4])
+def test_a_million_draws_of_the_acceptance_rule_follow_the_target(params: SamplingParams) -> None:
+    """A million committed tokens of positions that all have the same p and q.
+
+    One call verifies a chain of 64 such positions and is cut at the first rejection, so q is kept
+    near p (still, some 30,000 tokens are corrections).
+    """
+    generator = torch.Generator().manual_seed(5)
+    torch.manual_seed(6)
+    p = transform_logits(torch.randn(1, VOCAB) * 2, params).softmax(-1)
+    other = transform_logits(torch.randn(1, VOCAB) * 2, params).softmax(-1)
+    q = 0.95 * p + 0.05 * other
+    counts = torch.zeros(VOCAB)
+    chain = 64
+    drafts = torch.multinomial(q[0], 1_100_000, replacement=True, generator=generator)
+    used = committed = 0
+    while committed < 1_000_000:
+        block = drafts[used : used + chain]
+        verdict = verify_sampled(p.expand(chain + 1, VOCAB), block, q.expand(chain, VOCAB), generator)
+        counts += torch.bincount(torch.tensor(verdict.tokens), minlength=VOCAB)
+        committed += len(verdict.tokens)
+        used += verdict.accepted + 1
+    assert len(drafts) - used > chain, "the drafts ran out"
+    exact = {(token,): float(p[0, token]) for token in range(VOCAB) if p[0, token] > 0}
+    observed = Counter({(token,): int(n) for token, n in enumerate(counts) if n > 0})
+    assert p_value(observed, exact) > 0.001
+
+
+def test_chosen_is_the_log_probability_under_the_drawn_distribution() -> None:
+    generator = torch.Generator().manual_seed(1)
+    p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
+    verdict = verify_sampled(p, torch.tensor([0]), torch.tensor([[0.9, 0.05, 0.05]]), generator)
+    expected = [p[i, token].log() for i, token in enumerate(verdict.tokens)]
+    assert torch.allclose(verdict.chosen, torch.stack(expected))
