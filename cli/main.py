@@ -12,7 +12,7 @@ import sys
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli import history, records
+from cli import adapters, doctor, history, records
 
 app = typer.Typer(
     name="adaptive",
@@ -22,6 +22,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(history.history)
+app.add_typer(adapters.app, name="adapters")
+app.command()(doctor.doctor)
 app.add_typer(records.app, name="records")
 
 

@@ -1,0 +1,318 @@
+"""``adaptive doctor``: what this machine has, what will be used, what is missing and how to get it.
+
+Nothing here is looked up in a table: each line comes from asking the machine, or from really running
+a small piece of what decoding runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    import torch
+
+    from adaptive.settings import Settings
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``note`` costs something, ``broken`` stops something that is needed."""
+
+    group: Literal["machine", "packages", "used"]
+    name: str
+    status: Literal["ok", "note", "broken"]
+    value: str
+    advice: str = ""
+
+
+@shared_options("target", "draft", "device", "draft_device", "dtype", "quantize", "draft_quantize")
+def doctor(settings: Settings, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """What this machine has, what will be used, and what is missing. Exit status 1 if something needed is broken.
+
+    Example: adaptive doctor
+
+    Example: adaptive doctor --target ./my-target --draft ./my-draft --json
+    """
+    findings = list(examine(settings))
+    broken = [finding for finding in findings if finding.status == "broken"]
+    if as_json:
+        report = {"ok": not broken, "findings": [asdict(finding) for finding in findings]}
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        _print(findings)
+    if broken:
+        raise typer.Exit(1)
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """Everything worth knowing, the machine first. Downloads nothing and writes nothing."""
+    yield _python()
+    yield from _packages()
+    yield from _processor()
+    yield _disk(settings.state_dir)
+    try:
+        import torch
+    except Exception as error:
+        yield Finding("machine", "torch", "broken", _line(error), "install torch for this machine, see its web page")
+        return
+    yield from _devices(torch)
+    yield from _bitsandbytes(settings)
+    yield from _used(settings)
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 10)
+    version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding(
+        "machine", "python", "ok" if good else "broken", version, "" if good else "install Python 3.10 or later"
+    )
+
+
+def _packages() -> Iterator[Finding]:
+    """Each dependency of the installed project against the version it asks for."""
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in requires("adaptive") or []]
+    except PackageNotFoundError:
+        yield Finding("packages", "adaptive", "broken", "not installed", "run `pip install -e .` in the repository")
+        return
+    for requirement in requirements:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        needs = f"pip install '{requirement.name}{requirement.specifier}'"
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            yield Finding("packages", requirement.name, "broken", "missing", needs)
+            continue
+        if requirement.specifier.contains(found, prereleases=True):
+            yield Finding("packages", requirement.name, "ok", found)
+        else:
+            yield Finding("packages", requirement.name, "broken", f"{found}, needs {requirement.specifier}", needs)
+
+
+def _processor() -> Iterator[Finding]:
+    import psutil
+
+    cores, threads = psutil.cpu_count(logical=False), psutil.cpu_count()
+    yield Finding("machine", "processor", "ok", f"{_processor_name()}, {cores or '?'} cores, {threads} threads")
+    memory = psutil.virtual_memory()
+    tight = memory.available < 2 * 2**30  # a small pair, its caches and a training round take about this (bytes)
+    yield Finding(
+        "machine",
+        "memory",
+        "note" if tight else "ok",
+        f"{_size(memory.available)} free of {_size(memory.total)}",
+        "close other programs, or expect only small models to fit" if tight else "",
+    )
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _disk(home: Path) -> Finding:
+    """Room and permission where the log and the adapters go (the folder itself may not exist yet)."""
+    there = next(path for path in (home, *home.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        return Finding(
+            "machine", "state folder", "broken", f"{home} cannot be written", "choose another with --state-dir"
+        )
+    tight = free < 2**30  # a year of daily use fits in this (bytes)
+    advice = "free some room, `adaptive adapters prune`, or choose another folder with --state-dir" if tight else ""
+    return Finding("machine", "state folder", "note" if tight else "ok", f"{home}, {_size(free)} free", advice)
+
+
+def _devices(torch: Any) -> Iterator[Finding]:
+    yield Finding("machine", "torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    yield _arithmetic(torch, "cpu", "processor arithmetic")
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(number)
+        name = torch.cuda.get_device_name(number)
+        yield Finding("machine", f"cuda:{number}", "ok", f"{name}, {_size(free)} free of {_size(total)}")
+        yield _arithmetic(torch, f"cuda:{number}", f"cuda:{number} arithmetic")
+    if torch.backends.mps.is_available():
+        yield Finding("machine", "mps", "ok", "Apple graphics")
+        yield _arithmetic(torch, "mps", "mps arithmetic")
+    if not torch.cuda.is_available() and not torch.backends.mps.is_available():
+        driver = Path("/proc/driver/nvidia/version").exists()
+        advice = "an NVIDIA driver is there: install the CUDA build of torch" if driver else ""
+        yield Finding("machine", "accelerator", "note" if driver else "ok", "none that torch can use", advice)
+
+
+def _arithmetic(torch: Any, device: str, name: str) -> Finding:
+    """Eight rows through a layer, in float32 and bfloat16: does it work, is it right, which is faster."""
+    try:
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(2048, 2048, generator=generator).to(device)
+        rows = torch.randn(8, 2048, generator=generator).to(device)
+        times, results = {}, {}
+        for dtype in (torch.float32, torch.bfloat16):
+            layer, x = weight.to(dtype), rows.to(dtype)
+            times[dtype] = _milliseconds(lambda x=x, layer=layer: torch.nn.functional.linear(x, layer).sum().item())  # type: ignore[misc]
+            results[dtype] = torch.nn.functional.linear(x, layer).double().cpu()
+        error = _difference(results[torch.bfloat16], results[torch.float32])
+    except Exception as reason:
+        return Finding("machine", name, "broken", _line(reason), "reinstall torch for this machine")
+    value = f"float32 {times[torch.float32]:.2f} ms, bfloat16 {times[torch.bfloat16]:.2f} ms for 8 rows of 2048 x 2048"
+    if error > 0.02:  # bfloat16 keeps 8 bits; a sum of 2048 products stays within 1%
+        return Finding("machine", name, "broken", f"{value}, bfloat16 is off by {error:.0%}", "use --dtype float32")
+    return Finding("machine", name, "ok", value)
+
+
+def _bitsandbytes(settings: Settings) -> Iterator[Finding]:
+    """One layer really quantised and run, in each of the two ways."""
+    wanted = {settings.quantize, settings.draft_quantize}
+    for kind in ("nf4", "int8"):
+        try:
+            error, took = _quantised_layer(kind, settings)
+            works = error < 0.2  # nf4 keeps a random layer's output within some 10%
+            value = (
+                f"works, {took:.2f} ms a row of 512, {error:.1%} off"
+                if works
+                else f"computes nonsense ({error:.0%} off)"
+            )
+        except Exception as reason:
+            works, value = False, _line(reason)
+        status: Literal["ok", "note", "broken"] = "ok" if works else "broken" if kind in wanted else "note"
+        advice = "" if works else f"needed only for --quantize {kind}: pip install -U bitsandbytes"
+        yield Finding("machine", f"bitsandbytes {kind}", status, value, advice)
+
+
+def _quantised_layer(kind: str, settings: Settings) -> tuple[float, float]:
+    """Relative error and milliseconds of one 512 x 512 layer in ``kind``, on the device that will be used."""
+    import logging
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it names optional parts it can do without
+    import bitsandbytes
+    import torch
+
+    from adaptive.pair import choose_device
+
+    quantised: Any = bitsandbytes.nn
+    device = choose_device(settings.device)
+    plain = torch.nn.Linear(512, 512, bias=False)
+    layer: torch.nn.Module
+    if kind == "nf4":
+        layer = quantised.Linear4bit(512, 512, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    else:
+        layer = quantised.Linear8bitLt(512, 512, bias=False, has_fp16_weights=False)
+    layer.load_state_dict(plain.state_dict())
+    layer = layer.to(device).eval()
+    row = torch.randn(1, 512, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        x = row.to(device, torch.float32 if kind == "nf4" else torch.float16)
+        took = _milliseconds(lambda: layer(x).sum().item())
+        return _difference(layer(x).double().cpu(), plain(row).double()), took
+
+
+def _used(settings: Settings) -> Iterator[Finding]:
+    """What a run with these settings would take, as far as it is known without loading or fetching a model."""
+    from adaptive.pair import BUNDLED, choose_device, choose_dtype, pair_identity
+
+    for option, name in (("device", settings.device), ("draft device", settings.draft_device or settings.device)):
+        try:
+            device = choose_device(name)
+            yield Finding("used", option, "ok", device)
+        except AdaptiveError as error:
+            yield Finding("used", option, "broken", str(error), "choose another device, or leave it to auto")
+            return
+    target, draft = settings.target, settings.draft
+    if target is None and draft is None:
+        target, draft = str(BUNDLED / "target"), str(BUNDLED / "draft")
+    local = True
+    for role, model in (("target", target), ("draft", draft)):
+        bundled = model is not None and Path(model).is_relative_to(BUNDLED)
+        if model is None or Path(model).expanduser().is_dir():
+            where = " (bundled)" if bundled else ""
+            yield Finding("used", role, "ok", f"{model}{where}" if model else "none: the target decodes alone")
+            continue
+        local = False
+        if bundled:
+            yield Finding(
+                "used", role, "broken", f"{model} is not there", "get the repository whole, or name your own pair"
+            )
+        else:
+            yield Finding("used", role, "note", f"{model} is no folder here", "it will be fetched, if the hub has it")
+    if target is None or not local:
+        return
+    try:
+        pair = pair_identity(settings).id
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(target)
+        dtype = str(choose_dtype(settings.dtype, choose_device(settings.device), config)).removeprefix("torch.")
+    except AdaptiveError as error:
+        yield Finding("used", "pair", "broken", str(error), "choose other models with --target and --draft")
+    except Exception as error:
+        yield Finding("used", "target", "broken", _line(error), "its config.json cannot be read; fetch the model again")
+    else:
+        measured = " (the faster one here)" if settings.dtype == "auto" else ""
+        yield Finding("used", "pair", "ok", pair)
+        yield Finding("used", "dtype", "ok", f"{dtype}{measured}")
+        yield Finding("used", "quantisation", "ok", f"target {settings.quantize}, draft {settings.draft_quantize}")
+
+
+def _print(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[bold red]broken[/]"}
+    for group, title in (("machine", "This machine"), ("packages", "Packages"), ("used", "What will be used")):
+        console.print(f"[bold]{title}[/]")
+        table = Table(show_header=False, box=None, padding=(0, 1))
+        for finding in findings:
+            if finding.group == group:
+                table.add_row(marks[finding.status], finding.name, finding.value)
+        console.print(table)
+    wanting = [finding for finding in findings if finding.status != "ok"]
+    console.print("[bold]What is missing[/]" if wanting else "Nothing is missing.")
+    for finding in wanting:
+        console.print(f" {marks[finding.status]} {finding.name}: {finding.advice or finding.value}")
+
+
+def _milliseconds(work: Callable[[], object]) -> float:
+    """The best of several: the first ones load code, and other programs only ever slow it down."""
+    best = float("inf")
+    for _ in range(6):
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return 1000 * best
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

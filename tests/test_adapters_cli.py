@@ -1,0 +1,141 @@
+"""``adaptive adapters`` on real stores of a real pair: what it shows, what it changes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from store_factory import NEW, published, write
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from adaptive.errors import AdaptiveError
+from adaptive.pair import pair_identity
+from adaptive.settings import Settings
+from checkpoints.manifest import HeldOut, Interval
+from checkpoints.store import AdapterStore
+from cli.main import app
+
+runner = CliRunner()
+
+
+def run(*arguments: str) -> str:
+    """Standard output of a command that succeeds."""
+    done = runner.invoke(app, ["adapters", *arguments])
+    if isinstance(done.exception, AdaptiveError):
+        raise done.exception
+    assert done.exit_code == 0, (done.stdout, done.stderr, done.exception)
+    return done.stdout
+
+
+@pytest.fixture
+def store(own_home: Path) -> AdapterStore:
+    """A store of three adapters, the first two promoted one after the other, the third with figures."""
+    store = published(own_home / "target--draft-00000000" / "adapters", 2, promote=2)
+    held = HeldOut(
+        12, 900, 4, Interval(0.30, 0.28, 0.32), Interval(0.44, 0.41, 0.47), Interval(0.14, 0.1, 0.18),
+        Interval(1.5, 1.4, 1.6), Interval(2.1, 2.0, 2.2),
+    )  # fmt: skip
+    store.publish(write, replace(NEW, recent=held, parent="0002", hyperparameters={"r": 32}))
+    return store
+
+
+def test_list_shows_acceptance_before_and_after_and_what_is_in_use(store: AdapterStore) -> None:
+    shown = run("list")
+    assert "0.300 → 0.440 (0.410 to 0.470)" in " ".join(shown.split()) or "0.300 → 0.440" in shown
+    assert "in use" in shown
+    objects = json.loads(run("list", "--json"))
+    assert [one["id"] for one in objects] == ["0001", "0002", "0003"]
+    assert [one["current"] for one in objects] == [False, True, False]
+    assert objects[2]["recent"]["acceptance_after"]["mean"] == 0.44
+
+
+def test_list_of_an_empty_store_says_how_to_fill_it(own_home: Path) -> None:
+    (own_home / "pair" / "adapters").mkdir(parents=True)
+    assert "adaptive distill" in run("list")
+    assert json.loads(run("list", "--json")) == []
+
+
+def test_show_tells_whether_the_files_are_whole(store: AdapterStore) -> None:
+    assert "2, whole" in run("show", "3")
+    assert json.loads(run("show", "current", "--json"))["id"] == "0002"
+    (store.path("0003") / "adapter_config.json").write_text("{}")
+    assert "damaged" in run("show", "3")
+
+
+def test_promote_rollback_and_prune(store: AdapterStore) -> None:
+    assert "adapter 0003 is in use" in run("promote", "3", "--reason", "mine")
+    assert store.show("3").reason == "mine"
+    assert "adapter 0002 is in use again" in run("rollback")
+    assert "nothing to delete" in run("prune")
+    run("rollback")
+    assert "the plain draft is in use again" in run("rollback")
+    assert "deleted 0001, 0002" in run("prune", "--keep", "1")
+
+
+def test_unknown_ids_and_nothing_in_use_are_one_clear_line(store: AdapterStore) -> None:
+    with pytest.raises(AdaptiveError, match=r"no adapter '9'.*0001, 0002, 0003"):
+        run("show", "9")
+    for _ in range(2):
+        run("rollback")
+    with pytest.raises(AdaptiveError, match="nothing to roll back"):
+        run("rollback")
+    with pytest.raises(AdaptiveError, match="no adapter is in use"):
+        run("show", "current")
+
+
+def test_no_state_at_all_says_what_to_try(own_home: Path) -> None:
+    with pytest.raises(AdaptiveError, match="no pair has left anything"):
+        run("list")
+
+
+def test_export_copies_the_peft_folder(store: AdapterStore, tmp_path: Path) -> None:
+    run("export", "3", str(tmp_path / "out"))
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    with pytest.raises(AdaptiveError, match="not empty"):
+        run("export", "3", str(tmp_path / "out"))
+    run("export", "3", str(tmp_path / "out"), "--force")
+    with pytest.raises(AdaptiveError, match="name one folder"):
+        run("export", "3")
+
+
+def test_merged_export_is_the_draft_with_the_adapter_as_a_checkpoint(own_home: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 8}
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(8)}, unk_token="w0"))
+    for name in ("target", "draft"):
+        LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / name)
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(tmp_path / name)
+    settings = Settings(target=str(tmp_path / "target"), draft=str(tmp_path / "draft"))
+    pair = ["--target", str(settings.target), "--draft", str(settings.draft)]
+    identity = pair_identity(settings)
+    trained = get_peft_model(
+        LlamaForCausalLM.from_pretrained(tmp_path / "draft"), LoraConfig(r=2, target_modules="all-linear")
+    )
+    for name, parameter in trained.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    store = AdapterStore(own_home / identity.id / "adapters")
+    store.publish(lambda folder: trained.save_pretrained(str(folder)), replace(NEW, base=identity.base))
+
+    run("export", "1", "--merged", str(tmp_path / "merged"), *pair)
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+        expected = PeftModel.from_pretrained(base, str(store.path("1")))(tokens).logits
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab() == words.get_vocab()
+
+    with pytest.raises(AdaptiveError, match="left nothing"):
+        run("list", "--target", str(tmp_path / "merged"), "--draft", str(tmp_path / "draft"))
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "draft")
+    with pytest.raises(AdaptiveError, match="holds other weights than adapter 0001"):
+        run("export", "1", "--merged", str(tmp_path / "again"))

@@ -1,0 +1,83 @@
+"""``adaptive --help`` answers at once, and every command's help shows a command line that exists."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from cli.main import app
+
+# What takes long to load, and so must wait until a command runs. (Not pydantic itself: Typer loads it.)
+HEAVY = (
+    "torch",
+    "transformers",
+    "peft",
+    "datasets",
+    "accelerate",
+    "bitsandbytes",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "scipy",
+    "pydantic_settings",
+    "plotly",
+    "plotext",
+    "safetensors",
+    "fastapi",
+    "prompt_toolkit",
+    "huggingface_hub",
+)
+
+
+def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of the tree that does something, with its path."""
+    command = command or typer.main.get_command(app)
+    for name, child in getattr(command, "commands", {}).items():
+        if hasattr(child, "commands"):
+            yield from commands(child, (*path, name))
+        else:
+            yield (*path, name), child
+
+
+ALL = {" ".join(path): command for path, command in commands()}
+
+
+@pytest.mark.parametrize("words", ["--help", "adapters --help", "doctor --help", "adapters list --help"])
+def test_help_loads_nothing_heavy(words: str) -> None:
+    script = f"""
+import sys
+from cli.main import run
+sys.argv = ["adaptive", *{words.split()!r}]
+try:
+    run()
+except SystemExit as end:
+    assert not end.code, end.code
+print("LOADED", [name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "Usage" in done.stdout
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_has_an_example_that_can_be_typed(name: str) -> None:
+    command = ALL[name]
+    examples = [line.strip() for line in command.help.splitlines() if line.strip().startswith("Example: ")]
+    assert examples, f"the help of `adaptive {name}` has no line `Example: adaptive {name} ...`"
+    options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for example in examples:
+        words = shlex.split(example.removeprefix("Example: "))
+        assert words[: 1 + len(name.split())] == ["adaptive", *name.split()], example
+        for word in words:
+            assert not word.startswith("--") or word.partition("=")[0] in options, f"{word} in {example!r}"
+
+
+def test_every_option_says_what_it_does() -> None:
+    silent = [(name, p.name) for name, command in ALL.items() for p in command.params if not getattr(p, "help", None)]
+    assert silent == []

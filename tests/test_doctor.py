@@ -1,0 +1,76 @@
+"""``adaptive doctor`` looks at the machine it runs on, and fails only for what is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from cli.main import app
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    """Options that name a small local pair (whose tokenizer nobody asks for)."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    for name in ("target", "draft"):
+        LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / name)
+    return ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+
+
+def findings(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    done = runner.invoke(app, ["doctor", "--json", *arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    report = json.loads(done.stdout)
+    assert report["ok"] == (done.exit_code == 0)
+    return done.exit_code, {finding["name"]: finding for finding in report["findings"]}
+
+
+def test_a_working_machine_is_described_and_passes(pair: list[str]) -> None:
+    code, found = findings(*pair)
+    assert code == 0, [finding for finding in found.values() if finding["status"] == "broken"]
+    assert found["torch"]["value"].startswith(torch.__version__[:4])
+    assert "bfloat16" in found["processor arithmetic"]["value"]
+    assert found["bitsandbytes nf4"]["status"] in ("ok", "note")
+    assert found["device"]["value"] in ("cpu", "mps", "cuda:0")
+    assert found["dtype"]["value"].split()[0] in ("float32", "bfloat16", "float16")
+    assert found["peft"]["group"] == "packages"
+
+
+def test_what_is_asked_for_is_what_is_reported(pair: list[str]) -> None:
+    _, found = findings(*pair, "--device", "cpu", "--dtype", "bfloat16")
+    assert found["device"]["value"] == "cpu"
+    assert found["dtype"]["value"] == "bfloat16"
+
+
+def test_a_device_that_is_not_there_is_broken(pair: list[str]) -> None:
+    code, found = findings(*pair, "--device", "cuda:99")
+    assert code == 1
+    assert found["device"]["status"] == "broken"
+
+
+def test_a_folder_that_cannot_be_written_is_broken(pair: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, found = findings(*pair, "--state-dir", str(tmp_path / "file" / "home"))
+    assert code == 1
+    assert "--state-dir" in found["state folder"]["advice"]
+
+
+def test_a_pair_without_weights_is_broken(pair: list[str], tmp_path: Path) -> None:
+    (tmp_path / "draft" / "model.safetensors").unlink()
+    code, found = findings(*pair)
+    assert code == 1
+    assert "no weights" in found["pair"]["value"]
+
+
+def test_the_report_for_people_says_what_is_missing(pair: list[str]) -> None:
+    done = runner.invoke(app, ["doctor", *pair])
+    assert done.exit_code == 0, done.stdout
+    for title in ("This machine", "Packages", "What will be used", "missing"):
+        assert title in done.stdout
