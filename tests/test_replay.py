@@ -1,0 +1,239 @@
+"""Replay says what speculative decoding would do, without the target: compared with doing it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from adaptive.decoding.params import SamplingParams
+from adaptive.decoding.sampling import transform_logits
+from adaptive.decoding.verify import verify_sampled
+from adaptive.records.types import Supervision
+from trainers.batches import PASS_TOKENS, passes
+from trainers.dataset import Example
+from trainers.replay import Replay, Stopped, acceptance_rate, expected_rounds, mean_acceptance_length, replay
+
+VOCAB = 5
+
+
+def llama(seed: int, layers: int = 1) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def next_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+
+
+def greedy_example(target: PreTrainedModel, prompt: list[int], length: int, limited: bool = True) -> Example:
+    ids = list(prompt)
+    for _ in range(length):
+        ids.append(int(next_logits(target, ids).argmax()))
+    return Example(
+        1, "", np.array(prompt, np.int32), np.array(ids[len(prompt) :], np.int32), SamplingParams(), limited, None
+    )
+
+
+def speculative_rounds(
+    accepts: Callable[[list[int], int], bool], example: Example, draft_length: int, known_limit: bool
+) -> tuple[int, int]:
+    """Accepted tokens and rounds of decoding ``example``, one step at a time, as the loop does it."""
+    output = example.output.tolist()
+    done, accepted, rounds = 1, 0, 0
+    while done < len(output):
+        left = len(output) - done
+        length = min(draft_length, left - 1) if known_limit else draft_length
+        rounds += 1
+        kept = 0
+        while kept < min(length, left) and accepts(
+            example.prompt.tolist() + output[: done + kept], output[done + kept]
+        ):
+            kept += 1
+        accepted += kept
+        done += kept + 1
+    return accepted, rounds
+
+
+@pytest.mark.parametrize("limited", [True, False])
+@pytest.mark.parametrize("draft_length", [1, 4, 9])
+def test_greedy_replay_equals_decoding_step_by_step(draft_length: int, limited: bool) -> None:
+    target, draft = llama(0, layers=2), llama(1)
+    examples = [greedy_example(target, [seed, 4 - seed], 20 + seed, limited) for seed in range(5)]
+    # A few positions where the draft is right, so that rounds of every length happen.
+    rng = np.random.default_rng(0)
+    found = replay(draft, examples)
+    for example, one in zip(examples, found, strict=True):
+        text = torch.tensor([example.prompt.tolist() + example.output.tolist()])
+        with torch.no_grad():
+            best = draft(input_ids=text).logits[0].argmax(-1)[len(example.prompt) : -1].numpy()
+        right = (best == example.output[1:]).tolist()
+        assert one.acceptance.tolist() == right
+        mixed = Replay(1, "", (rng.random(len(right)) < 0.7).astype(np.float32), limited)
+        offset = len(example.prompt) + 1
+
+        def accepts(context: list[int], token: int, mixed: Replay = mixed, offset: int = offset) -> bool:
+            return bool(mixed.acceptance[len(context) - offset])
+
+        wanted = speculative_rounds(accepts, example, draft_length, limited)
+        accepted, rounds = expected_rounds([mixed], draft_length)
+        assert (accepted[0], rounds[0]) == pytest.approx(wanted)
+        assert mean_acceptance_length([mixed], draft_length) == pytest.approx(1 + wanted[0] / wanted[1])
+
+
+def test_expected_rounds_of_several_generations_do_not_mix() -> None:
+    rng = np.random.default_rng(0)
+    several = [Replay(i, "", rng.random(n).astype(np.float32), i % 2 == 0) for i, n in enumerate((1, 3, 40, 17))]
+    accepted, rounds = expected_rounds(several, 4)
+    for index, one in enumerate(several):
+        alone = expected_rounds([one], 4)
+        assert (accepted[index], rounds[index]) == pytest.approx((alone[0][0], alone[1][0]))
+
+
+def next_token_tables(
+    model: PreTrainedModel, prompt: list[int], depth: int, params: SamplingParams
+) -> list[torch.Tensor]:
+    """Distributions after every continuation of ``prompt``: table d is (VOCAB ** d, VOCAB), in counting order."""
+    tables = []
+    for length in range(depth):
+        continuations = list(itertools.product(range(VOCAB), repeat=length))
+        every = torch.tensor(continuations, dtype=torch.long).reshape(len(continuations), length)
+        ids = torch.cat([torch.tensor(prompt).expand(len(every), -1), every], dim=1)
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[:, -1].float()
+        tables.append(transform_logits(logits, params).softmax(-1))
+    return tables
+
+
+def place(ids: list[int]) -> int:
+    """Row of the continuation ``ids`` in its table."""
+    return sum(token * VOCAB**power for power, token in enumerate(reversed(ids)))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.3, top_p=0.8),
+        SamplingParams(temperature=1.0, top_k=3),
+    ],
+)
+def test_sampled_replay_agrees_with_really_running_the_acceptance_rule(params: SamplingParams) -> None:
+    """Over texts made by speculative sampling itself, replayed acceptance averages to what was accepted."""
+    target, draft = llama(0, layers=2), llama(1)
+    generator = torch.Generator().manual_seed(0)
+    prompt, length, runs, draft_length = [3, 4], 5, 1500, 3
+    p_tables, q_tables = (next_token_tables(model, prompt, length, params) for model in (target, draft))
+    examples, accepted, rounds = [], [], []
+    for _ in range(runs):
+        first = p_tables[0][0]
+        ids = [int(torch.multinomial(first, 1, generator=generator))]
+        chosen = [float(first[ids[0]].log())]
+        accepted.append(0)
+        rounds.append(0)
+        while len(ids) < length:
+            drafted: list[int] = []
+            while len(drafted) < min(draft_length, length - len(ids) - 1):
+                q_row = q_tables[len(ids) + len(drafted)][place(ids + drafted)]
+                drafted.append(int(torch.multinomial(q_row, 1, generator=generator)))
+            at = [(len(ids) + i, place(ids + drafted[:i])) for i in range(len(drafted) + 1)]
+            p = torch.stack([p_tables[depth][row] for depth, row in at])
+            q = torch.stack([q_tables[depth][row] for depth, row in at])[:-1]
+            verdict = verify_sampled(p, torch.tensor(drafted, dtype=torch.long), q, generator)
+            ids += verdict.tokens
+            chosen += verdict.chosen.tolist()
+            accepted[-1] += verdict.accepted
+            rounds[-1] += 1
+        examples.append(sampled_example(prompt, ids, chosen, params))
+    expected_accepted, expected_count = expected_rounds(replay(draft, examples), draft_length)
+    for really, expected in ((np.array(accepted), expected_accepted), (np.array(rounds), expected_count)):
+        error = (really - expected).std() / runs**0.5
+        assert really.mean() == pytest.approx(expected.mean(), abs=4 * error + 1e-3)
+
+
+def sampled_example(prompt: list[int], output: list[int], chosen: list[float], params: SamplingParams) -> Example:
+    n = len(output)
+    supervision = Supervision(
+        np.zeros((n, 1), np.int32), np.zeros((n, 1), np.float16), np.zeros(n, np.float16), np.array(chosen, np.float16)
+    )
+    return Example(1, "", np.array(prompt, np.int32), np.array(output, np.int32), params, True, supervision)
+
+
+def test_sampled_acceptance_averages_to_the_overlap_of_the_distributions() -> None:
+    """At one position, exactly: the mean over x ~ p of min(1, q(x) / p(x)) is sum min(p, q)."""
+    target, draft = llama(0, layers=2), llama(1)
+    params = SamplingParams(temperature=0.8)
+    p, q = (transform_logits(next_logits(m, [3, 4, 0])[None], params)[0].softmax(-1) for m in (target, draft))
+    examples = [sampled_example([3, 4], [0, token], [0.0, float(p[token].log())], params) for token in range(VOCAB)]
+    examples = [replace(example, limited=False) for example in examples]
+    found = np.array([r.acceptance[0] for r in replay(draft, examples)])
+    assert float((p.numpy() * found).sum()) == pytest.approx(float(torch.minimum(p, q).sum()), abs=2e-3)
+
+
+def test_batches_of_unequal_lengths_do_not_change_a_replay() -> None:
+    target, draft = llama(0, layers=2), llama(1)
+    examples = [greedy_example(target, [i % VOCAB for i in range(1, 2 + seed)], 5 + 3 * seed) for seed in range(6)]
+    together = replay(draft, examples)
+    for example, one in zip(examples, together, strict=True):
+        np.testing.assert_array_equal(one.acceptance, replay(draft, [example])[0].acceptance)
+
+
+def test_replay_works_for_an_architecture_with_absolute_positions() -> None:
+    torch.manual_seed(0)
+    draft = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=1, n_head=2)).eval()
+    examples = [greedy_example(draft, [i % VOCAB for i in range(1, 3 + seed)], 8 + seed) for seed in range(3)]
+    assert acceptance_rate(replay(draft, examples)) == 1.0
+
+
+def test_penalties_apply_to_the_draft_as_they_did_when_the_text_was_made() -> None:
+    draft = llama(1)
+    params = SamplingParams(repetition_penalty=3.0, frequency_penalty=0.5, logit_bias={4: 2.0})
+    from adaptive.decoding.sampling import Penalties
+
+    penalties = Penalties(params, VOCAB, torch.device("cpu"))
+    prompt, ids = [1, 2, 3], [1, 2, 3]
+    penalties.start(torch.tensor(prompt))
+    for _ in range(15):
+        logits = penalties.apply(next_logits(draft, ids)[None], torch.empty(0, dtype=torch.long))
+        ids.append(int(logits.argmax()))
+        penalties.commit(torch.tensor(ids[-1:]))
+    output = np.array(ids[3:], np.int32)
+    example = Example(1, "", np.array(prompt, np.int32), output, params, True, None)
+    assert acceptance_rate(replay(draft, [example])) == 1.0
+    plain = Example(1, "", np.array(prompt, np.int32), output, SamplingParams(), True, None)
+    assert acceptance_rate(replay(draft, [plain])) < 1.0
+
+
+def test_passes_lose_nothing_and_stay_within_their_limit() -> None:
+    rng = np.random.default_rng(0)
+    examples = [
+        Example(i, "", np.zeros(p, np.int32), np.zeros(o, np.int32), SamplingParams(), False, None)
+        for i, (p, o) in enumerate(rng.integers(1, 900, (60, 2)))
+    ]
+    groups = list(passes(examples, 1024, 1000))
+    assert [e.id for group in groups for e in group] == list(range(60))
+    for group in groups:
+        width = max(min(1024, len(e.prompt) + len(e.output) - 1) for e in group)
+        assert len(group) == 1 or width * len(group) <= PASS_TOKENS
+
+
+def test_replay_stops_between_passes_when_asked() -> None:
+    target = llama(0)
+    with pytest.raises(Stopped):
+        replay(target, [greedy_example(target, [1, 2], 5)], should_stop=lambda: True)

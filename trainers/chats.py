@@ -1,0 +1,106 @@
+"""Chat-message files as training data: ``{"messages": [...]}`` a line, the assistant's turns as hard labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from adaptive.decoding.params import SamplingParams
+from adaptive.errors import AdaptiveError
+from trainers.dataset import from_rows, row
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+
+def read_chats(file: Path, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """One row for each assistant turn of each line; ids are the negated line numbers, the domain is the file's name.
+
+    Every line is checked before anything is returned. Raises AdaptiveError naming the first line that
+    is broken, or saying that the file or the tokenizer's chat template is missing.
+    """
+    if not tokenizer.chat_template:
+        raise AdaptiveError("the target's tokenizer has no chat template, so chat messages cannot be turned into text")
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AdaptiveError(f"data file {file} cannot be read: {error}") from error
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            rows += _turns(_messages(line, f"{file}, line {number}"), number, file, tokenizer)
+    if not rows:
+        raise AdaptiveError(f"data file {file} holds no assistant turn to learn from")
+    return from_rows(rows)
+
+
+def _messages(line: str, where: str) -> list[dict[str, str]]:
+    """The messages of one line. Raises AdaptiveError, naming ``where``, for anything else."""
+    try:
+        found = json.loads(line)["messages"]
+    except ValueError as error:
+        raise AdaptiveError(f"{where}: not JSON ({error})") from error
+    except (KeyError, TypeError) as error:
+        raise AdaptiveError(f'{where}: expected an object {{"messages": [...]}}') from error
+    if not isinstance(found, list) or not found:
+        raise AdaptiveError(f"{where}: messages must be a list with at least one message")
+    for place, message in enumerate(found, start=1):
+        whole = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+        if not whole:
+            raise AdaptiveError(f"{where}: message {place} needs role and content, both text")
+    if all(message["role"] != "assistant" for message in found):
+        raise AdaptiveError(f"{where}: no message has the role assistant, so there is nothing to learn from")
+    return found
+
+
+def _turns(
+    messages: list[dict[str, str]], number: int, file: Path, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[dict[str, Any]]:
+    """A row for each assistant turn: what came before it as the prompt, the turn as the output."""
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = messages[:place]
+        try:
+            opening = str(tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True))
+            whole = str(tokenizer.apply_chat_template(messages[: place + 1], tokenize=False))
+        except Exception as error:  # a template may raise anything: roles out of order, say
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise AdaptiveError(f"{file}, line {number}: the chat template refuses these messages: {reason}") from error
+        # Some templates rewrite a finished turn; then the turn's own text and an end is what a model would have said.
+        answer = (
+            whole[len(opening) :] if whole.startswith(opening) else message["content"] + str(tokenizer.eos_token or "")
+        )
+        output = _up_to_end(_ids(answer, tokenizer), tokenizer.eos_token_id)
+        prompt = _ids(opening, tokenizer)
+        if len(output) < 2 or not prompt:
+            continue
+        key = next((m["content"] for m in reversed(before) if m["role"] == "user"), opening)
+        yield row(
+            -number,
+            key,
+            file.stem,
+            np.array(prompt, np.int32),
+            np.array(output, np.int32),
+            SamplingParams(),
+            None,
+            limited=False,
+        )
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _up_to_end(ids: list[int], end: int | list[int] | None) -> list[int]:
+    """Up to and including the first end-of-sequence token: what a template writes after it, no model says."""
+    ends = end if isinstance(end, list) else [end]
+    for place, token in enumerate(ids):
+        if token in ends:
+            return ids[: place + 1]
+    return ids

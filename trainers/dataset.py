@@ -1,0 +1,256 @@
+"""Records become a ``datasets.Dataset``, split by prompt into what is trained on and what is held out.
+
+In:  the log. Out: one row a generation, and ``Example``, the same row as numpy arrays.
+
+Loops are kept out: a small target that decodes greedily ends up repeating itself, anything predicts
+a loop, and training on it teaches nothing. An output is cut where its first loop begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+
+from adaptive.decoding.params import SamplingParams
+from adaptive.errors import AdaptiveError
+from adaptive.records.types import Generation, Supervision
+
+FEATURES = Features(
+    {
+        "id": Value("int64"),
+        "domain": Value("string"),
+        "fold": Value("float64"),
+        "prompt": List(Value("int32")),
+        "output": List(Value("int32")),
+        "top_ids": List(Value("int32")),
+        "top_logprobs": List(Value("float16")),
+        "rest": List(Value("float16")),
+        "chosen": List(Value("float16")),
+        "sampling": Value("string"),
+        "limited": Value("bool"),
+        "repeated": Value("float64"),
+    }
+)
+
+# Shares of all prompts. The gate's prompts decide whether an adapter is promoted; validation's
+# choose the checkpoint to show to the gate. They are apart because the best of many checkpoints on
+# one set looks better on that set than it is. Smaller shares leave the gate too few generations to
+# see a gain; larger ones leave less to learn from.
+GATE_SHARE = 0.2
+VALIDATION_SHARE = 0.1
+
+# A loop: within LOOP_WINDOW consecutive 8-grams at least LOOP_SHARE stood before in the same output.
+# Shorter or laxer, and quoting a line of code twice counts; longer or stricter, and short answers
+# loop to their end unseen.
+NGRAM = 8
+LOOP_WINDOW = 24
+LOOP_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Example:
+    """One generation as the trainer sees it.
+
+    ``id`` is the log's id; rows of a file have negative ids, the line number's. ``prompt`` and
+    ``output`` are token ids (int32). ``limited`` says that the output ends where a length limit cut
+    it, which the drafter knew. ``supervision`` covers every output position, or is None.
+    """
+
+    id: int
+    domain: str
+    prompt: npt.NDArray[np.int32]
+    output: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    limited: bool
+    supervision: Supervision | None
+
+    @property
+    def replayable(self) -> bool:
+        """Whether acceptance can be computed from it: a sampled token needs the target's probability of it."""
+        return len(self.output) >= 2 and (self.sampling.greedy or self.supervision is not None)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Three sets that share no prompt."""
+
+    train: Dataset
+    validation: Dataset
+    gate: Dataset
+
+
+def repeated_ngrams(output: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """For each 8-gram of ``output`` (n,), whether it stood before: (max(0, n - 7),)."""
+    seen: set[tuple[int, ...]] = set()
+    tokens = output.tolist()
+    flags = np.zeros(max(0, len(tokens) - NGRAM + 1), dtype=bool)
+    for start in range(len(flags)):
+        gram = tuple(tokens[start : start + NGRAM])
+        flags[start] = gram in seen
+        seen.add(gram)
+    return flags
+
+
+def loop_start(repeated: npt.NDArray[np.bool_], length: int) -> int:
+    """How many of ``length`` tokens come before the first loop; ``length`` where there is none.
+
+    ``repeated`` as from ``repeated_ngrams``. What is kept ends before the first repeated 8-gram of
+    the loop is complete.
+    """
+    if len(repeated) < LOOP_WINDOW:
+        return length
+    counts = np.convolve(repeated, np.ones(LOOP_WINDOW, dtype=int), mode="valid")
+    looping = np.flatnonzero(counts >= LOOP_SHARE * LOOP_WINDOW)
+    if not len(looping):
+        return length
+    first = int(looping[0])
+    return first + int(np.argmax(repeated[first:])) + NGRAM - 1
+
+
+def fold(key: str) -> float:
+    """Where a prompt falls in [0, 1): the same for ever, whatever else is in the log.
+
+    A prompt that was held out once is held out in every later round, so no adapter is ever judged
+    on a prompt that it, or one it continues from, was trained on.
+    """
+    plain = " ".join(key.lower().split())
+    return int.from_bytes(hashlib.sha256(plain.encode()).digest()[:8], "big") / 2**64
+
+
+def prompt_key(generation: Generation) -> str:
+    """What makes two prompts the same: the last user message of a chat, or the text or ids of a raw prompt.
+
+    The turns before it do not count, so that a question asked again later, or after a greeting, does
+    not land on the other side.
+    """
+    for message in reversed(generation.messages):
+        if message.role == "user":
+            return message.content
+    return generation.prompt_text or " ".join(map(str, generation.prompt.tolist()))
+
+
+def row(
+    number: int,
+    key: str,
+    domain: str | None,
+    prompt: npt.NDArray[np.int32],
+    output: npt.NDArray[np.int32],
+    sampling: SamplingParams,
+    supervision: Supervision | None,
+    limited: bool,
+) -> dict[str, Any]:
+    """One row of ``FEATURES``, its output cut at the first loop."""
+    repeated = repeated_ngrams(output)
+    kept = loop_start(repeated, len(output))
+    return {
+        "id": number,
+        "domain": domain or "",
+        "fold": fold(key),
+        "prompt": prompt,
+        "output": output[:kept],
+        "top_ids": None if supervision is None else supervision.ids[:kept].reshape(-1),
+        "top_logprobs": None if supervision is None else supervision.logprobs[:kept].reshape(-1),
+        "rest": None if supervision is None else supervision.rest[:kept],
+        "chosen": None if supervision is None else supervision.chosen[:kept],
+        "sampling": sampling.to_json(),
+        "limited": limited and kept == len(output),
+        "repeated": float(repeated.mean()) if len(repeated) else 0.0,
+    }
+
+
+def from_rows(rows: Iterable[dict[str, Any]]) -> Dataset:
+    """A dataset held in memory: nothing of what was said is written to a cache outside the state folder."""
+    listed = list(rows)
+    return Dataset.from_dict({name: [r[name] for r in listed] for name in FEATURES}, features=FEATURES)
+
+
+def read_log(log: Path, newest: int) -> Dataset:
+    """The ``newest`` generations of the log that have something to learn from (at least two output tokens).
+
+    Raises AdaptiveError where there is no log.
+    """
+    from adaptive.records.log import Log
+
+    if not log.exists():
+        raise AdaptiveError(
+            f"there is no log at {log}: nothing has been recorded for this pair yet; use `adaptive chat` or "
+            "`adaptive generate` first, or train from a file with --data"
+        )
+    kept: deque[dict[str, Any]] = deque(maxlen=newest)
+    for logged in Log(log).generations(with_supervision=True):
+        g = logged.generation
+        made = row(
+            logged.id,
+            prompt_key(g),
+            g.domain,
+            g.prompt,
+            g.output,
+            g.sampling,
+            g.supervision,
+            g.finish_reason == "length",
+        )
+        if len(made["output"]) >= 2 and len(g.prompt):
+            kept.append(made)
+    return from_rows(kept)
+
+
+def join(first: Dataset, second: Dataset) -> Dataset:
+    """Both, in this order."""
+    joined: Dataset = concatenate_datasets([first, second])
+    return joined
+
+
+def split(dataset: Dataset) -> Split:
+    """Train, validation and gate, by the hash of the prompt."""
+    folds = np.asarray(dataset["fold"], dtype=np.float64)
+    gate = folds < GATE_SHARE
+    validation = ~gate & (folds < GATE_SHARE + VALIDATION_SHARE)
+    return Split(
+        train=dataset.select(np.flatnonzero(~gate & ~validation)),
+        validation=dataset.select(np.flatnonzero(validation)),
+        gate=dataset.select(np.flatnonzero(gate)),
+    )
+
+
+def examples(dataset: Dataset, longest: int) -> list[Example]:
+    """Every row as numpy arrays, outputs cut to ``longest`` tokens (what the draft's context holds)."""
+    return list(_examples(dataset.with_format("numpy"), longest))
+
+
+def _examples(dataset: Dataset, longest: int) -> Iterator[Example]:
+    for r in dataset:
+        supervision = None
+        output = np.asarray(r["output"], np.int32)
+        if r["rest"] is not None:
+            rest = np.asarray(r["rest"], np.float16)
+            supervision = Supervision(
+                ids=np.asarray(r["top_ids"], np.int32).reshape(len(rest), -1)[:longest],
+                logprobs=np.asarray(r["top_logprobs"], np.float16).reshape(len(rest), -1)[:longest],
+                rest=rest[:longest],
+                chosen=np.asarray(r["chosen"], np.float16)[:longest],
+            )
+        yield Example(
+            id=int(r["id"]),
+            domain=str(r["domain"]),
+            prompt=np.asarray(r["prompt"], np.int32),
+            output=output[:longest],
+            sampling=SamplingParams.from_json(str(r["sampling"])),
+            limited=bool(r["limited"]) and len(output) <= longest,
+            supervision=supervision,
+        )
+
+
+def domains(chosen: Sequence[Example]) -> dict[str, int]:
+    """Generations by domain label, "" for none."""
+    counts: dict[str, int] = {}
+    for example in chosen:
+        counts[example.domain] = counts.get(example.domain, 0) + 1
+    return counts

@@ -1,0 +1,232 @@
+"""The training loop: batches in, the adapter state with the best held-out acceptance out.
+
+Nothing is written here. ``should_stop`` is asked before every pass through the draft, which is the
+micro-step after which a training process yields; it may also block, which pauses the training.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from peft import PeftModel
+
+from trainers import losses
+from trainers.batches import collate, context_length, passes, supervised_logits
+from trainers.dataset import Example
+from trainers.lora import AdapterState, default_learning_rate, snapshot
+from trainers.recipe import LossName, Recipe
+from trainers.replay import Stopped
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a round stands. ``loss`` is a running mean in nats per token; ``held_out_acceptance`` that of
+    the last evaluation, of the draft in use before the first; ``seconds_left`` at the present pace, at most."""
+
+    step: int
+    steps: int
+    loss: float
+    held_out_acceptance: float
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What training came to. ``best`` is the state with the highest held-out ``acceptance``, None where no
+    checkpoint was above the one to beat; ``stopped`` says that it was asked to end early."""
+
+    best: AdapterState | None
+    acceptance: float
+    best_step: int
+    steps: int
+    seconds: float
+    stopped: bool
+
+
+def fit(
+    model: PeftModel,
+    train: Sequence[Example],
+    evaluate: Callable[[], float],
+    to_beat: float,
+    recipe: Recipe,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Fit:
+    """Train the adapter on ``model``. ``evaluate`` gives held-out acceptance and may raise Stopped."""
+    stop = should_stop or (lambda: False)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    rate = recipe.learning_rate or default_learning_rate(int(model.config.get_text_config().hidden_size))
+    optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
+    clock = _Clock(recipe, steps=max(1, math.ceil(recipe.epochs * math.ceil(len(train) / recipe.batch))))
+    best: AdapterState | None = None
+    best_acceptance, best_step, fruitless, stopped, acceptance, loss = to_beat, 0, 0, False, to_beat, math.nan
+    next_evaluation = 1 / recipe.evaluations
+    try:
+        for batch in _batches(train, recipe):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * _schedule(clock.share, recipe)
+            value = _step(model, optimizer, weights, batch, recipe, stop)
+            loss = value if math.isnan(loss) else 0.9 * loss + 0.1 * value
+            clock.tick()
+            if clock.share >= next_evaluation:
+                next_evaluation = clock.share + 1 / recipe.evaluations - 1e-9
+                acceptance = evaluate()
+                fruitless = 0 if acceptance > best_acceptance else fruitless + 1
+                if acceptance > best_acceptance:
+                    best, best_acceptance, best_step = snapshot(model), acceptance, clock.step
+            if on_progress is not None:
+                on_progress(Progress(clock.step, clock.steps, loss, acceptance, clock.seconds_left))
+            if clock.share >= 1 or fruitless >= recipe.patience:
+                break
+    except Stopped:
+        stopped = True
+    return Fit(best, best_acceptance, best_step, clock.step, clock.seconds, stopped)
+
+
+class _Clock:
+    """How much of the budget, steps or seconds, is used up."""
+
+    def __init__(self, recipe: Recipe, steps: int) -> None:
+        self.step, self.steps = 0, steps
+        self._budget = recipe.max_seconds or math.inf
+        self._began = time.perf_counter()
+
+    def tick(self) -> None:
+        """A step is done."""
+        self.step += 1
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the beginning, evaluations included."""
+        return time.perf_counter() - self._began
+
+    @property
+    def share(self) -> float:
+        """Share of the budget that is used up; 1 or more is the end."""
+        return max(self.step / self.steps, self.seconds / self._budget)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds left at the present pace."""
+        return max(0.0, self.seconds * (1 / self.share - 1)) if self.share > 0 else math.inf
+
+
+def _schedule(share: float, recipe: Recipe) -> float:
+    """Factor of the learning rate: linear warm-up, then cosine to a tenth, or constant."""
+    if share < recipe.warm_up:
+        return max(share / recipe.warm_up, 0.1)
+    if recipe.schedule == "constant":
+        return 1.0
+    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (share - recipe.warm_up) / (1 - recipe.warm_up)))
+
+
+def _batches(train: Sequence[Example], recipe: Recipe) -> Iterator[list[Example]]:
+    """Endless batches in seeded random order; within a window of 8 batches, like lengths go together."""
+    rng = random.Random(recipe.seed)
+    window = 8 * recipe.batch
+    while True:
+        order = rng.sample(train, len(train))
+        batches = []
+        for start in range(0, len(order), window):
+            near = sorted(order[start : start + window], key=lambda e: len(e.prompt) + len(e.output))
+            batches += [near[i : i + recipe.batch] for i in range(0, len(near), recipe.batch)]
+        rng.shuffle(batches)
+        yield from batches
+
+
+def _step(
+    model: PeftModel,
+    optimizer: torch.optim.Optimizer,
+    weights: list[torch.nn.Parameter],
+    batch: list[Example],
+    recipe: Recipe,
+    stop: Callable[[], bool],
+) -> float:
+    """One update on one batch, in as many passes as memory asks for; its mean loss. Raises Stopped."""
+    device = weights[0].device
+    limit, vocab = context_length(model), int(model.config.get_text_config().vocab_size)
+    positions, total = sum(len(e.output) for e in batch), 0.0
+    model.train()
+    optimizer.zero_grad(set_to_none=True)
+    for group in passes(batch, limit, vocab):
+        if stop():
+            raise Stopped
+        with _precision(device, recipe.autocast):
+            logits = supervised_logits(model, collate(group, limit, device))
+        loss = position_losses(logits.float(), group, recipe.loss).sum() / positions
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
+    optimizer.step()
+    return total
+
+
+def _precision(device: torch.device, autocast: bool | None) -> AbstractContextManager[object]:
+    """bfloat16 for the matrix products where that is faster: by default on a GPU that has it, not on a CPU."""
+    wanted = autocast
+    if wanted is None:
+        wanted = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
+
+
+def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: LossName) -> torch.Tensor:
+    """Loss (N,) at every output position of ``examples``, from the draft's logits (N, vocab) there.
+
+    ``auto`` chooses by record, as losses should match how tokens are accepted: a greedy record rewards
+    the argmax, so cross-entropy on the target's token; a sampled one rewards the overlap at its
+    temperature, so forward KL there. A named distribution loss is taken at temperature 1 for greedy
+    records. Where a record has only text, or a greedy one was bent by penalties, what is known decides.
+    """
+    soft = [_wants_distribution(e, name) for e in examples]
+    parts = logits.split([len(e.output) for e in examples])
+    values: list[torch.Tensor | None] = [None] * len(parts)
+    hard = [i for i, is_soft in enumerate(soft) if not is_soft]
+    if hard:
+        tokens = torch.cat([torch.from_numpy(examples[i].output) for i in hard]).long().to(logits.device)
+        found = losses.cross_entropy(torch.cat([parts[i] for i in hard]), tokens)
+        for i, value in zip(hard, found.split([len(parts[i]) for i in hard]), strict=True):
+            values[i] = value
+    chosen = [i for i, is_soft in enumerate(soft) if is_soft]
+    if chosen:
+        loss = losses.DISTRIBUTION_LOSSES["forward-kl" if name in ("auto", "cross-entropy") else name]
+        wanted = _wanted([examples[i] for i in chosen], logits.device)
+        found = loss(torch.cat([parts[i] for i in chosen]), *wanted)
+        for i, value in zip(chosen, found.split([len(parts[i]) for i in chosen]), strict=True):
+            values[i] = value
+    return torch.cat([value for value in values if value is not None])
+
+
+def _wants_distribution(example: Example, name: LossName) -> bool:
+    if example.supervision is None or name == "cross-entropy":
+        return False
+    bent = example.sampling.penalised or bool(example.sampling.logit_bias)
+    return name != "auto" or not example.sampling.greedy or bent
+
+
+def _wanted(
+    examples: Sequence[Example], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids, logprobs, rest and temperature of all positions together.
+
+    Records may keep different numbers of entries: all are cut to the fewest, what is cut joins the rest.
+    """
+    held = [e.supervision for e in examples if e.supervision is not None]
+    k = min(s.ids.shape[1] for s in held)
+    logprobs = [torch.from_numpy(s.logprobs).float() for s in held]
+    rest = [
+        torch.cat([torch.from_numpy(s.rest).float()[:, None], listed[:, k:]], dim=1).logsumexp(-1)
+        for s, listed in zip(held, logprobs, strict=True)
+    ]
+    temperature = [torch.full((len(e.output),), 1.0 if e.sampling.greedy else e.sampling.temperature) for e in examples]
+    return (
+        torch.cat([torch.from_numpy(s.ids[:, :k]) for s in held]).long().to(device),
+        torch.cat([listed[:, :k] for listed in logprobs]).to(device),
+        torch.cat(rest).to(device),
+        torch.cat(temperature).to(device),
+    )

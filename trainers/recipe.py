@@ -1,0 +1,71 @@
+"""How an adapter is trained: every choice in one frozen object, as it is written into the manifest."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from adaptive.errors import AdaptiveError
+
+LossName = Literal["auto", "forward-kl", "reverse-kl", "js", "tv", "kl-tv", "cross-entropy"]
+Start = Literal["zero", "parent"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The choices of one round.
+
+    ``loss`` auto takes what each record rewards: cross-entropy on the target's own token for greedy
+    records, forward KL at the record's temperature for sampled ones. ``learning_rate`` None scales
+    with the draft's width (``lora.default_learning_rate``). ``start`` zero trains a new adapter over
+    the retained records, parent goes on from the one in use. ``buffer`` is how many of the newest
+    generations are retained. A round ends after ``epochs`` or ``max_seconds`` of training, whichever
+    is first, or when ``patience`` evaluations in a row found no better checkpoint.
+    """
+
+    loss: LossName = "auto"
+    rank: int = 32
+    alpha: int = 32
+    rslora: bool = False
+    dora: bool = False
+    head: bool = False
+    embeddings: bool = False
+    start: Start = "zero"
+    learning_rate: float | None = None
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warm_up: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    batch: int = 8
+    epochs: float = 12.0
+    max_seconds: float | None = None
+    evaluations: int = 16
+    patience: int = 5
+    buffer: int = 2000
+    draft_length: int = 4
+    autocast: bool | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise AdaptiveError, naming the choice, for a value that cannot work."""
+        if self.loss not in get_args(LossName):
+            raise AdaptiveError(f"loss is {self.loss!r}; it must be one of {', '.join(get_args(LossName))}")
+        positive = {
+            "rank": self.rank,
+            "alpha": self.alpha,
+            "lr": 1.0 if self.learning_rate is None else self.learning_rate,
+            "epochs": self.epochs,
+            "max-seconds": 1.0 if self.max_seconds is None else self.max_seconds,
+            "batch": self.batch,
+            "evaluations": self.evaluations,
+            "patience": self.patience,
+            "buffer": self.buffer,
+            "draft length": self.draft_length,
+        }
+        for name, value in positive.items():
+            if not value > 0:  # also refuses nan
+                raise AdaptiveError(f"{name} is {value}; it must be above 0")
+
+    def to_json(self) -> dict[str, Any]:
+        """Every choice as plain JSON values, for the manifest."""
+        return asdict(self)

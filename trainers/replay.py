@@ -1,0 +1,145 @@
+"""Replay: what a draft would have been accepted for, computed from the log, without the target.
+
+In: a draft and logged generations. Out: per generation the acceptance at every position, and from it
+acceptance rate and mean acceptance length at any draft length.
+
+**One position.** Greedy: a drafted token is accepted when it is the target's argmax, which is the
+output token, so acceptance is 1 where the draft's argmax is the output token and 0 elsewhere.
+Sampled: the draft proposes y from q and y is accepted with probability min(1, p(y) / q(y)), so the
+output is token x *by way of an accepted draft* with probability q(x) min(1, p(x) / q(x)) =
+min(p, q)(x). The output is x in either way with probability p(x), whatever the draft is: that is
+losslessness. Hence, given that the output was x, it came from an accepted draft with probability
+
+    min(p(x), q(x)) / p(x) = min(1, q(x) / p(x)).
+
+This is exact for a draft that did not run when the text was made, and averages over x ~ p to
+sum min(p, q). log p(x) is stored with the record (``chosen``); q is the draft's distribution after
+the record's own penalties, temperature and cuts, as the drafter applies them.
+
+**Any draft length K.** Given the text, acceptance at different positions is independent, so rounds
+form a renewal process along the output. The prompt's own pass commits output token 0 and nothing is
+drafted before it; the first round starts at token 1. A round that starts at i accepts exactly j
+tokens with probability a_i ... a_(i+j-1) (1 - a_(i+j)) for j < K, a_i ... a_(i+K-1) for j = K, and
+the next one starts at i + j + 1. Accepted tokens past the end of the answer do not count; where a
+length limit ends it, the drafter knew, and drafts one less than what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from adaptive.decoding.sampling import Penalties, transform_logits
+from trainers.batches import collate, context_length, passes, supervised_logits
+from trainers.dataset import Example
+
+
+class Stopped(Exception):  # noqa: N818 - a request, not an error
+    """``should_stop`` said so in the middle of a pass over many generations."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Acceptance of one draft along one generation.
+
+    ``acceptance`` (n - 1,) float32: the probability at output positions 1 to n - 1 that the drafted
+    token is accepted, given that it is reached. ``limited`` as in ``Example``.
+    """
+
+    id: int
+    domain: str
+    acceptance: npt.NDArray[np.float32]
+    limited: bool
+
+
+def acceptance_rate(replays: Sequence[Replay]) -> float:
+    """Mean acceptance over all positions of all generations."""
+    return float(np.concatenate([r.acceptance for r in replays]).mean(dtype=np.float64))
+
+
+def mean_acceptance_length(replays: Sequence[Replay], draft_length: int) -> float:
+    """1 + accepted / rounds, expected, over all generations at this draft length."""
+    accepted, rounds = expected_rounds(replays, draft_length)
+    return float(1 + accepted.sum() / rounds.sum())
+
+
+def expected_rounds(
+    replays: Sequence[Replay], draft_length: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Expected accepted tokens (G,) and rounds (G,) of each of G generations at ``draft_length``.
+
+    Exact, by recursion over the positions at which a round may start; all generations at once.
+    """
+    count, longest = len(replays), max(len(r.acceptance) for r in replays)
+    probability = np.zeros((count, longest + draft_length + 1))
+    draftable = np.zeros(count, dtype=int)
+    lengths = np.array([len(r.acceptance) for r in replays])
+    for index, replay in enumerate(replays):
+        probability[index, : lengths[index]] = replay.acceptance
+        draftable[index] = lengths[index] - 1 if replay.limited else lengths[index]
+        probability[index, draftable[index] :] = 0.0
+    starts = np.zeros((count, longest + draft_length + 2))
+    starts[:, 0] = 1.0
+    accepted = np.zeros(count)
+    for position in range(longest):
+        reached = starts[:, position].copy()
+        for step in range(draft_length):
+            onward = reached * probability[:, position + step]
+            accepted += onward
+            starts[:, position + step + 1] += reached - onward
+            reached = onward
+        starts[:, position + draft_length + 1] += reached
+    # A round that would start past the end of the answer never runs.
+    within = np.arange(starts.shape[1])[None] < lengths[:, None]
+    return accepted, (starts * within).sum(axis=1)
+
+
+@torch.no_grad()
+def replay(
+    draft: torch.nn.Module,
+    examples: Sequence[Example],
+    should_stop: Callable[[], bool] | None = None,
+) -> list[Replay]:
+    """Teacher-force ``draft`` over ``examples`` (all ``replayable``), in their order.
+
+    Raises Stopped between two passes when ``should_stop`` says so.
+    """
+    was_training = draft.training
+    draft.eval()
+    device = next(draft.parameters()).device
+    limit, vocab = context_length(draft), int(draft.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt) + len(examples[i].output))
+    found: list[Replay] = []
+    try:
+        for group in passes([examples[i] for i in order], limit, vocab):
+            if should_stop is not None and should_stop():
+                raise Stopped
+            batch = collate(group, limit, device)
+            each = supervised_logits(draft, batch).split([len(e.output) for e in group])
+            for example, logits in zip(group, each, strict=True):
+                acceptance = position_acceptance(logits.float(), example)[1:].cpu().numpy()
+                found.append(Replay(example.id, example.domain, acceptance.astype(np.float32), example.limited))
+    finally:
+        draft.train(was_training)
+    back = np.argsort(order)
+    return [found[i] for i in back]
+
+
+def position_acceptance(logits: torch.Tensor, example: Example) -> torch.Tensor:
+    """Acceptance (n,) at every output position, from the draft's raw float32 logits (n, vocab)."""
+    output = torch.from_numpy(example.output).long().to(logits.device)
+    sampling = example.sampling
+    if sampling.penalised or sampling.logit_bias:
+        penalties = Penalties(sampling, logits.shape[-1], logits.device)
+        penalties.start(torch.from_numpy(example.prompt).long())
+        logits = penalties.apply(logits, output[:-1])
+    if sampling.greedy:
+        return (logits.argmax(-1) == output).float()
+    assert example.supervision is not None, "a sampled record without supervision cannot be replayed"
+    log_q = transform_logits(logits, sampling).log_softmax(-1).gather(-1, output[:, None])[:, 0]
+    log_p = torch.from_numpy(example.supervision.chosen).float().to(logits.device)
+    return (log_q - log_p).clamp(max=0).exp()
