@@ -6,9 +6,10 @@ state folder) is known without loading any weights.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,12 +189,13 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     identity = _identity(target, draft)
     tokenizer = _tokenizer(target, draft, settings.trust_remote_code)
     sizes = [_bytes(source) for source in (target, draft)]
-    tell("target", 0.05)
-    target_engine = TransformersEngine(_load(target, settings, settings.device))
+    border = sizes[0] / sum(sizes)
+    with _weights_progress(lambda share: tell("target", border * share)):
+        target_engine = TransformersEngine(_load(target, settings, settings.device))
     draft_engine = None
     if draft is not None:
-        tell("draft", 0.05 + 0.95 * sizes[0] / sum(sizes))
-        draft_engine = TransformersEngine(_load(draft, settings, settings.draft_device or settings.device))
+        with _weights_progress(lambda share: tell("draft", border + (1 - border) * share)):
+            draft_engine = TransformersEngine(_load(draft, settings, settings.draft_device or settings.device))
     tell("ready", 1.0)
     warnings = []
     if sizes[1] > sizes[0]:
@@ -202,6 +204,32 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             "drafting costs more than it can save; swap them, or take a smaller draft"
         )
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings))
+
+
+@contextlib.contextmanager
+def _weights_progress(tell: Callable[[float], None]) -> Iterator[None]:
+    """Hear from transformers how far it is with the weights, instead of letting it draw bars of its own."""
+    from transformers.utils import logging
+
+    class Counted:
+        def __init__(self, items: Any = (), **_: Any) -> None:
+            self.items = items
+
+        def __iter__(self) -> Iterator[Any]:
+            total = len(self.items) if hasattr(self.items, "__len__") else 0
+            for number, item in enumerate(self.items):
+                if total:
+                    tell(number / total)
+                yield item
+
+    before = logging.set_tqdm_hook(lambda factory, args, kwargs: Counted(*args, **kwargs))
+    loudness = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+        logging.set_verbosity(loudness)
 
 
 def _bytes(source: Source | None) -> int:

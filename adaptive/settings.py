@@ -17,6 +17,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.errors import AdaptiveError
 from adaptive.state import default_home
 
@@ -50,6 +51,17 @@ class Settings(BaseSettings):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     record: bool = True
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse impossible sampling before any model is loaded. Raises AdaptiveError."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        said = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        SamplingParams(
+            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty, seed=self.seed, **said
+        )
+        StopParams(self.max_new_tokens)
+        if self.draft_length != "auto" and not (self.draft_length.isdigit() and int(self.draft_length) <= 64):
+            raise AdaptiveError(f"draft_length is {self.draft_length!r}; it must be auto or a number from 0 to 64")
 
     @property
     def state_dir(self) -> Path:

@@ -12,7 +12,7 @@ import sys
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli import adapters, doctor, history, records
+from cli import adapters, chat, demo, distill, doctor, generate, history, records
 
 app = typer.Typer(
     name="adaptive",
@@ -21,6 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command()(demo.demo)
+app.command()(chat.chat)
+app.command()(generate.generate)
+app.command()(distill.distill)
 app.command()(history.history)
 app.add_typer(adapters.app, name="adapters")
 app.command()(doctor.doctor)

@@ -176,8 +176,8 @@ def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the peak rate: 50 steps of warm-up, then linearly to zero."""
-    return min(1.0, (step + 1) / 50) * max(0.0, 1 - step / steps)
+    """Share of the peak rate, linearly to zero (the first 50 steps after a start warm up besides)."""
+    return max(0.0, 1 - step / steps)
 
 
 def train(
@@ -187,15 +187,19 @@ def train(
     save: Path,
     tokenizer: PreTrainedTokenizerFast,
     teacher: LlamaForCausalLM | None = None,
+    done: int = 0,
 ) -> None:
     """Train on ``tokens`` tokens. With a teacher the loss is half its forward KL, half the text's
-    cross-entropy; without, cross-entropy alone."""
+    cross-entropy; without, cross-entropy alone. ``done`` steps were made before an interruption: the
+    data and the schedule go on where they were, the optimisers' state starts anew."""
     steps = math.ceil(tokens / (ROW * BATCH_ROWS))
     both = optimizers(model)
     peaks = [group["lr"] for optimizer in both for group in optimizer.param_groups]
     began, smooth = time.time(), 0.0
     model.train()
-    for step in range(steps):
+    for _ in range(done * BATCH_ROWS):
+        next(source)
+    for step in range(done, steps):
         batch = torch.stack([next(source) for _ in range(BATCH_ROWS)])
         inputs, labels = batch[:, :-1], batch[:, 1:].reshape(-1)
         with torch.autocast("cpu", torch.bfloat16):
@@ -208,16 +212,16 @@ def train(
             loss = (loss + divergence) / 2
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        share = schedule(step, steps)
+        share = schedule(step, steps) * min(1.0, (step - done + 1) / 50)
         groups = [group for optimizer in both for group in optimizer.param_groups]
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * share
         for optimizer in both:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        smooth = loss.item() if step == 0 else 0.95 * smooth + 0.05 * loss.item()
+        smooth = loss.item() if step == done else 0.95 * smooth + 0.05 * loss.item()
         if step % 20 == 0 or step == steps - 1:
-            rate = (step + 1) * ROW * BATCH_ROWS / (time.time() - began)
+            rate = (step - done + 1) * ROW * BATCH_ROWS / (time.time() - began)
             print(f"step {step + 1}/{steps}  loss {smooth:.4f}  {rate:.0f} tokens/s", flush=True)
         if step % 200 == 199:
             store(model, tokenizer, save)
@@ -272,7 +276,10 @@ def write_card(out: Path, chats: list[Chat], tokenizer: PreTrainedTokenizerFast,
     """The model card, with losses measured now on the stored weights."""
     target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     draft = LlamaForCausalLM.from_pretrained(out / "draft", dtype=torch.float32)
-    table = ["| kind | source and licence | draft trained on it | target loss | draft loss | overlap |", "|---|---|---|---|---|---|"]
+    table = [
+        "| kind | source and licence | draft trained on it | target loss | draft loss | overlap |",
+        "|---|---|---|---|---|---|",
+    ]
     for kind in KINDS:
         held = encode(tokenizer, [c for c in chats if c.kind == kind and c.held_out][:60])
         table.append(
@@ -309,9 +316,12 @@ def main() -> None:
     parser.add_argument("--target-tokens", type=int, default=9_000_000)
     parser.add_argument("--draft-tokens", type=int, default=4_000_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--resume-step", type=int, default=0, help="go on with OUT/target, stored after this step")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--stages", default="tokenizer,target,draft,card", help="which of them to run")
     args = parser.parse_args()
     stages = args.stages.split(",")
+    torch.set_num_threads(args.threads)
 
     chats = read_chats(args.data)
     seen = [chat for chat in chats if not chat.held_out]
@@ -320,14 +330,24 @@ def main() -> None:
         write_prompts(chats, args.out / "prompts")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out / "target")
     if "target" in stages:
-        target = new_model(TARGET_SHAPE, tokenizer, args.seed)
+        if args.resume_step:
+            target = LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.float32)
+        else:
+            target = new_model(TARGET_SHAPE, tokenizer, args.seed)
         source = rows(encode(tokenizer, seen), [c.kind for c in seen], random.Random(args.seed))
-        train(target, source, args.target_tokens, args.out / "target", tokenizer)
+        train(target, source, args.target_tokens, args.out / "target", tokenizer, done=args.resume_step)
     if "draft" in stages:
         target = LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.float32).eval()
         part = [chat for chat in seen if chat.kind in DRAFT_KINDS]
         source = rows(encode(tokenizer, part), [c.kind for c in part], random.Random(args.seed))
-        train(new_model(DRAFT_SHAPE, tokenizer, args.seed), source, args.draft_tokens, args.out / "draft", tokenizer, teacher=target)
+        train(
+            new_model(DRAFT_SHAPE, tokenizer, args.seed),
+            source,
+            args.draft_tokens,
+            args.out / "draft",
+            tokenizer,
+            teacher=target,
+        )
     if "card" in stages:
         write_card(args.out, chats, tokenizer, args)
 

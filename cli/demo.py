@@ -1,0 +1,264 @@
+"""``adaptive demo``: the whole idea in a few minutes, on the bundled pair and prompts it has not seen."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from adaptive.assistant import Assistant
+    from adaptive.decoding.loop import Decoding
+    from adaptive.records.types import Round
+    from adaptive.settings import Settings
+    from cli.prompts import Prompt
+    from cli.session import Session
+
+# The kind of text that the bundled draft has never seen (the target has); see checkpoints/bundled/README.md.
+KIND = "math"
+# Prompts that are measured, and other prompts whose answers are learned from. Fewer of the first make
+# the figures noisy, more of the second take longer than a tour should.
+JUDGED, LEARNED = 24, 140
+TOKENS = 120
+DRAFT_LENGTH = 4
+TEMPERATURE = 0.7
+
+
+@dataclass
+class Tally:
+    """What one way of decoding came to, over all its answers so far."""
+
+    label: str
+    draft_length: int
+    tokens: int = 0
+    seconds: float = 0.0
+    repeated: int = 0
+    grams: int = 0
+    rounds: list[Round] = field(default_factory=list)
+
+    def add(self, done: Decoding) -> None:
+        """Count one finished answer. Its first token belongs to the prompt's pass."""
+        self.tokens += max(0, len(done.output) - 1)
+        self.seconds += done.timings.predicted_s
+        self.rounds += done.rounds
+        grams = [tuple(done.output[i : i + 8]) for i in range(len(done.output) - 7)]
+        self.grams += len(grams)
+        self.repeated += len(grams) - len(set(grams))
+
+    @property
+    def per_second(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that one pass of the target yields."""
+        from adaptive.records.stats import speculative_stats
+
+        return speculative_stats(self.rounds).mean_acceptance_length
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted tokens that stood."""
+        from adaptive.records.stats import speculative_stats
+
+        return speculative_stats(self.rounds).draft_acceptance_rate
+
+
+def figures_table(tallies: list[Tally], title: str) -> Table:
+    """One row for every way of decoding."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("decoding")
+    for name in ("tokens/s", "against plain", "drafts accepted", "tokens a round", "repeated 8-grams"):
+        table.add_column(name, justify="right")
+    plain = tallies[0].per_second
+    for tally in tallies:
+        speculative = tally.draft_length > 0 and bool(tally.rounds)
+        table.add_row(
+            tally.label,
+            f"{tally.per_second:.0f}" if tally.seconds else "…",
+            f"{tally.per_second / plain:.2f}x" if plain and tally.seconds else "",
+            f"{tally.acceptance:.0%}" if speculative else "",
+            f"{tally.mean_acceptance_length:.2f}" if speculative else "",
+            f"{tally.repeated / tally.grams:.1%}" if tally.grams else "",
+        )
+    return table
+
+
+@shared_options("target", "draft", "device", "dtype", "quantize", "draft_quantize", "seed")
+def demo(
+    settings: Settings,
+    keep: Annotated[Optional[Path], typer.Option(help="Keep the log and the adapter in this folder.")] = None,
+) -> None:
+    """A guided run: plain decoding, speculative, distil on what was said, speculative again.
+
+    Example: adaptive demo
+
+    Example: adaptive demo --target ./my-14b --draft ./my-0.5b --quantize nf4
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="adaptive-demo-") as temporary:
+        home = keep or Path(temporary)
+        Tour(settings.model_copy(update={"home": home, "draft_length": str(DRAFT_LENGTH)}), console).run()
+    console.print(f"[dim]The tour took {(time.monotonic() - began) / 60:.1f} minutes.[/]")
+    if keep:
+        console.print(f"[dim]Its log and adapter are kept: adaptive history --state-dir {keep}[/]")
+
+
+class Tour:
+    """The steps of the demo, in order."""
+
+    def __init__(self, settings: Settings, console: Console) -> None:
+        from adaptive.pair import BUNDLED
+        from cli.prompts import read_prompts
+
+        self.settings = settings
+        self.console = console
+        self.file = BUNDLED / "prompts" / f"{KIND}.jsonl"
+        prompts = read_prompts(self.file)
+        self.judged, self.learned = prompts[:JUDGED], prompts[JUDGED : JUDGED + LEARNED]
+
+    def run(self) -> None:
+        """All of it."""
+        from cli.session import open_session
+
+        with open_session(self.settings, self.console) as session:
+            if session.pair.draft is None:
+                from adaptive.errors import AdaptiveError
+
+                raise AdaptiveError("the demo needs a draft; name one with --draft")
+            self._say(
+                f"[bold]1. Before.[/] {len(self.judged)} school-maths questions, a kind of text that the draft has "
+                f"never seen (temperature {TEMPERATURE}; each way in turn on every prompt)."
+            )
+            plain, before = Tally("plain", 0), Tally("speculative", DRAFT_LENGTH)
+            self._compare(session, [(plain, None), (before, None)])
+            self._say(
+                f"[bold]2. Use it.[/] {len(self.learned)} other questions are answered, as in a session. The log keeps "
+                "what the target said, with its distribution."
+            )
+            self._answer_and_log(session)
+            self._say("[bold]3. Distil.[/] A LoRA adapter of the draft learns from that log.")
+            adapter = self._distil(session)
+            if adapter is None:
+                return
+            self._say("[bold]4. After.[/] The first prompts again. None of them was trained on; all three in turn.")
+            tallies = [
+                Tally("plain", 0),
+                Tally("speculative", DRAFT_LENGTH),
+                Tally(f"speculative, adapter {adapter}", DRAFT_LENGTH),
+            ]
+            self._compare(session, list(zip(tallies, (None, None, adapter), strict=True)))
+            self._plot(session)
+            self._conclude(tallies)
+
+    def _say(self, text: str) -> None:
+        self.console.print()
+        self.console.print(text)
+
+    def _compare(self, session: Session, ways: list[tuple[Tally, str | None]]) -> None:
+        """Every way answers every judged prompt, in turn, behind one live table. Not learned from."""
+        from rich.live import Live
+
+        tallies = [tally for tally, _ in ways]
+        with Live(figures_table(tallies, ""), console=self.console, refresh_per_second=4) as live:
+            for number, prompt in enumerate(self.judged, 1):
+                for tally, adapter in ways:
+                    session.assistant.use_adapter(adapter, session.store.path(adapter) if adapter else None)
+                    tally.add(self._answer(session.assistant, prompt, tally.draft_length, record=False))
+                    live.update(figures_table(tallies, f"prompt {number} of {len(self.judged)}"))
+
+    def _answer(self, assistant: Assistant, prompt: Prompt, draft_length: int, record: bool) -> Decoding:
+        from adaptive.control.policy import FixedLength
+        from adaptive.decoding.params import SamplingParams, StopParams
+
+        assistant.policy = FixedLength(draft_length)
+        sampling = SamplingParams(temperature=TEMPERATURE, seed=self.settings.seed or 0)
+        stop = StopParams(max_new_tokens=TOKENS)
+        for _ in assistant.chat(prompt.messages, sampling, stop, domain=KIND, record=record):
+            pass
+        assert assistant.last is not None
+        return assistant.last
+
+    def _answer_and_log(self, session: Session) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        tally = Tally("", DRAFT_LENGTH)
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            for prompt in progress.track(self.learned):
+                tally.add(self._answer(session.assistant, prompt, DRAFT_LENGTH, record=True))
+        assert session.assistant.log is not None
+        session.assistant.log.flush()
+        self.console.print(
+            f"{len(self.learned)} answers, {tally.tokens} tokens, "
+            f"{session.state.records.stat().st_size / 1e6:.1f} MB of log"
+        )
+
+    def _distil(self, session: Session) -> str | None:
+        """The id of the adapter that the gate let through, or None."""
+        from adaptive.pair import load_draft_for_training
+        from cli.distill import progress_bar
+        from trainers.recipe import Recipe
+        from trainers.round import distill
+
+        draft = load_draft_for_training(self.settings)
+        with progress_bar(self.console) as report:
+            outcome = distill(
+                session.state.records,
+                session.store,
+                session.pair.identity.base,
+                draft,
+                Recipe(draft_length=DRAFT_LENGTH),
+                on_progress=report,
+            )
+        self.console.print(f"{outcome.message} [dim]({outcome.seconds:.0f} s)[/]")
+        promoted = outcome.manifest is not None and outcome.manifest.status == "promoted"
+        return outcome.manifest.id if outcome.manifest is not None and promoted else None
+
+    def _plot(self, session: Session) -> None:
+        """Judged prompts once more into the log, so that the plot shows the swap; then the plot."""
+        from adaptive.records.history import history
+        from adaptive.records.log import Log
+        from cli.plots import plot_history
+
+        for prompt in self.judged:
+            self._answer(session.assistant, prompt, DRAFT_LENGTH, record=True)
+        assert session.assistant.log is not None
+        session.assistant.log.flush()
+        log = Log(session.state.records)
+        found = history(log.figures(), by="adapter", points=24)
+        log.close()
+        self.console.print()
+        print(plot_history(found.series, found.swaps, self.console.width, colour=self.console.is_terminal))
+
+    def _conclude(self, tallies: list[Tally]) -> None:
+        plain, before, after = tallies
+        self._say(
+            f"[bold green]{after.per_second / plain.per_second:.2f}x plain decoding[/], and "
+            f"{after.per_second / before.per_second:.2f}x the speculation it began with: one pass of the target now "
+            f"yields {after.mean_acceptance_length:.2f} tokens instead of {before.mean_acceptance_length:.2f} "
+            f"({after.mean_acceptance_length / before.mean_acceptance_length:.2f}x). What it says is still the "
+            "target's own, token for token."
+        )
+        self.console.print(
+            "\nThe bundled pair is a toy. With your own models:\n\n"
+            "  adaptive chat --target Qwen/Qwen2.5-14B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --quantize nf4\n"
+            "  adaptive distill --target ... --draft ...     now and then, or overnight\n"
+            "  adaptive history --target ... --draft ...     what it brought\n",
+            soft_wrap=True,
+        )

@@ -1,0 +1,138 @@
+"""``adaptive generate``: one prompt, or a file of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    from adaptive.assistant import Assistant
+    from adaptive.decoding.loop import Decoding, Step
+    from adaptive.settings import Settings
+    from cli.prompts import Prompt
+
+
+@shared_options()
+def generate(
+    settings: Settings,
+    prompt: Annotated[Optional[str], typer.Argument(help="The prompt; - reads it from standard input.")] = None,
+    prompts: Annotated[Optional[Path], typer.Option(help="JSON lines with a prompt or messages each.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
+    stop: Annotated[Optional[list[str]], typer.Option(help="End at this text; may be repeated.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    domain: Annotated[Optional[str], typer.Option(help="Label of this kind of text in the log.")] = None,
+) -> None:
+    """Answer one prompt, or every prompt of a file.
+
+    Example: adaptive generate "Write a haiku about rain" --temperature 0.7
+
+    Example: adaptive generate --prompts prompts.jsonl --json --draft-length 4
+    """
+    from rich.console import Console
+
+    from cli.prompts import bare_prompt, read_prompts
+
+    if (prompt is None) == (prompts is None):
+        raise AdaptiveError("give one prompt, or a file of them with --prompts")
+    if prompts is not None:
+        asked = read_prompts(prompts)
+    else:
+        asked = [bare_prompt(sys.stdin.read() if prompt == "-" else prompt or "")]
+
+    from cli.session import open_session
+
+    console = Console(stderr=True)
+    with open_session(settings, console) as session:
+        from adaptive.assistant import sampling_params
+        from adaptive.decoding.params import StopParams
+
+        sampling = sampling_params(settings, session.pair)
+        limits = StopParams(settings.max_new_tokens, tuple(stop or ()))
+        for one in asked:
+            if raw:
+                steps = session.assistant.complete(one.messages[-1].content, sampling, limits, domain=domain)
+            else:
+                steps = session.assistant.chat(one.messages, sampling, limits, domain=domain)
+            if as_json:
+                for _ in steps:
+                    pass
+                keep(session.assistant)
+                print(json.dumps(as_object(one, session.assistant), ensure_ascii=False), flush=True)
+            else:
+                show(steps)
+                keep(session.assistant)
+                console.print(f"[dim]{figures(session.assistant)}[/]", highlight=False)
+
+
+def show(steps: Any) -> None:
+    """Write the answer as it comes."""
+    step: Step
+    for step in steps:
+        sys.stdout.write(step.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def keep(assistant: Assistant) -> None:
+    """Wait until the answer is in the log, so that what is shown as done is never lost."""
+    if assistant.log is not None:
+        assistant.log.flush()
+
+
+def figures(assistant: Assistant) -> str:
+    """One line on the last answer: speed, acceptance, who drafted."""
+    from adaptive.records.stats import speculative_stats
+
+    done = last(assistant)
+    stats = speculative_stats(done.rounds)
+    parts = [f"{len(done.output)} tokens", f"{done.timings.per_second:.0f} tokens/s"]
+    if done.cached:
+        parts.append(f"{done.cached} prompt tokens from the cache")
+    if stats.num_draft_tokens:
+        parts.append(f"{stats.draft_acceptance_rate:.0%} of drafts accepted")
+        parts.append(f"{stats.mean_acceptance_length:.2f} tokens a round")
+    elif assistant.pair.draft is not None:
+        parts.append("speculation off")
+    parts.append(f"adapter {assistant.adapter}" if assistant.adapter else "no adapter")
+    return " · ".join(parts)
+
+
+def as_object(prompt: Prompt, assistant: Assistant) -> dict[str, Any]:
+    """The JSON object of one answer, as docs/json.md describes it."""
+    from dataclasses import asdict
+
+    from adaptive.records.stats import speculative_stats
+
+    done = last(assistant)
+    timings, stats = done.timings, speculative_stats(done.rounds)
+    return {
+        "prompt": prompt.as_given(),
+        "text": done.text,
+        "tokens": done.output,
+        "finish_reason": done.finish_reason,
+        "usage": {"prompt_tokens": len(done.request.prompt), "completion_tokens": len(done.output)},
+        "timings": {
+            "prompt_n": timings.prompt_n,
+            "prompt_ms": timings.prompt_s * 1000,
+            "predicted_n": timings.predicted_n,
+            "predicted_ms": timings.predicted_s * 1000,
+            "predicted_per_second": timings.per_second,
+            "draft_n": stats.num_draft_tokens,
+            "draft_n_accepted": stats.num_accepted_draft_tokens,
+        },
+        "speculative_decoding": asdict(stats),
+        "adapter": assistant.adapter,
+    }
+
+
+def last(assistant: Assistant) -> Decoding:
+    """The answer that has just ended."""
+    assert assistant.last is not None
+    return assistant.last

@@ -1,0 +1,89 @@
+"""Opening an assistant for a command: models with a progress bar, the log, the adapter in use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from adaptive.assistant import Assistant
+    from adaptive.pair import Pair
+    from adaptive.settings import Settings
+    from adaptive.state import PairState
+    from checkpoints.store import AdapterStore
+
+
+@dataclass(frozen=True)
+class Session:
+    """An assistant ready to answer, and where its pair's state lives."""
+
+    assistant: Assistant
+    pair: Pair
+    state: PairState
+    store: AdapterStore
+
+
+def load_with_progress(settings: Settings, console: Console) -> Pair:
+    """Load the pair behind one progress bar; prints what the user should know about the pair."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("loading {task.description:10}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("models", total=1.0)
+        # transformers takes seconds to import, so the bar stands before it.
+        from adaptive.pair import load_pair
+
+        pair = load_pair(settings, lambda what, share: progress.update(task, description=what, completed=share))
+    for warning in pair.warnings:
+        console.print(f"[yellow]warning:[/] {warning}")
+    return pair
+
+
+@contextlib.contextmanager
+def open_session(settings: Settings, console: Console) -> Iterator[Session]:
+    """Everything a command needs to answer prompts; what was said is in the log when it ends."""
+    from adaptive.pair import pair_identity
+    from adaptive.state import open_state
+    from checkpoints.store import AdapterStore
+
+    # Whatever can be wrong without the weights is found before they are read.
+    identity = pair_identity(settings)
+    state = open_state(settings.state_dir, identity.id)
+    pair = load_with_progress(settings, console)
+
+    from adaptive.assistant import Assistant, length_policy
+    from adaptive.records.writer import LogWriter
+
+    policy = length_policy(settings)
+    store = AdapterStore(state.adapters)
+    log = LogWriter(state.records) if settings.record else None
+    try:
+        session = Session(Assistant(pair, policy, log), pair, state, store)
+        use_current_adapter(session, console)
+        yield session
+    finally:
+        if log is not None:
+            log.close()
+            if log.problem:
+                console.print(f"[red]log:[/] {log.problem}")
+
+
+def use_current_adapter(session: Session, console: Console) -> bool:
+    """Swap to the promoted adapter if it is another one than that in use; True if a swap took place.
+
+    A damaged or foreign adapter is said in one line and passed over.
+    """
+    if session.pair.draft is None or session.store.current_id() == session.assistant.adapter:
+        return False
+    manifest, problems = session.store.usable(session.pair.identity.base)
+    for problem in problems:
+        console.print(f"[yellow]adapter:[/] {problem}")
+    name = manifest.id if manifest else None
+    if name == session.assistant.adapter:
+        return False
+    session.assistant.use_adapter(name, session.store.path(name) if name else None)
+    return True

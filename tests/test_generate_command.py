@@ -1,0 +1,214 @@
+"""``adaptive generate`` on local pairs: the objects it prints, and what a mistake looks like."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import BUNDLED, save_random_pair
+
+from cli.main import run
+
+
+@pytest.fixture
+def adaptive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> object:
+    """Runs the command line as the console script does; returns (exit status, output, errors)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["adaptive", *arguments])
+        capsys.readouterr()
+        try:
+            run()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    target, draft = save_random_pair(tmp_path_factory.mktemp("pair"), "qwen2")
+    return str(target), str(draft)
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "What is 7 times 8?"},
+        {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]},
+        {"prompt": "Write a function that adds two numbers."},
+    ]
+    file.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    return file
+
+
+def test_json_objects_agree_with_the_history(adaptive, pair: tuple[str, str], prompt_file: Path) -> None:
+    models = ("--target", pair[0], "--draft", pair[1], "--dtype", "float32")
+    code, out, err = adaptive(
+        "generate", *models, "--prompts", str(prompt_file), "--json", "--draft-length", "4", "--max-new-tokens", "30"
+    )
+    assert code == 0, err
+    objects = [json.loads(line) for line in out.splitlines()]
+    assert [type(o["prompt"]) for o in objects] == [str, list, str]
+    for o in objects:
+        assert set(o) == {
+            "prompt", "text", "tokens", "finish_reason", "usage", "timings", "speculative_decoding", "adapter",
+        }  # fmt: skip
+        assert o["finish_reason"] in ("stop", "length")
+        assert o["usage"]["completion_tokens"] == len(o["tokens"]) == o["timings"]["predicted_n"]
+        spec, timings = o["speculative_decoding"], o["timings"]
+        assert timings["draft_n"] == spec["num_draft_tokens"] <= 4 * spec["num_spec_steps"]
+        assert sum(i * n for i, n in enumerate(spec["acceptance_histogram"])) == spec["num_accepted_draft_tokens"]
+        assert spec["mean_acceptance_length"] == 1 + spec["num_accepted_draft_tokens"] / spec["num_spec_steps"]
+        assert timings["predicted_per_second"] == pytest.approx(
+            (timings["predicted_n"] - 1) / timings["predicted_ms"] * 1000
+        )
+    code, out, err = adaptive("history", "--target", pair[0], "--draft", pair[1], "--json")
+    assert code == 0, err
+    totals = json.loads(out)["totals"]["speculative_decoding"]
+    for key in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+        assert totals[key] == sum(o["speculative_decoding"][key] for o in objects)
+    accepted, rounds = totals["num_accepted_draft_tokens"], totals["num_spec_steps"]
+    assert totals["mean_acceptance_length"] == pytest.approx(1 + accepted / rounds)
+
+
+def test_no_record_leaves_no_log(adaptive, pair: tuple[str, str], own_home: Path) -> None:
+    code, _, err = adaptive(
+        "generate", "Hi", "--target", pair[0], "--draft", pair[1], "--no-record", "--max-new-tokens", "5"
+    )
+    assert code == 0, err
+    assert not list(own_home.rglob("records.db"))
+
+
+def one_line(err: str) -> str:
+    """The error, which must be one line of ours."""
+    lines = err.strip().splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("adaptive: ")
+    return lines[0]
+
+
+def test_a_broken_line_is_named_and_nothing_is_half_done(
+    adaptive, pair: tuple[str, str], tmp_path: Path, own_home: Path
+) -> None:
+    file = tmp_path / "broken.jsonl"
+    file.write_text('{"prompt": "fine"}\n{"prompt": \n', encoding="utf-8")
+    code, out, err = adaptive("generate", "--target", pair[0], "--draft", pair[1], "--prompts", str(file), "--json")
+    assert (code, out) == (2, "")
+    assert "broken.jsonl line 2" in one_line(err)
+    assert not list(own_home.rglob("records.db"))
+
+
+def test_missing_and_empty_folders_are_named(adaptive, tmp_path: Path) -> None:
+    code, _, err = adaptive("generate", "Hi", "--target", str(tmp_path / "nowhere"))
+    assert code == 2
+    assert "nowhere does not exist" in one_line(err)
+    (tmp_path / "empty").mkdir()
+    code, _, err = adaptive("generate", "Hi", "--target", str(tmp_path / "empty"))
+    assert code == 2
+    assert "holds no model" in one_line(err)
+
+
+def test_a_damaged_checkpoint_is_one_line(adaptive, pair: tuple[str, str], tmp_path: Path) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(pair[0], broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    code, _, err = adaptive("generate", "Hi", "--target", str(broken))
+    assert code == 2
+    assert "broken cannot be loaded" in one_line(err)
+
+
+def test_tokenizers_that_differ_are_refused_with_the_first_difference(
+    adaptive, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(pair[1], other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = [token for token, i in vocabulary.items() if i in (300, 301)]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    code, _, err = adaptive("generate", "Hi", "--target", pair[0], "--draft", str(other))
+    assert code == 2
+    assert "token 300 is" in one_line(err)
+
+
+def test_padded_embedding_tables_of_one_family_pass(adaptive, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    size = len(AutoTokenizer.from_pretrained(BUNDLED / "target"))
+    target, _ = save_random_pair(tmp_path / "wide", "qwen2", vocab_size=size + 64)
+    _, draft = save_random_pair(tmp_path / "narrow", "qwen2", vocab_size=size)
+    for one, other in ((target, draft), (tmp_path / "narrow" / "target", tmp_path / "wide" / "draft")):
+        for temperature in ("0", "1.0"):
+            code, _, err = adaptive(
+                "generate", "Hi", "--target", str(one), "--draft", str(other), "--max-new-tokens", "12",
+                "--temperature", temperature,
+            )  # fmt: skip
+            assert code == 0, err
+
+
+def test_a_draft_larger_than_the_target_is_warned_about(adaptive, pair: tuple[str, str]) -> None:
+    code, _, err = adaptive("generate", "Hi", "--target", pair[1], "--draft", pair[0], "--max-new-tokens", "3")
+    assert code == 0
+    assert "larger than the target" in " ".join(err.split())
+
+
+def test_a_state_folder_that_cannot_be_written_is_named(adaptive, pair: tuple[str, str], tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        closed = Path("/sys/adaptive-state")  # even root cannot write there
+    else:
+        closed = tmp_path / "closed"
+        closed.mkdir(mode=0o555)
+    code, _, err = adaptive("generate", "Hi", "--target", pair[0], "--draft", pair[1], "--state-dir", str(closed))
+    assert code == 2
+    assert "cannot be written" in one_line(err)
+    assert "--state-dir" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"),
+    [
+        ("--draft-length", "many", "draft_length"),
+        ("--temperature", "-1", "temperature"),
+        ("--top-p", "0", "top_p"),
+        ("--dtype", "int3", "dtype"),
+        ("--device", "cuda:77", "cuda:77"),
+        ("--max-new-tokens", "0", "max_new_tokens"),
+    ],
+)
+def test_nonsense_options_are_one_clear_line(
+    adaptive, pair: tuple[str, str], option: str, value: str, word: str
+) -> None:
+    code, _, err = adaptive("generate", "Hi", "--target", pair[0], "--draft", pair[1], option, value)
+    assert code == 2
+    assert word in one_line(err)
+
+
+def test_a_prompt_past_the_context_ends_in_one_line(adaptive, pair: tuple[str, str]) -> None:
+    code, _, err = adaptive("generate", "word " * 3000, "--target", pair[0], "--draft", pair[1])
+    assert code == 2
+    assert "context holds 2048" in one_line(err)
+
+
+def test_an_answer_that_meets_the_end_of_the_context_finishes_clearly(adaptive, pair: tuple[str, str]) -> None:
+    code, out, err = adaptive(
+        "generate", "word " * 1000, "--target", pair[0], "--draft", pair[1], "--json", "--max-new-tokens", "5000",
+        "--raw",
+    )  # fmt: skip
+    assert code == 0, err
+    answer = json.loads(out)
+    assert answer["finish_reason"] in ("length", "stop")
+    assert answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"] <= 2048
