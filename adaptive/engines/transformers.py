@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from adaptive.decoding.params import SamplingParams
 from adaptive.engines.adapters import MergedAdapter
 from adaptive.engines.cache import RollbackCache
+from adaptive.engines.lean import lean_forward
+from adaptive.engines.lean_cache import LeanCache
 
 # Tokens scored in one forward of a long prompt. Larger needs more memory for attention scores and
 # leaves a person waiting longer between two looks at ctrl-C; smaller reads the weights more often.
@@ -18,11 +20,13 @@ PREFILL_CHUNK = 512
 
 
 class TransformersSequence:
-    """One text in a ``RollbackCache``."""
+    """One text in a cache: the lean forward's, or one that the model's own forward writes."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
-        self.cache = RollbackCache(engine.model.config.get_text_config())
+        self.cache: LeanCache | RollbackCache = (
+            engine.lean.cache() if engine.lean else RollbackCache(engine.model.config.get_text_config())
+        )
 
     @property
     def length(self) -> int:
@@ -43,7 +47,7 @@ class TransformersSequence:
         """Append tokens (n,) and return logits (rows, vocab) of the last rows; see the protocol."""
         tokens = tokens.to(self.engine.device, non_blocking=True)
         while len(tokens) - rows >= PREFILL_CHUNK:
-            self.engine.forward(tokens[:PREFILL_CHUNK], 1, self.cache)
+            self.engine.forward(tokens[:PREFILL_CHUNK], 0, self.cache)
             tokens = tokens[PREFILL_CHUNK:]
         return self.engine.forward(tokens, rows, self.cache)
 
@@ -53,7 +57,11 @@ class TransformersSequence:
 
 
 class TransformersEngine:
-    """A loaded ``PreTrainedModel``. The model's own forward does the arithmetic; the cache is ours."""
+    """A loaded ``PreTrainedModel``.
+
+    ``lean`` computes what its forward computes, faster, where the architecture is known; elsewhere the
+    model's own forward does the arithmetic over a cache of ours.
+    """
 
     name = "transformers"
 
@@ -66,6 +74,9 @@ class TransformersEngine:
         self.end_tokens = _end_tokens(model)
         self.sampling = _recommended_sampling(model)
         self.adapter = MergedAdapter(model)
+        self.lean = lean_forward(model)
+        if self.lean is not None:
+            self.adapter.listeners.append(self.lean.refresh)
         keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
         self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]
@@ -74,17 +85,20 @@ class TransformersEngine:
         """A new empty sequence."""
         return TransformersSequence(self)
 
-    def forward(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
-        """One pass over tokens (n,) after what the cache holds; logits (rows, vocab)."""
+    def forward(self, tokens: torch.Tensor, rows: int, cache: LeanCache | RollbackCache) -> torch.Tensor:
+        """One pass over tokens (n,) after what the cache holds; logits (rows, vocab) of the last ones."""
+        if isinstance(cache, LeanCache):
+            assert self.lean is not None
+            return self.lean(tokens, rows, cache)
         start = cache.length
         output = self.model(
             input_ids=tokens[None],
             position_ids=self._positions[:, start : start + len(tokens)],
             past_key_values=cache,
             use_cache=True,
-            **self._keep(rows),
+            **self._keep(max(rows, 1)),
         )
-        logits: torch.Tensor = output.logits[0, -rows:]
+        logits: torch.Tensor = output.logits[0, output.logits.shape[1] - rows :]
         return logits
 
     def apply_adapter(self, folder: Path | None) -> None:

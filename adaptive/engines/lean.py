@@ -1,0 +1,232 @@
+"""A forward pass of our own over a transformers model's weights.
+
+transformers' modules spend more time in Python and in small operations than in arithmetic when one
+or a few tokens pass through. Here the same function is computed with weights packed once, buffers
+and views made once per number of tokens, and no wrapper in the loop. It equals the model's own
+forward to rounding (``tests/test_lean.py`` holds it to that for every architecture that
+``lean_plan`` recognises); models that it does not recognise keep their own forward.
+
+Activations between matrix products are float32 (float64 for a float64 model) also where the weights
+are bfloat16: attention over a float32 cache is several times faster on a CPU, and closer to the truth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from adaptive.engines.lean_cache import LeanCache
+from adaptive.engines.lean_plan import Layer, Plan, read_plan
+
+# Tokens in one pass up to which buffers are kept and queries of one key head are stacked as rows of one
+# product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
+# are made anew and forgotten.
+FEW = 32
+
+
+@dataclass
+class Workspace:
+    """Buffers for a pass over n tokens, and the views of them that every layer uses.
+
+    ``mixed`` (n, qkv) takes the product of the fused projection; ``queries``, ``both`` are complex views
+    of its query part (n, key heads, group, size / 2) and of keys and values (2, key heads, n, size / 2).
+    ``rotated`` and ``rows`` are two views of the rotated queries, the second as attention wants them.
+    ``heads`` and ``flat`` are two views of attention's result, the second as the next product wants it.
+    """
+
+    mixed: torch.Tensor
+    normed: torch.Tensor
+    queries: torch.Tensor
+    both: torch.Tensor
+    rotated: torch.Tensor
+    rows: torch.Tensor
+    heads: torch.Tensor
+    flat: torch.Tensor
+    grouped: bool
+
+
+class LeanForward:
+    """The forward pass of one model. Not for several threads at once: its buffers are shared."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._spaces: dict[int, Workspace] = {}
+        self._table_length = 0
+        self._masks = MaskTable(plan)
+
+    def cache(self) -> LeanCache:
+        """An empty cache for one text."""
+        p = self.plan
+        return LeanCache(len(p.layers), p.key_heads, p.head_size, p.dtype, p.device)
+
+    def refresh(self, modules: frozenset[str]) -> None:
+        """Follow a change of the weights of these modules (their names in the model)."""
+        for linear in self.plan.linears:
+            if any(self.plan.names.get(module) in modules for module in linear.modules):
+                linear.refresh()
+
+    @torch.inference_mode()
+    def __call__(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
+        """Append tokens (n,) to the cache; logits (rows, vocab) of the last ``rows`` of them."""
+        plan, count, start = self.plan, len(tokens), cache.length
+        end = start + count
+        if end > self._table_length:
+            self._extend_tables(end)
+        space = self._spaces.get(count) or self._make_space(count)
+        keys, values, places = cache.views(end)
+        turns = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._tables]
+        masks = self._masks.of(start, count, space.grouped)
+        x = plan.embed(tokens)
+        for layer, k, v, place in zip(plan.layers, keys, values, places, strict=True):
+            self._attend_and_mix(x, layer, space, k, v, place, turns[layer.rope], masks[layer.window])
+        cache.length = end
+        if not rows:
+            return x.new_empty(0)
+        logits = plan.head(plan.final_norm(x[-rows:]))
+        if plan.logit_cap is not None:
+            logits = torch.tanh(logits / plan.logit_cap) * plan.logit_cap
+        return logits
+
+    def _attend_and_mix(
+        self,
+        x: torch.Tensor,
+        layer: Layer,
+        space: Workspace,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        place: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+    ) -> None:
+        """One decoder layer, added into the residual stream x (n, width) in place."""
+        space.mixed.copy_(layer.project(layer.attention_norm(x)))
+        if layer.head_norm is not None:
+            layer.head_norm(space.normed)
+        torch.mul(space.queries, turn[0], out=space.rotated)
+        torch.mul(space.both, turn[1], out=place)
+        if layer.score_cap is None:
+            seen = nn.functional.scaled_dot_product_attention(
+                space.rows, keys, values, attn_mask=mask, scale=layer.scale, enable_gqa=not space.grouped
+            )
+        else:
+            seen = _capped_attention(space.rows, keys, values, mask, layer.scale, layer.score_cap)
+        space.heads.copy_(seen.view(space.heads.shape))
+        y = layer.output(space.flat)
+        if layer.parallel:
+            x += y + layer.mix(layer.mix_norm(x))
+            return
+        x += y if layer.attention_post_norm is None else layer.attention_post_norm(y)
+        y = layer.mix(layer.mix_norm(x))
+        x += y if layer.mix_post_norm is None else layer.mix_post_norm(y)
+
+    def _make_space(self, count: int) -> Workspace:
+        p = self.plan
+        size, group, key_heads = p.head_size, p.heads // p.key_heads, p.key_heads
+        # A key head's queries are the rows of one product; for many tokens the mask would be too large.
+        grouped = count <= FEW or group == 1 or any(layer.score_cap is not None for layer in p.layers)
+        mixed = torch.empty(count, (p.heads + 2 * key_heads) * size, dtype=p.dtype, device=p.device)
+        pairs = torch.view_as_complex(mixed.view(count, p.heads + 2 * key_heads, size // 2, 2))
+        flat = torch.empty(count, p.heads * size, dtype=p.weight_dtype, device=p.device)
+        heads = flat.view(count, key_heads, group, size)
+        if grouped:
+            buffer = torch.empty(key_heads, count, group, size, dtype=p.dtype, device=p.device)
+            rotated, rows = buffer.permute(1, 0, 2, 3), buffer.view(1, key_heads, count * group, size)
+            heads = heads.permute(1, 0, 2, 3)
+        else:
+            buffer = torch.empty(key_heads, group, count, size, dtype=p.dtype, device=p.device)
+            rotated, rows = buffer.permute(2, 0, 1, 3), buffer.view(1, p.heads, count, size)
+            heads = heads.permute(1, 2, 0, 3)
+        space = Workspace(
+            mixed=mixed,
+            normed=mixed.view(count, p.heads + 2 * key_heads, size)[:, : p.heads + key_heads],
+            queries=pairs[:, : p.heads].view(count, key_heads, group, size // 2),
+            both=pairs[:, p.heads :].view(count, 2, key_heads, size // 2).permute(1, 2, 0, 3),
+            rotated=torch.view_as_complex(rotated.unflatten(-1, (size // 2, 2))),
+            rows=rows,
+            heads=heads,
+            flat=flat,
+            grouped=grouped,
+        )
+        if count <= FEW:
+            self._spaces[count] = space
+        return space
+
+    def _extend_tables(self, length: int) -> None:
+        """Rotations for positions up to at least ``length``, each kind as (q (n, 1, 1, size / 2), kv (2, 1, n,
+        size / 2)); values are turned by one, which leaves them alone."""
+        self._table_length = min(max(2 * length, 2048), max(self.plan.context_length, length))
+        positions = torch.arange(self._table_length, device=self.plan.device)[None]
+        self._tables = []
+        for rope in self.plan.ropes:
+            turn = rope(positions)
+            half = self.plan.head_size // 2
+            # Partial rotary: the rest of every head is turned by one.
+            turn = torch.cat([turn, turn.new_ones(len(turn), half - turn.shape[1])], 1)
+            self._tables.append((turn[:, None, None], torch.stack([turn, torch.ones_like(turn)])[:, None]))
+
+
+class MaskTable:
+    """Which keys a query may see, as slices of one table.
+
+    Row i of a table is the i-th new token; column ``reach`` + j the key j places after the first new
+    one. The mask of any pass over at most ``FEW`` tokens is then a rectangle of it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.windows = sorted({layer.window for layer in plan.layers})
+        self._group = plan.heads // plan.key_heads
+        self._reach = -1
+        self._tables: dict[int, torch.Tensor] = {}
+
+    def of(self, start: int, count: int, grouped: bool) -> dict[int, torch.Tensor | None]:
+        """By window (0 for none): the additive mask of a pass, or None where every key is seen."""
+        masks: dict[int, torch.Tensor | None] = {}
+        for window in self.windows:
+            if count == 1 and (not window or start < window):
+                masks[window] = None
+            elif count <= FEW:
+                if start > self._reach:
+                    self._extend(start)
+                table = self._tables[window]
+                masks[window] = table[: count * self._group, self._reach - start : self._reach + count]
+            else:
+                masks[window] = self._rows(window, start, count, self._group if grouped else 1)
+        return masks
+
+    def _extend(self, start: int) -> None:
+        self._reach = max(2 * start, 2048)
+        self._tables = {window: self._rows(window, self._reach, FEW, self._group) for window in self.windows}
+
+    def _rows(self, window: int, start: int, count: int, repeats: int) -> torch.Tensor:
+        """(count * repeats, start + count): 0 where seen, -inf where not; every token's row ``repeats`` times."""
+        query = torch.arange(start, start + count, device=self.plan.device)[:, None]
+        key = torch.arange(start + count, device=self.plan.device)[None]
+        hidden = (key > query) | (key <= query - window) if window else key > query
+        mask = torch.zeros(hidden.shape, dtype=self.plan.dtype, device=self.plan.device)
+        return mask.masked_fill_(hidden, -torch.inf).repeat_interleave(repeats, 0)
+
+
+def _capped_attention(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    cap: float,
+) -> torch.Tensor:
+    """Attention with scores bent into (-cap, cap) (Gemma 2); shapes as in torch's own."""
+    scores = torch.tanh(rows @ keys.transpose(-1, -2) * (scale / cap)) * cap
+    if mask is not None:
+        scores += mask
+    return scores.softmax(-1) @ values
+
+
+def lean_forward(model: PreTrainedModel) -> LeanForward | None:
+    """The lean forward of a model, or None where its own is to be used."""
+    with torch.inference_mode():
+        plan = read_plan(model)
+        return None if plan is None else LeanForward(plan)

@@ -1,0 +1,59 @@
+"""The key-value cache of the lean forward: one buffer for all layers, and a length.
+
+Keys lie there as the rotation writes them: every pair of numbers is one complex number. A step
+writes its own tokens in place, a rollback is an assignment, and the views that all layers need are
+taken in one call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats.
+GROWTH = 512
+
+
+class LeanCache:
+    """Keys and values (layers, 2, heads, capacity, head size) of one text."""
+
+    def __init__(self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.length = 0
+        self.capacity = 0
+        self._buffer = torch.empty(0, dtype=dtype, device=device)
+        self._shape = (layers, 2, heads, size)
+
+    def reserve(self, length: int) -> None:
+        """Have room for ``length`` tokens; what is held stays."""
+        if length > self.capacity:
+            self._grow(-(-length // GROWTH) * GROWTH)
+
+    @torch.inference_mode()
+    def _grow(self, capacity: int) -> None:
+        layers, two, heads, size = self._shape
+        # Zeros, not garbage: attention may multiply what a mask hides, and garbage may be nan.
+        buffer = torch.zeros(layers, two, heads, capacity, size, dtype=self._buffer.dtype, device=self._buffer.device)
+        if self.length:
+            buffer[:, :, :, : self.length] = self._buffer[:, :, :, : self.length]
+        self._buffer = buffer
+        self._keys, self._values = buffer[:, :1], buffer[:, 1:]
+        self._pairs = torch.view_as_complex(buffer.view(layers, two, heads, capacity, size // 2, 2))
+        self.capacity = capacity
+
+    def views(self, end: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Of every layer: keys and values (1, heads, end, size) of the first ``end`` tokens, and the complex
+        place (2, heads, end - length, size / 2) that the new ones of both are written to."""
+        self.reserve(end)
+        return (
+            self._keys.narrow(3, 0, end).unbind(0),
+            self._values.narrow(3, 0, end).unbind(0),
+            self._pairs.narrow(3, self.length, end - self.length).unbind(0),
+        )
+
+    def rollback(self, length: int) -> None:
+        """Forget all tokens after the first ``length``."""
+        self.length = min(length, self.length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self._buffer.nbytes

@@ -1,0 +1,370 @@
+"""What the lean forward has to compute, read from a transformers model.
+
+In: a loaded model. Out: a ``Plan`` of packed products, norms, rotations and windows, or None for
+anything that is not known to be computed right: another architecture, quantised or offloaded
+weights, a rotation whose frequencies change with the length of the text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from adaptive.engines.packed import PackedLinear, of_module, packs, stacked
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+# Frequencies of these are fixed at load; those of others ("dynamic", "longrope") depend on the text.
+FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer. ``project`` gives queries, keys and values in a row, each head's numbers in
+    pairs to rotate; ``mix`` is the feed-forward part; ``rope`` says which rotation, ``window`` how many
+    tokens a query sees (0: all). ``parallel``: both parts read the same residual (GPT-NeoX)."""
+
+    attention_norm: Map
+    project: PackedLinear
+    head_norm: Map | None
+    output: PackedLinear
+    attention_post_norm: Map | None
+    mix_norm: Map
+    mix: Map
+    mix_post_norm: Map | None
+    scale: float
+    rope: int
+    window: int
+    score_cap: float | None
+    parallel: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole model. ``dtype`` is that of activations and cache, ``weight_dtype`` that of the products'
+    inputs; ``ropes`` map positions (1, n) to complex turns (n, rotary size / 2); ``names`` gives a module's
+    name in the model, for following adapters."""
+
+    layers: tuple[Layer, ...]
+    linears: tuple[PackedLinear, ...]
+    embed: Map
+    final_norm: Map
+    head: PackedLinear
+    logit_cap: float | None
+    ropes: tuple[Map, ...]
+    heads: int
+    key_heads: int
+    head_size: int
+    context_length: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    names: dict[nn.Module, str]
+
+
+def read_plan(model: PreTrainedModel) -> Plan | None:
+    """The plan of ``model``, or None where it is to be run by its own forward."""
+    family = FAMILIES.get(type(model).__name__)
+    if family is None or not type(model).__module__.startswith("transformers.models.") or not _plain(model):
+        return None
+    return family(model)
+
+
+def _plain(model: PreTrainedModel) -> bool:
+    """Whether the model's weights are what they seem: one dtype, in memory, nothing hooked or replaced."""
+    weights = list(model.parameters())
+    kinds = {(weight.dtype, weight.device) for weight in weights}
+    if len(kinds) != 1 or getattr(model, "peft_config", None):
+        return False
+    dtype, device = weights[0].dtype, weights[0].device
+    if dtype != torch.float64 and not packs(dtype, device):
+        return False
+    if device.type != "cpu" or getattr(model, "quantization_method", None) or getattr(model, "_tp_size", None):
+        return False
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+            return False
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            return False
+    return True
+
+
+class _RmsNorm:
+    """x / sqrt(mean(x ** 2) + eps) * weight, in four operations: |x / sqrt(d)| and sqrt(eps) are the sides of
+    a right triangle whose hypotenuse is the divisor."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, out: torch.dtype, plus_one: bool = False) -> None:
+        eps = module.eps if plus_one else module.variance_epsilon
+        weight: torch.Tensor = module.weight  # type: ignore[assignment]
+        size = weight.shape[-1]
+        self.weight = (weight.to(dtype) + 1.0 if plus_one else weight.to(dtype)) * math.sqrt(size)
+        self.side = torch.tensor(math.sqrt(float(eps) * size), dtype=dtype)  # type: ignore[arg-type]
+        self.out = out
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:  # what a bfloat16 product gave
+            x = x.to(self.weight.dtype)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        y = torch.div(x, torch.hypot(length, self.side)).mul_(self.weight)
+        return y if self.out == y.dtype else y.to(self.out)
+
+
+class _HeadNorm:
+    """RMS norm of each head's queries and keys (n, heads, size), in place. ``weight`` (heads, size)."""
+
+    def __init__(self, norm: _RmsNorm, weight: torch.Tensor) -> None:
+        self.side = norm.side
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.div_(torch.hypot(length, self.side)).mul_(self.weight)
+
+
+class _LayerNorm:
+    def __init__(self, module: nn.LayerNorm, dtype: torch.dtype, out: torch.dtype) -> None:
+        self.shape, self.eps, self.out = module.normalized_shape, module.eps, out
+        self.weight = None if module.weight is None else module.weight.to(dtype)
+        self.bias = None if module.bias is None else module.bias.to(dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        return y if self.out == y.dtype else y.to(self.out)
+
+
+class _Gated:
+    """down(act(gate(x)) * up(x)), gate and up as one product."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        self.both = stacked((mlp.gate_proj, mlp.up_proj))  # type: ignore[arg-type]
+        self.down = of_module(mlp.down_proj)  # type: ignore[arg-type]
+        self.act = _activation(mlp.act_fn)  # type: ignore[arg-type]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(self.act(gate).mul_(up))
+
+    linears = property(lambda self: (self.both, self.down))
+
+
+class _Plain:
+    """down(act(up(x)))."""
+
+    def __init__(self, up: nn.Module, act: nn.Module, down: nn.Module) -> None:
+        self.up, self.act, self.down = of_module(up), _activation(act), of_module(down)  # type: ignore[arg-type]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+    linears = property(lambda self: (self.up, self.down))
+
+
+def _activation(module: nn.Module) -> Map:
+    """The activation without its module's wrapper, where it is a single operation. Never returns its input."""
+    if type(module).__name__ in ("SiLUActivation", "SiLU"):
+        return torch.ops.aten.silu.default  # type: ignore[no-any-return]
+    return module
+
+
+def pair_order(heads: int, size: int, rotary: int) -> torch.Tensor:
+    """Where each output of ``heads`` projected heads comes from, (heads * size,) int64.
+
+    Checkpoints rotate number i of a head together with number i + rotary / 2; here the two stand side by
+    side, so that a rotation is one complex product. Scores do not change: queries and keys move alike.
+    """
+    half = rotary // 2
+    inside = torch.cat([torch.arange(rotary).view(2, half).T.reshape(-1), torch.arange(rotary, size)])
+    return (torch.arange(heads)[:, None] * size + inside).reshape(-1)
+
+
+def _rope(module: nn.Module, dtype: torch.dtype, kind: str | None = None) -> Map:
+    """The model's own rotation as complex turns."""
+
+    def turns(positions: torch.Tensor) -> torch.Tensor:
+        like = torch.empty(1, dtype=dtype, device=positions.device)
+        cos, sin = module(like, positions) if kind is None else module(like, positions, kind)
+        half = cos.shape[-1] // 2
+        return torch.complex(cos[0, :, :half], sin[0, :, :half])
+
+    return turns
+
+
+def _embedding(module: nn.Embedding, dtype: torch.dtype) -> Map:
+    weight = module.weight
+    scale = getattr(module, "embed_scale", None)
+    if scale is not None:
+        factor = scale.to(weight.dtype)  # rounded as transformers rounds it
+        return lambda tokens: (nn.functional.embedding(tokens, weight) * factor).to(dtype)
+    if weight.dtype == dtype:
+        return lambda tokens: nn.functional.embedding(tokens, weight)
+    return lambda tokens: nn.functional.embedding(tokens, weight).to(dtype)
+
+
+def _dtypes(model: PreTrainedModel) -> tuple[torch.dtype, torch.dtype]:
+    """Of activations, and of the products' inputs."""
+    kind = next(model.parameters()).dtype
+    return torch.promote_types(kind, torch.float32), kind
+
+
+def _names(model: PreTrainedModel) -> dict[nn.Module, str]:
+    return {module: name for name, module in model.named_modules()}
+
+
+def _windows(model: PreTrainedModel) -> list[int]:
+    """Tokens that a query of each layer sees, 0 for all."""
+    config = model.config
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral: one window for every layer
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def _llama_like(model: PreTrainedModel) -> Plan | None:
+    """Llama, Qwen 2 and 3, Mistral, Gemma 2 and 3: gated feed-forward, RMS norms, full rotary."""
+    config = model.config
+    base: Any = model.model
+    gemma = config.model_type.startswith("gemma")
+    dual = config.model_type == "gemma3_text"
+    kinds = list(config.layer_types) if dual else [None]
+    ropes = config.rope_parameters
+    if any((ropes[kind] if kind else ropes)["rope_type"] not in FIXED_ROPES for kind in kinds):
+        return None
+    if getattr(config, "use_bidirectional_attention", False):
+        return None
+    dtype, kind = _dtypes(model)
+    first = base.layers[0].self_attn
+    size = first.head_dim
+    heads, key_heads = first.q_proj.out_features // size, first.k_proj.out_features // size
+    if size % 2 or any(layer.self_attn.head_dim != size for layer in base.layers):
+        return None
+    turned = pair_order(heads + key_heads, size, size)
+    order = torch.cat([turned, torch.arange(turned.numel(), turned.numel() + key_heads * size)])
+    rope_kinds = list(dict.fromkeys(kinds))
+
+    def norm(module: nn.Module, out: torch.dtype = kind) -> _RmsNorm:
+        return _RmsNorm(module, dtype, out, plus_one=gemma)
+
+    def head_norm(attention: nn.Module) -> _HeadNorm | None:
+        if not hasattr(attention, "q_norm"):
+            return None
+        inside = pair_order(1, size, size)
+        q, k = norm(attention.q_norm), norm(attention.k_norm)  # type: ignore[arg-type]
+        weights = [q.weight[inside]] * heads + [k.weight[inside]] * key_heads
+        return _HeadNorm(q, torch.stack(weights))
+
+    layers, linears = [], []
+    for index, (block, window) in enumerate(zip(base.layers, _windows(model), strict=True)):
+        attention, mlp = block.self_attn, _Gated(block.mlp)
+        project = stacked((attention.q_proj, attention.k_proj, attention.v_proj), order)
+        output = of_module(attention.o_proj)
+        linears += [project, output, *mlp.linears]
+        layers.append(
+            Layer(
+                attention_norm=norm(block.input_layernorm),
+                project=project,
+                head_norm=head_norm(attention),
+                output=output,
+                attention_post_norm=norm(block.post_attention_layernorm, dtype) if gemma else None,
+                mix_norm=norm(block.pre_feedforward_layernorm if gemma else block.post_attention_layernorm),
+                mix=mlp,
+                mix_post_norm=norm(block.post_feedforward_layernorm, dtype) if gemma else None,
+                scale=attention.scaling,
+                rope=rope_kinds.index(kinds[index]) if dual else 0,
+                window=window,
+                # Gemma 3 has the setting too, and its attention does not use it.
+                score_cap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
+                parallel=False,
+            )
+        )
+    head = of_module(model.lm_head)
+    return Plan(
+        layers=tuple(layers),
+        linears=(*linears, head),
+        embed=_embedding(base.embed_tokens, dtype),
+        final_norm=norm(base.norm),
+        head=head,
+        logit_cap=getattr(config, "final_logit_softcapping", None),
+        ropes=tuple(_rope(base.rotary_emb, dtype, kind) for kind in rope_kinds),
+        heads=heads,
+        key_heads=key_heads,
+        head_size=size,
+        context_length=config.max_position_embeddings,
+        dtype=dtype,
+        weight_dtype=kind,
+        device=model.device,
+        names=_names(model),
+    )
+
+
+def _neox(model: PreTrainedModel) -> Plan | None:
+    """GPT-NeoX: layer norms, fused projection by head, partial rotary, both parts in parallel."""
+    config = model.config
+    base: Any = model.gpt_neox
+    if config.rope_parameters["rope_type"] not in FIXED_ROPES:
+        return None
+    dtype, kind = _dtypes(model)
+    heads, size = config.num_attention_heads, base.layers[0].attention.head_size
+    rotary = base.layers[0].attention.rotary_ndims
+    if size % 2 or rotary % 2:
+        return None
+    # The checkpoint has query, key and value of one head, then the next head.
+    by_part = torch.arange(3 * heads * size).view(heads, 3, size).transpose(0, 1).reshape(-1)
+    pairs = pair_order(2 * heads, size, rotary)
+    order = by_part[torch.cat([pairs, torch.arange(pairs.numel(), 3 * heads * size)])]
+    layers, linears = [], []
+    for block in base.layers:
+        project, output = stacked((block.attention.query_key_value,), order), of_module(block.attention.dense)
+        mlp = _Plain(block.mlp.dense_h_to_4h, block.mlp.act, block.mlp.dense_4h_to_h)
+        linears += [project, output, *mlp.linears]
+        layers.append(
+            Layer(
+                attention_norm=_LayerNorm(block.input_layernorm, dtype, kind),
+                project=project,
+                head_norm=None,
+                output=output,
+                attention_post_norm=None,
+                mix_norm=_LayerNorm(block.post_attention_layernorm, dtype, kind),
+                mix=mlp,
+                mix_post_norm=None,
+                scale=block.attention.scaling,
+                rope=0,
+                window=0,
+                score_cap=None,
+                parallel=config.use_parallel_residual,
+            )
+        )
+    head = of_module(model.lm_head)
+    return Plan(
+        layers=tuple(layers),
+        linears=(*linears, head),
+        embed=_embedding(base.embed_in, dtype),
+        final_norm=_LayerNorm(base.final_layer_norm, dtype, kind),
+        head=head,
+        logit_cap=None,
+        ropes=(_rope(base.rotary_emb, dtype),),
+        heads=heads,
+        key_heads=heads,
+        head_size=size,
+        context_length=config.max_position_embeddings,
+        dtype=dtype,
+        weight_dtype=kind,
+        device=model.device,
+        names=_names(model),
+    )
+
+
+FAMILIES: dict[str, Callable[[PreTrainedModel], Plan | None]] = {
+    "LlamaForCausalLM": _llama_like,
+    "Qwen2ForCausalLM": _llama_like,
+    "Qwen3ForCausalLM": _llama_like,
+    "MistralForCausalLM": _llama_like,
+    "Gemma2ForCausalLM": _llama_like,
+    "Gemma3ForCausalLM": _llama_like,
+    "GPTNeoXForCausalLM": _neox,
+}

@@ -1,0 +1,203 @@
+"""The lean forward computes what transformers computes, for every architecture it takes on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from adaptive.engines.lean import FEW, LeanForward, lean_forward
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**GROUPED),
+    "llama, as many key heads, biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama, one key head, llama3 rotation, tied": LlamaConfig(
+        **{**GROUPED, "num_key_value_heads": 1}, rope_parameters=LLAMA3, tie_word_embeddings=True
+    ),
+    "llama, yarn rotation": LlamaConfig(**GROUPED, rope_parameters=YARN),
+    "qwen2": Qwen2Config(**{k: v for k, v in GROUPED.items() if k != "head_dim"}),
+    "qwen2, window in some layers": Qwen2Config(
+        **{k: v for k, v in GROUPED.items() if k != "head_dim"},
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=1,
+    ),
+    "qwen3": Qwen3Config(**GROUPED),
+    "mistral": MistralConfig(**GROUPED, sliding_window=None),
+    "mistral, window": MistralConfig(**GROUPED, sliding_window=7),
+    "gemma2": Gemma2Config(**GROUPED, sliding_window=7, query_pre_attn_scalar=24),
+    "gemma2, scores not bent": Gemma2Config(**GROUPED, attn_logit_softcapping=None, final_logit_softcapping=None),
+    "gemma3": Gemma3TextConfig(**GROUPED, sliding_window=7, query_pre_attn_scalar=24, sliding_window_pattern=2),
+    "gpt-neox": GPTNeoXConfig(**SIZES, rotary_pct=0.5),
+    "gpt-neox, in sequence, full rotary": GPTNeoXConfig(
+        **SIZES, rotary_pct=1.0, use_parallel_residual=False, attention_bias=False
+    ),
+}
+
+
+def made(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A checkpoint of random weights, none of them at a value that would hide a mistake (norms of one, biases of
+    zero)."""
+    torch.manual_seed(5)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+def lean(model: PreTrainedModel) -> LeanForward:
+    """Its lean forward, which there must be."""
+    forward = lean_forward(model)
+    assert forward is not None
+    return forward
+
+
+def truth(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """transformers' own logits of a whole text (n,), (n, vocab)."""
+    if model.dtype == torch.float64:
+        model = copy.deepcopy(model)
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = functools.partial(exact_norm, module)
+    with torch.inference_mode():
+        return model(input_ids=tokens[None]).logits[0]
+
+
+def exact_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """An RMS norm without the rounding to float32 that transformers does inside, whatever the model's dtype."""
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    weight = module.weight + 1 if type(module).__name__.startswith("Gemma") else module.weight
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def text(length: int) -> torch.Tensor:
+    """Random tokens."""
+    return torch.randint(0, SIZES["vocab_size"], (length,), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5)], ids=["float64", "float32"]
+)
+def test_lean_logits_equal_transformers(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    model = made(name, dtype)
+    forward, tokens = lean(model), text(FEW + 30)
+    right = truth(model, tokens)
+    scale = right.abs().max()
+    if name.startswith("gemma2"):  # its eager attention takes the softmax in float32
+        tolerance = max(tolerance, 1e-6)
+    cache = forward.cache()
+    # A prompt of many tokens, one token, several, one again, and again a large piece.
+    done = 0
+    for count in (9, 1, 5, 1, FEW + 4, 1):
+        got = forward(tokens[done : done + count], count, cache)
+        done += count
+        torch.testing.assert_close(got / scale, right[done - count : done] / scale, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rolled_back_text_leaves_no_trace(name: str) -> None:
+    model = made(name)
+    forward, tokens = lean(model), text(30)
+    cache = forward.cache()
+    forward(tokens[:12], 1, cache)
+    forward(text(6), 6, cache)
+    cache.rollback(10)
+    got = forward(tokens[10:], 20, cache)
+    torch.testing.assert_close(got, truth(model, tokens)[10:], rtol=0, atol=1e-4 if name.startswith("gemma2") else 1e-8)
+
+
+def test_only_the_rows_asked_for_are_returned() -> None:
+    model = made("llama")
+    forward = lean(model)
+    assert forward(text(9), 2, forward.cache()).shape == (2, 97)
+    assert forward(text(9), 0, forward.cache()).numel() == 0
+
+
+def test_bfloat16_is_as_close_to_the_truth_as_transformers() -> None:
+    exact = made("llama", torch.bfloat16).to(torch.float64)
+    rounded = made("llama", torch.bfloat16)
+    forward = lean_forward(rounded)
+    if forward is None:
+        pytest.skip("this processor has no bfloat16 products")
+    tokens = text(20)
+    right = truth(exact, tokens)
+    ours = (forward(tokens, 20, forward.cache()).double() - right).abs().mean()
+    theirs = (truth(rounded, tokens).double() - right).abs().mean()
+    assert ours <= 1.5 * theirs
+
+
+def test_a_change_of_weights_is_followed_where_it_is_told() -> None:
+    model = made("qwen3", torch.float32)
+    forward, tokens = lean(model), text(9)
+    names = ["model.layers.1.self_attn.k_proj", "model.layers.2.mlp.up_proj", "lm_head"]
+    with torch.no_grad():
+        for name in names:
+            weight = model.get_submodule(name).weight
+            weight.add_(0.1 * torch.randn(weight.shape))
+    forward.refresh(frozenset(names))
+    torch.testing.assert_close(forward(tokens, 9, forward.cache()), truth(model, tokens), rtol=0, atol=1e-4)
+
+
+def test_the_cache_grows_without_forgetting() -> None:
+    model = made("llama")
+    forward, tokens = lean(model), text(100)
+    cache = forward.cache()
+    forward(tokens[:50], 1, cache)
+    held = cache.nbytes
+    cache.reserve(5000)
+    assert cache.nbytes > held
+    torch.testing.assert_close(forward(tokens[50:], 50, cache), truth(model, tokens)[50:], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+)
+def test_what_is_not_known_keeps_its_own_forward(change: dict[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED, **change))
+    assert lean_forward(model) is None
+
+
+def test_hooked_and_mixed_models_keep_their_own_forward() -> None:
+    hooked = made("llama", torch.float32)
+    hooked.model.layers[0].register_forward_hook(lambda *args: None)
+    assert lean_forward(hooked) is None
+    mixed = made("llama", torch.float32)
+    mixed.model.norm.to(torch.float64)
+    assert lean_forward(mixed) is None
