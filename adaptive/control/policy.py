@@ -1,32 +1,80 @@
-"""The interface of a draft-length policy, and the simplest one."""
+"""The interface of a draft-length policy, and the simplest one.
+
+The loop asks ``next_length`` before every round and reports the round to ``observe``; in between,
+the drafter asks ``advise`` at every drafted position if the policy is ``attentive``. Front ends say
+``begin`` when an answer starts and ``swapped`` when the draft has become another one.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
 
 from adaptive.records.types import Round
 
 
-class LengthPolicy(Protocol):
-    """Chooses how many tokens the next round drafts. One policy serves a pair, over all sessions."""
+@dataclass(frozen=True)
+class Scope:
+    """What an answer belongs to, for estimates kept apart: its session and its sampling temperature."""
+
+    session: str
+    temperature: float
+
+
+class Advice(Enum):
+    """What a drafter does with the position whose distribution it has just computed."""
+
+    DROP = "drop"  # propose nothing here: the draft ends before this position
+    LAST = "last"  # propose a token here and end the draft
+    MORE = "more"  # propose a token here and go on
+
+
+class LengthPolicy(ABC):
+    """Chooses how many tokens the next round drafts. One policy serves a pair, over all sessions.
+
+    ``attentive`` policies are asked at every position, which costs the drafter one probability a
+    token; the others never make it compute one.
+    """
 
     name: str
+    attentive: bool = False
 
-    def next_length(self, limit: int) -> int:
-        """Draft length of the next round, 0 to ``limit`` (what is left of context and answer). 0 is plain decoding."""
+    @abstractmethod
+    def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
+        """The most tokens the next round drafts, 0 to ``limit`` (what is left of context and answer).
 
+        0 is plain decoding. ``waiting`` counts committed tokens that the drafter has not seen, beyond
+        the last one, which it is always fed; ``context`` counts all committed tokens.
+        """
+
+    def advise(self, position: int, confidence: float) -> Advice:
+        """Whether to propose a token at ``position`` (from 1) and whether to go on after it.
+
+        ``confidence`` is the largest probability of the draft's distribution there. Must not depend
+        on the token that will be drawn from that distribution (see ``ModelDrafter.propose``).
+        """
+        return Advice.MORE
+
+    @abstractmethod
     def observe(self, outcome: Round) -> None:
         """Learn from a finished round."""
 
+    def begin(self, scope: Scope) -> None:  # noqa: B027 - most policies keep no estimates apart
+        """An answer starts."""
 
-class FixedLength:
+    def swapped(self) -> None:  # noqa: B027 - a policy without memory has nothing to discount
+        """The draft was replaced (an adapter swap): what was learned about acceptance is in doubt."""
+
+
+class FixedLength(LengthPolicy):
     """The same draft length every round."""
 
     def __init__(self, length: int) -> None:
         self.name = f"fixed:{length}"
         self.length = length
 
-    def next_length(self, limit: int) -> int:
+    def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The fixed length, or less where less is left."""
         return min(self.length, limit)
 

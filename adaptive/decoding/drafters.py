@@ -2,18 +2,30 @@
 
 A drafter sees the committed text and returns a ``Proposal``. It keeps whatever state it needs and
 catches up by itself, so that a round without it (draft length 0) costs it nothing until it is asked.
+
+A draft may end early on the drafter's own confidence, and the output stays exact if two things hold:
+whether a token is proposed is decided before it is drawn, and a token once drawn is proposed, with
+the q it was drawn from. Verification then meets, at every position that has a token, a sample of
+that q, whatever decided that there should be one; at the first position that has none, it draws from
+the target's own p. Dropping a token for being the unlikely one that was drawn would break this: what
+is proposed would no longer be distributed as q.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from adaptive.control.policy import Advice
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.sampling import Penalties, draw, transform_logits
 from adaptive.decoding.verify import Proposal
 from adaptive.engines.protocol import Sequence
+
+# Asked with a position (from 1) and the largest probability of the distribution there.
+Adviser = Callable[[int, float], Advice]
 
 
 class Drafter(Protocol):
@@ -24,8 +36,11 @@ class Drafter(Protocol):
     def limit(self, committed: int) -> int:
         """The most tokens it can propose after ``committed`` tokens."""
 
-    def propose(self, committed: list[int], length: int) -> Proposal:
-        """``length`` (at least 1) tokens after ``committed``."""
+    def waiting(self, committed: int) -> int:
+        """How many of ``committed`` tokens it has not seen, beyond the last one."""
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        """At most ``length`` (at least 1) tokens after ``committed``, fewer where ``advise`` says so; None for none."""
 
     def rollback(self, length: int) -> None:
         """Tokens after the first ``length`` committed ones did not stand."""
@@ -56,25 +71,35 @@ class ModelDrafter:
         """The last drafted token is never fed back, so it may stand just past the context."""
         return max(0, self.context_length - committed + 1)
 
-    def propose(self, committed: list[int], length: int) -> Proposal:
-        """One forward per token; the first also feeds what was committed since the last proposal."""
+    def waiting(self, committed: int) -> int:
+        """Tokens that the next proposal feeds in its first forward, but for the last committed one."""
+        return committed - 1 - self.sequence.length
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        """One forward per token; the first also feeds what was committed since the last proposal.
+
+        ``advise`` is asked when a distribution is known and nothing has been drawn from it yet.
+        """
         feed = torch.tensor(committed[self.sequence.length :])
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         drafted = feed[:0]
-        for _ in range(length):
+        for position in range(1, length + 1):
             logits = self.sequence.extend(feed, 1)[:, : self.target_vocab]
             logits = self.penalties.apply(logits, drafted) if self._adjusts else logits
-            if self.params.greedy:
-                feed = logits.argmax(-1)
-            else:
-                q = transform_logits(logits.float(), self.params).softmax(-1)
-                feed = draw(q, self.generator)
-                probs.append(q)
+            q = None if self.params.greedy else transform_logits(logits.float(), self.params).softmax(-1)
+            advice = advise(position, _confidence(logits, q)) if advise is not None else Advice.MORE
+            if advice is Advice.DROP:
+                break
+            feed = logits.argmax(-1) if q is None else draw(q, self.generator)
             tokens.append(feed)
+            if q is not None:
+                probs.append(q)
+            if advice is Advice.LAST:
+                break
             if self._adjusts:
                 drafted = torch.cat(tokens)
-        return Proposal(self.name, torch.cat(tokens), torch.cat(probs) if probs else None)
+        return Proposal(self.name, torch.cat(tokens), torch.cat(probs) if probs else None) if tokens else None
 
     @property
     def _adjusts(self) -> bool:
@@ -83,3 +108,8 @@ class ModelDrafter:
     def rollback(self, length: int) -> None:
         """Forget the drafts that did not stand."""
         self.sequence.rollback(length)
+
+
+def _confidence(logits: torch.Tensor, q: torch.Tensor | None) -> float:
+    """The largest probability of q (1, vocab); without q (greedy), of the softmax of the logits (1, vocab)."""
+    return float(q.amax() if q is not None else (logits.amax(-1) - logits.logsumexp(-1)).exp())

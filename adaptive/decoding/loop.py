@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from adaptive.control.policy import LengthPolicy
-from adaptive.decoding.drafters import Drafter
+from adaptive.decoding.drafters import Adviser, Drafter
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Penalties, transform_logits
 from adaptive.decoding.supervision import SupervisionTape
@@ -92,8 +92,11 @@ def speculative_round(
     sampler: TargetSampler,
     committed: list[int],
     draft_length: int,
+    advise: Adviser | None = None,
 ) -> tuple[Round, Verdict, torch.Tensor]:
     """Draft, verify in one target pass, keep what stands; ``committed`` grows by accepted + 1 tokens.
+
+    ``draft_length`` is the most that is drafted; ``advise`` may end the draft before.
 
     Before and after, the caches hold at most all committed tokens but the last one: the token that
     the target added itself has not been fed to anybody yet. Returns the target's raw logits of the
@@ -101,7 +104,9 @@ def speculative_round(
     """
     held = len(committed)
     began = time.perf_counter()
-    proposal = drafter.propose(committed, draft_length) if drafter is not None and draft_length > 0 else None
+    proposal = None
+    if drafter is not None and draft_length > 0:
+        proposal = drafter.propose(committed, draft_length, advise)
     proposed = time.perf_counter()
 
     fed = torch.tensor(committed[target.length :])
@@ -165,6 +170,7 @@ class Decoding:
         self.target.reserve(len(self.committed) + self.room)
         self.sampler.penalties.start(torch.tensor(self.committed))
         tape = SupervisionTape() if self.request.record else None
+        advise = self.policy.advise if self.policy.attentive else None
         began = time.perf_counter()
         try:
             # The first round scores the prompt. Its time is the prompt's, and nothing is drafted before it.
@@ -178,8 +184,9 @@ class Decoding:
                 yield from self._commit(verdict)
                 if self.finish_reason is not None:
                     return
+                length = self.policy.next_length(self._limit(), self._waiting(), len(self.committed))
                 outcome, verdict, logits = speculative_round(
-                    self.target, self.drafter, self.sampler, self.committed, self.policy.next_length(self._limit())
+                    self.target, self.drafter, self.sampler, self.committed, length, advise
                 )
                 self.policy.observe(outcome)
                 self.rounds.append(outcome)
@@ -200,6 +207,9 @@ class Decoding:
         if self.drafter is None:
             return 0
         return max(0, min(self.room - len(self.output) - 1, self.drafter.limit(len(self.committed))))
+
+    def _waiting(self) -> int:
+        return 0 if self.drafter is None else self.drafter.waiting(len(self.committed))
 
     def _commit(self, verdict: Verdict) -> Iterator[Step]:
         """Show the tokens of one verdict, up to and including the one that ends the answer."""

@@ -1,0 +1,114 @@
+"""How likely the draft's tokens are to be accepted: by position, as observed so far.
+
+**What is estimated.** For position i the probability that the i-th drafted token is accepted *given*
+that all before it were. A round that accepted a of k tokens says: positions 1 to a accepted,
+position a + 1 rejected if it was drafted, and nothing about the rest, which was never judged.
+
+**How.** Counts of accepted and rejected (a Beta posterior's mean), every observation of a position
+weighing a little less with each later one of it. Three levels: everything; this drafter at this
+temperature; the present session. Each is shrunk towards the one above it by a number of imaginary
+observations, so that a new session starts from what is known and soon speaks for itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from adaptive.control.costs import LONGEST
+
+# Imaginary observations of the level above in each level's mean. Larger is slower to see that a
+# session differs, smaller makes the first rounds of a session jump about.
+WEIGHT = 6.0
+# How much of a count is left after one later observation: of everything and of a drafter at a
+# temperature about 1,000 observations are remembered, of a session about 100. A
+# longer session memory is late after a change of subject; a shorter one takes chance for a change.
+KEEP_ALL, KEEP_SESSION = 0.999, 0.99
+# What is left of the past at a swap of the draft: enough to start from, little enough that some 20
+# observations outweigh it.
+KEEP_AT_SWAP = 0.05
+# Before anything is known: an acceptance at which speculation usually pays, so that it is tried.
+PRIOR = 0.6
+
+
+@dataclass
+class Counts:
+    """Discounted counts by position (0 is the first drafted token)."""
+
+    keep: float
+    accepted: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
+    rejected: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """One round. Positions after the rejected one were not judged."""
+        for i in range(min(accepted, LONGEST)):
+            self.accepted[i] = self.accepted[i] * self.keep + 1.0
+            self.rejected[i] *= self.keep
+        if accepted < drafted and accepted < LONGEST:
+            self.accepted[accepted] *= self.keep
+            self.rejected[accepted] = self.rejected[accepted] * self.keep + 1.0
+
+    def scale(self, factor: float) -> None:
+        """Remember only ``factor`` of everything."""
+        self.accepted = [n * factor for n in self.accepted]
+        self.rejected = [n * factor for n in self.rejected]
+
+    def means(self, priors: list[float]) -> list[float]:
+        """Posterior mean at every position, ``priors`` being those of the level above."""
+        return [
+            (a + WEIGHT * p) / (a + r + WEIGHT) for a, r, p in zip(self.accepted, self.rejected, priors, strict=True)
+        ]
+
+    def chained(self, first: float) -> list[float]:
+        """Posterior means where each position's prior is the mean of the one before it: with no level
+        above, a position that was never reached is believed to be like its neighbour."""
+        means = []
+        for a, r in zip(self.accepted, self.rejected, strict=True):
+            first = (a + WEIGHT * first) / (a + r + WEIGHT)
+            means.append(first)
+        return means
+
+
+def kind_of(drafter: str, temperature: float) -> str:
+    """What estimates are kept apart by: who drafts, at which temperature (to a tenth)."""
+    return f"{drafter}@{temperature:.1f}"
+
+
+class Acceptance:
+    """The three levels. ``estimate`` is their answer for the present session."""
+
+    def __init__(self) -> None:
+        self.everything = Counts(KEEP_ALL)
+        self.kinds: dict[str, Counts] = {}
+        self.session = Counts(KEEP_SESSION)
+        self.kind = kind_of("model", 0.0)
+        self.session_id: str | None = None
+
+    def begin(self, session: str, drafter: str, temperature: float) -> None:
+        """An answer of ``session`` starts. Another session, drafter or temperature starts a new lowest level."""
+        kind = kind_of(drafter, temperature)
+        if (session, kind) != (self.session_id, self.kind):
+            self.session = Counts(KEEP_SESSION)
+        self.session_id, self.kind = session, kind
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """One round in which something was drafted."""
+        self.everything.observe(drafted, accepted)
+        self._kind.observe(drafted, accepted)
+        self.session.observe(drafted, accepted)
+
+    def swapped(self) -> None:
+        """The draft is another one: what was counted is a weak hint of what it will do."""
+        for counts in (self.everything, self.session, *self.kinds.values()):
+            counts.scale(KEEP_AT_SWAP)
+
+    def changed(self) -> None:
+        """The text is of another kind than it was: the session's past says little."""
+        self.session.scale(KEEP_AT_SWAP)
+
+    def estimate(self) -> list[float]:
+        """Conditional acceptance at every position from the first, ``LONGEST`` of them."""
+        return self.session.means(self._kind.means(self.everything.chained(PRIOR)))
+
+    @property
+    def _kind(self) -> Counts:
+        return self.kinds.setdefault(self.kind, Counts(KEEP_ALL))

@@ -1,0 +1,81 @@
+"""What the draft's own confidence is worth: from the probability it gives, to that of being accepted.
+
+In: for every drafted position the largest probability of the draft's distribution, and afterwards
+how many tokens were accepted. Out: the calibrated probability that a token of such confidence is
+accepted, and the one to expect of the token after it.
+
+Confidence falls into bins, with discounted counts of accepted and rejected tokens in each. A bin
+that has seen little is believed to be what the draft says itself; bins are kept in order (a more
+confident token is not less likely to be accepted) by pooling those that are not.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+# Upper edges of the bins but the last, finest where the decision falls and where confident drafts are.
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+# The confidence that stands for each bin before anything was observed in it.
+CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
+# What is left of a bin's count after one later observation in it: a memory of about 150 tokens. Longer
+# is late after a change of subject or draft, shorter makes rarely visited bins jump.
+KEEP = 0.993
+# Imaginary observations of "the draft is right about itself" in each bin. Larger trusts a draft that is
+# over-confident for longer, smaller lets single tokens decide.
+WEIGHT = 4.0
+# What is left at a swap of the draft.
+KEEP_AT_SWAP = 0.1
+# Weight of one token in the running mean of what follows a token of some confidence.
+FOLLOW_STEP = 0.02
+
+
+class Calibration:
+    """Calibrated acceptance by confidence bin."""
+
+    def __init__(self) -> None:
+        self.accepted = [0.0] * len(CENTRES)
+        self.rejected = [0.0] * len(CENTRES)
+        self.follow = [min(0.9, 0.3 + 0.6 * c) for c in CENTRES]
+        self.table = list(CENTRES)
+
+    def accept(self, confidence: float) -> float:
+        """Probability that a token is accepted, given that all before it were."""
+        return self.table[bisect.bisect(EDGES, confidence)]
+
+    def next(self, confidence: float) -> float:
+        """The acceptance to expect of the token after one of this confidence, if that one is accepted."""
+        return self.follow[bisect.bisect(EDGES, confidence)]
+
+    def observe(self, confidences: list[float], drafted: int, accepted: int) -> None:
+        """One round: the confidence at every position that was computed, how many of them were
+        proposed, and how many of those accepted."""
+        for i in range(min(drafted, accepted + 1)):
+            b = bisect.bisect(EDGES, confidences[i])
+            hit = 1.0 if i < accepted else 0.0
+            self.accepted[b] = self.accepted[b] * KEEP + hit
+            self.rejected[b] = self.rejected[b] * KEEP + 1.0 - hit
+        # The position after an accepted token shows what follows it, whether it was proposed or not.
+        for i in range(min(accepted, len(confidences) - 1)):
+            b = bisect.bisect(EDGES, confidences[i])
+            self.follow[b] += FOLLOW_STEP * (self.accept(confidences[i + 1]) - self.follow[b])
+        if drafted:
+            self._calibrate()
+
+    def swapped(self) -> None:
+        """The draft is another one."""
+        self.accepted = [n * KEEP_AT_SWAP for n in self.accepted]
+        self.rejected = [n * KEEP_AT_SWAP for n in self.rejected]
+        self._calibrate()
+
+    def _calibrate(self) -> None:
+        """Posterior means of all bins, then isotonic regression (pool adjacent violators, weighted)."""
+        blocks: list[tuple[float, float, int]] = []  # mean, weight, bins
+        for a, r, centre in zip(self.accepted, self.rejected, CENTRES, strict=True):
+            weight = a + r + WEIGHT
+            mean, bins = (a + WEIGHT * centre) / weight, 1
+            while blocks and blocks[-1][0] > mean:
+                other, other_weight, other_bins = blocks.pop()
+                mean = (mean * weight + other * other_weight) / (weight + other_weight)
+                weight, bins = weight + other_weight, bins + other_bins
+            blocks.append((mean, weight, bins))
+        self.table = [mean for mean, _, bins in blocks for _ in range(bins)]

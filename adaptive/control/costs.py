@@ -1,0 +1,172 @@
+"""What a round costs, in seconds: measured before the run, and followed while it runs.
+
+In: a ``CostTable`` (from ``measure.py`` or an earlier session) and the seconds of finished rounds.
+Out: the seconds of a draft of k tokens and of verifying k tokens, for every k.
+
+Online the estimates are medians, followed by small multiplicative steps: a step's size does not
+depend on how far off an observation is, so a round during which the machine did something else
+moves them no further than any other. One common factor follows the machine's speed (it changes by
+a quarter in a few rounds); what is particular to one length moves more slowly beside it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass
+
+from adaptive.records.types import Round
+
+# Relative step of the common factor at one observation. Larger follows a machine that slows down
+# sooner, and shakes: the factor's noise is about its own size, and it is common to all lengths.
+SPEED_STEP = 0.02
+# Relative step of one length's own cost. Larger shakes the comparison between lengths, which is what
+# the choice rests on; smaller takes long to mend a wrong measurement.
+LENGTH_STEP = 0.01
+# Draft tokens beyond which no length is considered anywhere.
+LONGEST = 16
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds, for one pair on one machine at one dtype.
+
+    ``draft_s`` is one draft step, ``catch_up_s`` what each further token costs that the first step
+    has to feed (after plain rounds), ``verify_s[k]`` a verification of k drafted tokens (k + 1 rows;
+    0 is a plain step), ``overhead_s`` the rest of a round, and ``context_s`` what each token of context
+    beyond ``context`` adds to a verification.
+    """
+
+    draft_s: float
+    catch_up_s: float
+    verify_s: tuple[float, ...]
+    overhead_s: float
+    context_s: float
+    context: int
+
+
+# What to believe of a pair that was never measured: shares of a plain step, typical of a draft of a
+# twentieth of the target. Online they are replaced within some rounds; the first ones are guesses.
+UNMEASURED = CostTable(
+    draft_s=0.1,
+    catch_up_s=0.01,
+    verify_s=tuple(1.0 + 0.03 * k for k in range(LONGEST + 1)),
+    overhead_s=0.02,
+    context_s=0.0,
+    context=0,
+)
+
+
+def from_samples(samples: dict[int, float]) -> tuple[float, ...]:
+    """Verification seconds for 0 to ``LONGEST`` tokens from those measured: never falling, linear between.
+
+    ``samples`` maps drafted tokens to the median of their seconds. A longer verification cannot be
+    cheaper than a shorter one in truth; where it was measured so, both take their mean (isotonic
+    regression, pool adjacent violators). Beyond the last sample the last slope goes on.
+    """
+    lengths = sorted(samples)
+    blocks: list[tuple[float, int]] = []  # mean, how many samples
+    for k in lengths:
+        value, count = samples[k], 1
+        while blocks and blocks[-1][0] > value:
+            mean, size = blocks.pop()
+            value, count = (mean * size + value * count) / (size + count), size + count
+        blocks.append((value, count))
+    level = [value for value, count in blocks for _ in range(count)]
+    return tuple(_between(lengths, level, k) for k in range(LONGEST + 1))
+
+
+def _between(xs: list[int], ys: list[float], x: int) -> float:
+    """Piecewise linear through (xs, ys); the last slope goes on at the right, the first value at the left."""
+    if len(xs) == 1 or x <= xs[0]:
+        return ys[0]
+    i = min(bisect.bisect_left(xs, x), len(xs) - 1)
+    return ys[i] + (ys[i] - ys[i - 1]) * (x - xs[i]) / (xs[i] - xs[i - 1])
+
+
+class CostModel:
+    """Costs as they are now. ``observe`` takes every round; the rest are questions."""
+
+    def __init__(self, table: CostTable | None) -> None:
+        self.measured = table is not None
+        table = table or UNMEASURED
+        self.draft_s = table.draft_s
+        self.catch_up_s = table.catch_up_s
+        self.verify_s = list(table.verify_s)
+        self.overhead_s = table.overhead_s
+        self.context_s, self.context = table.context_s, table.context
+        self.speed = 1.0
+        self.now = 0.0  # seconds that the present context adds to a verification
+
+    def at(self, context: int) -> None:
+        """The committed text now has ``context`` tokens."""
+        self.now = self.context_s * (context - self.context)
+
+    def draft(self, length: int, waiting: int = 0) -> float:
+        """Seconds of drafting ``length`` tokens when the draft has ``waiting`` tokens to catch up with."""
+        return self.speed * (length * self.draft_s + waiting * self.catch_up_s)
+
+    def verify(self, length: int) -> float:
+        """Seconds of verifying ``length`` drafted tokens; 0 is a plain step."""
+        return self.speed * max(self.verify_s[length] + self.now, 1e-9)
+
+    def round(self, length: int, waiting: int = 0) -> float:
+        """Seconds of a whole round of ``length`` drafted tokens."""
+        return (self.draft(length, waiting) if length else 0.0) + self.plain(length)
+
+    def plain(self, length: int) -> float:
+        """Seconds of a round of ``length`` drafted tokens apart from drafting them."""
+        return self.verify(length) + self.speed * self.overhead_s
+
+    def observe(self, outcome: Round, steps: int, waiting: int) -> None:
+        """Learn from a round whose drafter made ``steps`` forwards, the first with ``waiting`` extra tokens."""
+        if not self.measured:
+            self._first(outcome)
+        k = min(outcome.drafted, LONGEST)
+        slower = self._step(outcome.verify_s, self.verify(k))
+        self.speed *= math.exp(SPEED_STEP * slower)
+        self.verify_s[k] *= math.exp(LENGTH_STEP * slower)
+        self._keep_rising(k)
+        if steps:
+            slower = self._step(outcome.draft_s, self.draft(steps, waiting))
+            self.draft_s *= math.exp(LENGTH_STEP * slower)
+            if waiting > steps:  # a catch-up long enough to show
+                self.catch_up_s *= math.exp(LENGTH_STEP * slower)
+
+    def observe_overhead(self, seconds: float) -> None:
+        """Learn from the time between two rounds, whatever the caller does in it."""
+        slower = self._step(seconds, self.speed * self.overhead_s)
+        self.overhead_s *= math.exp(LENGTH_STEP * slower)
+
+    def _first(self, outcome: Round) -> None:
+        """Scale the typical shares to the first round seen, so that steps start near the truth."""
+        self.measured = True
+        self.speed = outcome.verify_s / self.verify_s[min(outcome.drafted, LONGEST)]
+
+    @staticmethod
+    def _step(seen: float, expected: float) -> float:
+        """+1 above the estimate, -1 below; in between where they nearly agree, so that it can rest."""
+        return max(-1.0, min(1.0, (seen / expected - 1.0) * 10.0))
+
+    def _keep_rising(self, changed: int) -> None:
+        """A longer verification is never cheaper: the length just seen is right, its neighbours give way."""
+        value = self.verify_s[changed]
+        for k in range(changed - 1, -1, -1):
+            if self.verify_s[k] <= value:
+                break
+            self.verify_s[k] = value
+        for k in range(changed + 1, len(self.verify_s)):
+            if self.verify_s[k] >= value:
+                break
+            self.verify_s[k] = value
+
+    def table(self) -> CostTable:
+        """The present costs, to be kept for the next session."""
+        return CostTable(
+            draft_s=self.draft_s * self.speed,
+            catch_up_s=self.catch_up_s * self.speed,
+            verify_s=tuple(v * self.speed for v in self.verify_s),
+            overhead_s=self.overhead_s * self.speed,
+            context_s=self.context_s * self.speed,
+            context=self.context,
+        )

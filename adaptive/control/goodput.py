@@ -1,0 +1,191 @@
+"""The default policy: as many drafted tokens as make the most expected tokens per second.
+
+A round of length K commits 1 + (accepted) tokens and takes draft(K) + verify(K) + overhead seconds.
+Over many rounds the rate is E[tokens] / E[seconds], and K = 0, plain decoding, is one of the choices.
+
+**Within a round.** Let r be the rate in use. Another token is worth drafting when the tokens it is
+expected to add exceed what its time would yield at rate r:
+
+    P(all before it accepted) * P(it is accepted) > r * (draft step + longer verification).
+
+Both probabilities come from the draft's own confidence, calibrated on what was accepted. A draft
+that stops by this rule adapts to every sentence, and needs no best length. Where confidence is not
+to be had (``attentive`` is off), the length of the best fixed rate is drafted, from acceptance by
+position.
+
+**Whether to speculate at all.** The rate that speculation reached lately, and what it may well reach
+given how few rounds that was, against that of plain decoding. While it is off, a probe every so
+often keeps the estimate alive. Plain rounds earn the time that probes spend, so that a useless draft
+costs a bounded share whatever a probe costs; a probe that is accepted is followed by another at
+once, so that a draft that has become useful is soon in use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from adaptive.control.acceptance import Acceptance
+from adaptive.control.confidence import Calibration
+from adaptive.control.costs import LONGEST, CostModel, CostTable
+from adaptive.control.policy import Advice, LengthPolicy, Scope
+from adaptive.control.rate import RecentRate
+from adaptive.records.types import Round
+
+# Imaginary rounds, at the rate that acceptance by position predicts, in the rate of speculation.
+RATE_WEIGHT = 4.0
+# Share of plain decoding's time that probes may spend. More finds a useful draft sooner, and is lost
+# for as long as the draft stays useless.
+PROBE_SHARE = 0.01
+# Rounds after which a probe is due even if it could not be paid (a long text to catch up with). Too
+# few and a long text is paid for again and again, too many and a better draft is not noticed.
+PROBE_AT_LAST = 400
+# Rounds without a plain one after which one is decoded plainly, so that its cost stays known: it is
+# what speculation is compared with. Too often costs the speed-up of those rounds.
+PLAIN_EVERY = 200
+# Weight of one answer in the running mean of their lengths, and the mean to begin with (tokens).
+ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
+# Tokens to catch up with that are not worth a thought.
+FEW_WAITING = 8
+
+
+class GoodputLength(LengthPolicy):
+    """Maximises expected tokens per second from measured costs and observed acceptance."""
+
+    name = "goodput"
+
+    def __init__(
+        self,
+        costs: CostTable | None = None,
+        acceptance: Acceptance | None = None,
+        calibration: Calibration | None = None,
+        *,
+        longest: int = LONGEST,
+        attentive: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.costs = CostModel(costs)
+        self.acceptance = acceptance or Acceptance()
+        self.calibration = calibration or Calibration()
+        self.longest = min(longest, LONGEST)
+        self.attentive = attentive
+        self.clock = clock
+        self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
+        self.speculating = True
+        self.rate = 0.0  # tokens per second to be expected now
+        self.answer_tokens = ANSWER_TOKENS
+        self.this_answer = 0
+        self.earned = 0.0  # seconds that probes may spend
+        self.since_probe = self.since_plain = 0
+        self.finished: float | None = None  # when the last round of this answer was observed
+        self._start_round(0)
+
+    def _start_round(self, waiting: int) -> None:
+        self.waiting = waiting
+        self.confidences: list[float] = []
+        self.reach = 1.0  # probability that everything drafted so far is accepted
+
+    def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
+        """The most tokens to draft; ``advise`` ends the draft before that where the policy is attentive."""
+        self._start_round(waiting)
+        costs = self.costs
+        if self.finished is not None:
+            costs.observe_overhead(self.clock() - self.finished)
+        costs.at(context)
+        limit = min(limit, self.longest)
+        if limit <= 0:
+            return 0
+        plain = 1.0 / costs.round(0)
+        best, predicted = self._best_fixed()
+        spec, hope = self._speculative_rate(best, predicted)
+        self.rate = max(plain, spec)
+        length = limit if self.attentive else min(limit, best)
+        self.speculating = hope > plain and self._worth_catching_up(hope, plain, limit)
+        if self.speculating:
+            self.since_plain += 1
+            return 0 if self.since_plain > PLAIN_EVERY else length
+        self.since_probe += 1
+        self.earned += PROBE_SHARE / plain
+        cost = costs.draft(1, waiting) + costs.verify(1) - costs.verify(0)
+        if self.earned < cost and self.since_probe < PROBE_AT_LAST:
+            return 0
+        self.earned = max(0.0, self.earned - cost)
+        self.since_probe = 0
+        return length if self.attentive else 1
+
+    def _best_fixed(self) -> tuple[int, float]:
+        """The length, at least 1, of the highest rate by acceptance at each position, and that rate."""
+        costs = self.costs
+        best, rate, reach, tokens = 1, 0.0, 1.0, 1.0
+        for length, accepted in enumerate(self.acceptance.estimate()[: self.longest], 1):
+            reach *= accepted
+            tokens += reach
+            here = tokens / costs.round(length)
+            if here > rate:
+                best, rate = length, here
+            elif length > best + 2:
+                break
+        return best, rate
+
+    def _speculative_rate(self, length: int, predicted: float) -> tuple[float, float]:
+        """Tokens per second of speculation lately, shrunk towards the prediction; and the most it may well be."""
+        speed = self.costs.speed
+        weight = RATE_WEIGHT * self.costs.round(length) / speed
+        rate = self.recent.rate(predicted * speed, weight)
+        return rate / speed, (rate + self.recent.margin(weight)) / speed
+
+    def _worth_catching_up(self, spec: float, plain: float, limit: int) -> bool:
+        """Whether the rest of the answer will save the time of feeding the draft what it has not seen."""
+        if self.waiting <= FEW_WAITING:
+            return True
+        left = max(self.answer_tokens - self.this_answer, self.answer_tokens / 2)
+        return left * (1 / plain - 1 / spec) > self.costs.draft(0, self.waiting)
+
+    def advise(self, position: int, confidence: float) -> Advice:
+        """Drop a token whose verification is not worth its time; go on while a further one is."""
+        costs = self.costs
+        self.confidences.append(confidence)
+        self.reach *= self.calibration.accept(confidence)
+        if self.reach < self.rate * (costs.verify(position) - costs.verify(position - 1)):
+            return Advice.DROP
+        if position >= self.longest:
+            return Advice.LAST
+        more = costs.verify(position + 1) - costs.verify(position) + costs.draft(1)
+        follows = self.reach * self.calibration.next(confidence)
+        return Advice.MORE if follows > self.rate * more else Advice.LAST
+
+    def observe(self, outcome: Round) -> None:
+        """Learn costs, acceptance and calibration from a finished round."""
+        steps = len(self.confidences) if self.attentive else outcome.drafted
+        costs = self.costs
+        costs.observe(outcome, steps, self.waiting)
+        self.this_answer += 1 + outcome.accepted
+        if steps:
+            seconds = costs.draft(steps, self.waiting if self.waiting <= FEW_WAITING else 0)
+            seconds += costs.plain(outcome.drafted)
+            if self.attentive:
+                self.calibration.observe(self.confidences, outcome.drafted, outcome.accepted)
+            if outcome.drafted:
+                self.acceptance.observe(outcome.drafted, outcome.accepted)
+            if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
+                self.acceptance.changed()
+            if not self.speculating and outcome.accepted:
+                self.since_probe = PROBE_AT_LAST  # the next round probes again
+        if not outcome.drafted:
+            self.since_plain = 0
+        self.finished = self.clock()
+
+    def begin(self, scope: Scope) -> None:
+        """Estimates of another session or temperature start from the general ones."""
+        self.acceptance.begin(scope.session, "model", scope.temperature)
+        if self.this_answer:
+            self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
+        self.this_answer = 0
+        self.finished = None
+
+    def swapped(self) -> None:
+        """Doubt what was learned of the draft, and look again at once."""
+        self.acceptance.swapped()
+        self.calibration.swapped()
+        self.recent.forget()
+        self.since_probe = PROBE_AT_LAST
