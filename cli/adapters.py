@@ -222,22 +222,38 @@ def _resolve(store: AdapterStore, name: str) -> str:
 
 
 def _table(manifests: tuple[Manifest, ...], current: str | None) -> Any:
+    """One block of three lines an adapter; narrow enough for 80 columns."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(caption="acceptance rate and mean acceptance length on held-out records; 95% intervals")
-    for heading in ("adapter", "status", "recent: before → after", "older: before → after", "trained on", "age"):
-        table.add_column(heading)
+    caption = "Held-out acceptance rate, 95% interval of its gain, mean acceptance length."
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=caption, caption_justify="left")
+    for heading in ("adapter", "status", "recent records", "older records"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("generations", "age"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for manifest in manifests:
         in_use = manifest.id == current
         table.add_row(
-            f"{manifest.id} *" if in_use else manifest.id,
+            manifest.id,
             "[bold green]in use[/]" if in_use else manifest.status.replace("_", " "),
-            _held_out(manifest.recent),
-            _held_out(manifest.older),
-            _trained_on(manifest),
+            _short(manifest.recent),
+            _short(manifest.older),
+            f"{manifest.trained_on.generations:,}",
             _age(manifest),
         )
     return table
+
+
+def _short(held: HeldOut | None) -> str:
+    if held is None:
+        return "not measured"
+    length_before, length_after = held.mean_acceptance_length_before, held.mean_acceptance_length_after
+    return (
+        f"{held.acceptance_before.mean:.3f} → {held.acceptance_after.mean:.3f}\n"
+        f"{held.gain.low:+.3f} to {held.gain.high:+.3f}\n"
+        f"{length_before.mean:.2f} → {length_after.mean:.2f}"
+    )
 
 
 def _held_out(held: HeldOut | None) -> str:

@@ -48,8 +48,9 @@ def store(own_home: Path) -> AdapterStore:
 
 def test_list_shows_acceptance_before_and_after_and_what_is_in_use(store: AdapterStore) -> None:
     shown = run("list")
-    assert "0.300 → 0.440 (0.410 to 0.470)" in " ".join(shown.split()) or "0.300 → 0.440" in shown
-    assert "in use" in shown
+    for figure in ("0.300 → 0.440", "+0.100 to +0.180", "1.50 → 2.10", "in use", "promoted", "candidate"):
+        assert figure in shown
+    assert "0.300 → 0.440 (0.410 to 0.470)" in run("show", "3")
     objects = json.loads(run("list", "--json"))
     assert [one["id"] for one in objects] == ["0001", "0002", "0003"]
     assert [one["current"] for one in objects] == [False, True, False]
