@@ -1,0 +1,46 @@
+"""The target answers a file of prompts into the log, at the speed of the loop (``distill --prompts``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from adaptive.settings import Settings
+    from cli.prompts import Prompt
+
+
+def answer_into_log(settings: Settings, prompts: Sequence[Prompt], console: Console) -> None:
+    """Answer every prompt under the settings' sampling, behind a progress bar; all is in the log when it returns.
+
+    ctrl-C leaves what was answered so far in the log and is passed on.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from cli.session import open_session
+
+    with open_session(settings.model_copy(update={"record": True}), console) as session:
+        from adaptive.assistant import sampling_params
+        from adaptive.decoding.params import StopParams
+
+        sampling, stop = sampling_params(settings, session.pair), StopParams(settings.max_new_tokens)
+        columns = (
+            TextColumn("answering"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+        )
+        tokens, seconds = 0, 0.0
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(prompts), speed="")
+            for prompt in prompts:
+                for _ in session.assistant.chat(prompt.messages, sampling, stop):
+                    pass
+                done = session.assistant.last
+                assert done is not None
+                tokens, seconds = tokens + len(done.output), seconds + done.timings.predicted_s
+                progress.update(task, advance=1, speed=f"{tokens / max(seconds, 1e-9):.0f} tokens/s")
+    console.print(f"answered {len(prompts)} prompts, {tokens} tokens")
