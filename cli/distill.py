@@ -1,0 +1,288 @@
+"""``adaptive distill``: one round of training, from the log or from files, and what the gate said to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from adaptive.settings import Settings
+    from checkpoints.manifest import HeldOut, Interval
+    from trainers.fit import Progress
+    from trainers.recipe import Recipe
+    from trainers.round import DistillOutcome, Promotion
+
+TRAINING = "Training"
+
+# Draft length of the table where none was asked for: the usual one of fixed-length engines.
+TABLE_DRAFT_LENGTH = 4
+
+
+@shared_options(
+    "target",
+    "draft",
+    "device",
+    "draft_device",
+    "revision",
+    "draft_revision",
+    "trust_remote_code",
+    "draft_length",
+    "seed",
+)
+def distill(
+    settings: Settings,
+    data: Annotated[
+        Optional[Path], typer.Option(help="Learn from chat messages too: JSON lines of messages.", metavar="FILE")
+    ] = None,
+    epochs: Annotated[
+        Optional[float], typer.Option(help="Times over the training set, at most.", rich_help_panel=TRAINING)
+    ] = None,
+    max_seconds: Annotated[
+        Optional[float], typer.Option(help="Seconds of training, at most.", rich_help_panel=TRAINING)
+    ] = None,
+    rank: Annotated[Optional[int], typer.Option(help="Rank of the adapter.", rich_help_panel=TRAINING)] = None,
+    lr: Annotated[
+        Optional[float],
+        typer.Option(help="Peak learning rate; by default from the draft's width.", rich_help_panel=TRAINING),
+    ] = None,
+    loss: Annotated[
+        Optional[str],
+        typer.Option(help="auto, forward-kl, reverse-kl, js, tv, kl-tv or cross-entropy.", rich_help_panel=TRAINING),
+    ] = None,
+    from_current: Annotated[
+        bool,
+        typer.Option("--from-current", help="Go on from the adapter in use, not from zero.", rich_help_panel=TRAINING),
+    ] = False,
+    no_promote: Annotated[bool, typer.Option("--no-promote", help="Leave the adapter a candidate.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Promote whatever the gate says.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Teach the draft what the target said, and put it into use if that helps on text it was not trained on.
+
+    ctrl-C stops at once and keeps the best draft so far as a candidate.
+
+    Example: adaptive distill
+
+    Example: adaptive distill --data chats.jsonl --max-seconds 120
+    """
+    if no_promote and force:
+        raise AdaptiveError("--no-promote and --force contradict each other; give one of them")
+    recipe = _recipe(settings, epochs, max_seconds, rank, lr, loss, from_current)
+    promotion: Promotion = "never" if no_promote else "force" if force else "gate"
+
+    from rich.console import Console
+
+    console = Console(stderr=as_json, highlight=False)
+    outcome = run(settings, recipe, promotion, console, data)
+    if as_json:
+        typer.echo(json.dumps(as_object(outcome), indent=2, ensure_ascii=False))
+    else:
+        show(outcome, settings, console)
+    if outcome.stopped:
+        raise typer.Exit(130)
+
+
+def run(
+    settings: Settings, recipe: Recipe, promotion: Promotion, console: Console, data: Path | None = None
+) -> DistillOutcome:
+    """One round for the pair of ``settings``, with a progress bar on ``console`` and ctrl-C as the brake.
+
+    Whatever must happen to the log first (prompts that the target answers) happens before this call.
+    """
+    from adaptive.pair import load_draft_for_training, load_tokenizer, pair_identity
+    from adaptive.state import open_state
+    from checkpoints.store import AdapterStore
+    from trainers.chats import read_chats
+    from trainers.dataset import read_log
+    from trainers.round import distill as train
+
+    identity = pair_identity(settings)
+    state = open_state(settings.state_dir, identity.id)
+    extra = read_chats(data, load_tokenizer(settings)) if data is not None else None
+    if extra is None and not state.records.exists():
+        read_log(state.records, recipe.buffer)  # says that there is no log before a model is loaded
+    with console.status("loading the draft"):
+        draft = load_draft_for_training(settings)
+    with stoppable() as should_stop, progress_bar(console) as report:
+        return train(
+            state.records,
+            AdapterStore(state.adapters),
+            identity.base,
+            draft,
+            recipe,
+            on_progress=report,
+            should_stop=should_stop,
+            extra=extra,
+            promotion=promotion,
+        )
+
+
+def _recipe(
+    settings: Settings,
+    epochs: float | None,
+    max_seconds: float | None,
+    rank: int | None,
+    lr: float | None,
+    loss: str | None,
+    from_current: bool,
+) -> Recipe:
+    """The default recipe with what was asked for. Raises AdaptiveError naming a value that cannot work."""
+    from trainers.recipe import Recipe
+
+    length = settings.draft_length
+    asked: dict[str, Any] = {
+        "epochs": epochs,
+        "max_seconds": max_seconds,
+        "rank": rank,
+        "learning_rate": lr,
+        "loss": loss,
+        "seed": settings.seed,
+        "start": "parent" if from_current else None,
+        "draft_length": int(length) if length.isdigit() and int(length) > 0 else TABLE_DRAFT_LENGTH,
+    }
+    return Recipe(**{name: value for name, value in asked.items() if value is not None})
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """A ``should_stop`` that ctrl-C (or a terminate signal) turns on; a second one ends the program there and then."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def ask(number: int, frame: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """A bar with loss, held-out acceptance and time left; yields the ``on_progress`` that moves it."""
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("distilling"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}"),
+        TextColumn("held-out acceptance {task.fields[acceptance]}  {task.fields[left]}"),
+    )
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None, loss="…", acceptance="…", left="")
+
+        def report(progress: Progress) -> None:
+            left = progress.seconds_left
+            bar.update(
+                task,
+                completed=progress.step,
+                total=progress.steps,
+                loss=f"{progress.loss:.3f}",
+                acceptance=f"{progress.held_out_acceptance:.3f}",
+                left=f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left" if math.isfinite(left) else "",
+            )
+
+        yield report
+
+
+def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
+    """Before and after, the verdict in one sentence, and what to type next."""
+    from rich.table import Table
+
+    for note in outcome.notes:
+        console.print(f"[yellow]adapter:[/] {note}")
+    if outcome.verdict is not None:
+        table = Table(title="Held-out records, 95% intervals", title_justify="left")
+        for column in ("", "draft in use", "this adapter", "gain"):
+            table.add_column(column, justify="left" if not column else "right")
+        for name, figures in (("recent", outcome.verdict.recent), ("older", outcome.verdict.older)):
+            if figures is not None:
+                _add_rows(table, name, figures)
+        console.print(table)
+    console.print(outcome.message, style="green" if _promoted(outcome) else None)
+    console.print(
+        f"[dim]{outcome.train_generations} generations trained on, {outcome.steps} steps "
+        f"(best: {outcome.best_step}), {outcome.train_seconds:.0f} s of training, {outcome.seconds:.0f} s in all.[/]"
+    )
+    console.print(f"Next: {_next_command(outcome, settings)}", soft_wrap=True)
+
+
+def _promoted(outcome: DistillOutcome) -> bool:
+    return outcome.manifest is not None and outcome.manifest.status == "promoted"
+
+
+def _add_rows(table: Any, name: str, figures: HeldOut) -> None:
+    """Acceptance and mean acceptance length of one held-out set."""
+    lengths = figures.mean_acceptance_length_before, figures.mean_acceptance_length_after
+    table.add_row(
+        f"{name}: acceptance ({figures.generations} generations)",
+        _interval(figures.acceptance_before, 3),
+        _interval(figures.acceptance_after, 3),
+        _interval(figures.gain, 3, signed=True),
+    )
+    table.add_row(
+        f"{name}: tokens a round at draft length {figures.draft_length}",
+        _interval(lengths[0], 2),
+        _interval(lengths[1], 2),
+        f"{lengths[1].mean / lengths[0].mean:.2f}x",
+    )
+
+
+def _interval(interval: Interval, digits: int, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    return f"{interval.mean:{sign}.{digits}f} ({interval.low:{sign}.{digits}f} to {interval.high:{sign}.{digits}f})"
+
+
+def _next_command(outcome: DistillOutcome, settings: Settings) -> str:
+    """What a person most likely wants to type now."""
+    options = {"--target": settings.target, "--draft": settings.draft, "--state-dir": settings.home}
+    pair = "".join(f" {name} {value}" for name, value in options.items() if value is not None)
+    if _promoted(outcome):
+        return f"adaptive chat{pair}"
+    if outcome.manifest is not None and outcome.manifest.status == "candidate":
+        return f"adaptive adapters promote {outcome.manifest.id}{pair}, or adaptive distill{pair} again"
+    return f"adaptive chat{pair}, and adaptive distill{pair} again when more has been said"
+
+
+def as_object(outcome: DistillOutcome) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    verdict = outcome.verdict
+    return {
+        "adapter": outcome.manifest.id if outcome.manifest else None,
+        "status": outcome.manifest.status if outcome.manifest else None,
+        "message": outcome.message,
+        "stopped": outcome.stopped,
+        "verdict": None if verdict is None else {"promote": verdict.promote, "reason": verdict.reason},
+        "recent": None if verdict is None else asdict(verdict.recent),
+        "older": None if verdict is None or verdict.older is None else asdict(verdict.older),
+        "train_generations": outcome.train_generations,
+        "validation_generations": outcome.validation_generations,
+        "gate_generations": outcome.gate_generations,
+        "steps": outcome.steps,
+        "best_step": outcome.best_step,
+        "train_seconds": outcome.train_seconds,
+        "seconds": outcome.seconds,
+        "notes": list(outcome.notes),
+    }
