@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.memory import Memory
+from adaptive.control.policy import FixedLength, LengthPolicy, Scope
 from adaptive.decoding.drafters import ModelDrafter
 from adaptive.decoding.loop import Decoding, Request, Step, TargetSampler
 from adaptive.decoding.params import SamplingParams, StopParams
@@ -31,15 +33,15 @@ from adaptive.settings import Settings
 
 # Keeps the draft's random numbers apart from the target's under one seed.
 DRAFT_SEED = 0x5DEECE66D
-# Tokens drafted a round where nothing was said. Published best lengths are 4 for chat and 10 for code;
-# too high wastes draft steps on text that is guessed badly, too low caps the gain on text guessed well.
-DEFAULT_DRAFT_LENGTH = 4
 
 
-def length_policy(settings: Settings) -> LengthPolicy:
-    """The policy that ``--draft-length`` names. Raises AdaptiveError for anything else."""
+def length_policy(settings: Settings, memory: Memory | None = None, attentive: bool = True) -> LengthPolicy:
+    """The policy that ``--draft-length`` names; ``auto`` starts from ``memory``, if there is one.
+
+    ``attentive`` as in ``LengthPolicy``. Raises AdaptiveError for anything else than auto or a number.
+    """
     if settings.draft_length == "auto":
-        return FixedLength(DEFAULT_DRAFT_LENGTH)
+        return memory.policy(attentive) if memory else GoodputLength(attentive=attentive)
     if not settings.draft_length.isdigit() or int(settings.draft_length) > 64:
         raise AdaptiveError(f"--draft-length is {settings.draft_length!r}; give auto or a number from 0 to 64")
     return FixedLength(int(settings.draft_length))
@@ -84,6 +86,7 @@ class Assistant:
             return
         self.pair.draft.apply_adapter(folder)
         self.adapter = adapter
+        self.policy.swapped()
         # The draft's cache was made by other weights: start it again, it is cheap to fill.
         self._draft = CachedSequence(self.pair.draft)
 
@@ -138,6 +141,7 @@ class Assistant:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=secrets.randbits(63))
         record = record and self.log is not None
+        self.policy.begin(Scope(session or self.session, sampling.temperature))
         decoding = self.last = self._decoding(Request(prompt, sampling, stop, self._end_set(stop), record))
         try:
             yield from decoding.steps()

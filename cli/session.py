@@ -56,16 +56,30 @@ def open_session(settings: Settings, console: Console) -> Iterator[Session]:
     pair = load_with_progress(settings, console)
 
     from adaptive.assistant import Assistant, length_policy
+    from adaptive.control.costs import CostModel
+    from adaptive.control.goodput import GoodputLength
+    from adaptive.control.measure import attentive_on, measure, where_it_runs
+    from adaptive.control.memory import load, remembered, save
+    from adaptive.control.policy import FixedLength
     from adaptive.records.writer import LogWriter
 
-    policy = length_policy(settings)
+    memory = load(state.controller, where_it_runs(pair))
+    policy = length_policy(settings, memory, attentive_on(pair))
     store = AdapterStore(state.adapters)
     log = LogWriter(state.records) if settings.record else None
+    session = Session(Assistant(pair, FixedLength(0), log), pair, state, store)
     try:
-        session = Session(Assistant(pair, policy, log), pair, state, store)
         use_current_adapter(session, console)
+        # Only now does the policy come in: what it remembers is in doubt only if the adapter is another one.
+        session.assistant.policy = policy
+        if session.assistant.adapter != memory.adapter:
+            policy.swapped()
+        if isinstance(policy, GoodputLength) and pair.draft is not None and memory.costs is None:
+            policy.costs = CostModel(measure(pair))
         yield session
     finally:
+        if isinstance(policy, GoodputLength) and pair.draft is not None:
+            save(state.controller, remembered(policy, memory.device, session.assistant.adapter))
         if log is not None:
             log.close()
             if log.problem:

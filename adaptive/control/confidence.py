@@ -59,15 +59,15 @@ class Calibration:
             b = bisect.bisect(EDGES, confidences[i])
             self.follow[b] += FOLLOW_STEP * (self.accept(confidences[i + 1]) - self.follow[b])
         if drafted:
-            self._calibrate()
+            self.calibrate()
 
     def swapped(self) -> None:
         """The draft is another one."""
         self.accepted = [n * KEEP_AT_SWAP for n in self.accepted]
         self.rejected = [n * KEEP_AT_SWAP for n in self.rejected]
-        self._calibrate()
+        self.calibrate()
 
-    def _calibrate(self) -> None:
+    def calibrate(self) -> None:
         """Posterior means of all bins, then isotonic regression (pool adjacent violators, weighted)."""
         blocks: list[tuple[float, float, int]] = []  # mean, weight, bins
         for a, r, centre in zip(self.accepted, self.rejected, CENTRES, strict=True):

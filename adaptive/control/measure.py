@@ -1,0 +1,114 @@
+"""Measuring what a round costs, with the very round that decoding runs.
+
+In: a pair of engines. Out: a ``CostTable``. Some hundred rounds, interleaved over the lengths so that
+a slow moment of the machine falls on all of them; of each length the median counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from adaptive.control.costs import LONGEST, CostTable, from_samples
+from adaptive.control.policy import Advice
+from adaptive.decoding.drafters import ModelDrafter
+from adaptive.decoding.loop import TargetSampler, speculative_round
+from adaptive.decoding.params import SamplingParams
+from adaptive.decoding.sampling import Penalties
+from adaptive.decoding.supervision import SupervisionTape
+from adaptive.pair import Pair
+from adaptive.records.types import Round
+
+# Lengths that are measured; between them costs are taken as linear. Kernels change their ways at a
+# few rows, so the short ones are all there.
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+# Tokens of context at the quick measurement, and how many more for the share that context has.
+CONTEXT, FURTHER = 64, 448
+# Tokens that the draft is made to catch up with, to see what one of them costs.
+CATCH_UP = 32
+# Rounds of each length and seconds after which no further ones are started. Fewer than 5 rounds leave
+# the median to chance.
+REPEATS, ENOUGH_S, LEAST_REPEATS = 15, 3.0, 5
+
+
+def where_it_runs(pair: Pair) -> str:
+    """Names what the costs depend on besides the weights: engines and devices of both models."""
+    engines = [engine for engine in (pair.target, pair.draft) if engine is not None]
+    return " ".join(f"{engine.name}:{engine.device}:{torch.get_num_threads()}" for engine in engines)
+
+
+def attentive_on(pair: Pair) -> bool:
+    """Whether asking the draft for its confidence at every token is cheap: it waits for the device, which
+    on a GPU keeps the next step from being queued."""
+    return pair.draft is not None and pair.draft.device.type == "cpu"
+
+
+class Bench:
+    """One text in both caches, on which rounds are run and undone."""
+
+    def __init__(self, pair: Pair, context: int, attentive: bool) -> None:
+        assert pair.draft is not None
+        params = SamplingParams()
+        penalties = Penalties(params, pair.target.vocab_size, pair.target.device)
+        self.committed = [1 + i * 7919 % (pair.target.vocab_size - 1) for i in range(context)]
+        self.target, self.draft = pair.target.sequence(), pair.draft.sequence()
+        for sequence in (self.target, self.draft):
+            sequence.reserve(context + LONGEST + 2)
+        generator = torch.Generator(pair.draft.device)
+        self.drafter = ModelDrafter(
+            self.draft, pair.draft.context_length, pair.target.vocab_size, params, penalties, generator
+        )
+        self.sampler = TargetSampler(params, penalties, torch.Generator(pair.target.device))
+        self.advise = (lambda position, confidence: Advice.MORE) if attentive else None
+        self.round(1)
+
+    def round(self, length: int, waiting: int = 0) -> tuple[Round, float]:
+        """A round of ``length`` drafted tokens, undone again; and the seconds of keeping its supervision."""
+        held = len(self.committed)
+        self.target.rollback(held - 1)
+        self.draft.rollback(held - 1 - waiting)
+        outcome, verdict, logits = speculative_round(
+            self.target, self.drafter, self.sampler, list(self.committed), length, self.advise
+        )
+        began = time.perf_counter()
+        SupervisionTape().append(logits, verdict.chosen)
+        return outcome, time.perf_counter() - began
+
+
+def measure(pair: Pair, thorough: bool = False) -> CostTable:
+    """Costs of ``pair`` here and now; ``thorough`` also measures what a longer context adds."""
+    attentive = attentive_on(pair)
+    context = min(CONTEXT, pair.target.context_length // 4)
+    bench = Bench(pair, context, attentive)
+    verify: dict[int, list[float]] = {k: [] for k in LENGTHS}
+    steps: list[float] = []
+    caught_up: list[float] = []
+    kept: list[float] = []
+    began = time.perf_counter()
+    for repeat in range(REPEATS * (3 if thorough else 1)):
+        if repeat >= LEAST_REPEATS and time.perf_counter() - began > ENOUGH_S * (3 if thorough else 1):
+            break
+        for length in LENGTHS:
+            outcome, tape_s = bench.round(length)
+            verify[length].append(outcome.verify_s)
+            kept.append(tape_s)
+            if length >= 2:
+                steps.append(outcome.draft_s / length)
+        caught_up.append(bench.round(1, waiting=min(CATCH_UP, context - 2))[0].draft_s)
+    draft_s = statistics.median(steps)
+    medians = {length: statistics.median(seconds) for length, seconds in verify.items()}
+    context_s = 0.0
+    if thorough and pair.target.context_length > context + FURTHER + LONGEST + 2:
+        longer = Bench(pair, context + FURTHER, attentive)
+        slower = statistics.median(longer.round(0)[0].verify_s for _ in range(LEAST_REPEATS * 3))
+        context_s = max(0.0, slower - medians[0]) / FURTHER
+    return CostTable(
+        draft_s=draft_s,
+        catch_up_s=max(0.0, statistics.median(caught_up) - draft_s) / min(CATCH_UP, context - 2),
+        verify_s=from_samples(medians),
+        overhead_s=statistics.median(kept),
+        context_s=context_s,
+        context=context,
+    )

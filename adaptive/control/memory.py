@@ -1,0 +1,124 @@
+"""``controller.json``: what the controller learned of a pair, from one session to the next.
+
+Costs in seconds, acceptance counts by position, calibration counts by confidence. Written beside the
+old file and moved over it, so that a killed process leaves one or the other whole. A file that cannot
+be read is no reason to stop: the controller then learns anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from adaptive.control.acceptance import Acceptance, Counts
+from adaptive.control.confidence import Calibration
+from adaptive.control.costs import LONGEST, CostTable
+from adaptive.control.goodput import GoodputLength
+
+# Version of the file's shape; another one is not read.
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What one session leaves to the next.
+
+    ``device`` says for which devices and dtypes the costs hold, ``adapter`` which draft the acceptance
+    is that of. ``costs`` is None where nothing was measured there.
+    """
+
+    device: str
+    adapter: str | None
+    costs: CostTable | None
+    acceptance: Acceptance
+    calibration: Calibration
+
+    def policy(self, attentive: bool) -> GoodputLength:
+        """The default policy, starting from this memory."""
+        return GoodputLength(self.costs, self.acceptance, self.calibration, attentive=attentive)
+
+
+def remembered(policy: GoodputLength, device: str, adapter: str | None) -> Memory:
+    """What ``policy`` knows now."""
+    costs = policy.costs.table() if policy.costs.measured else None
+    return Memory(device, adapter, costs, policy.acceptance, policy.calibration)
+
+
+def save(file: Path, memory: Memory) -> None:
+    """Write the whole file at once."""
+    acceptance, calibration = memory.acceptance, memory.calibration
+    content = {
+        "version": VERSION,
+        "device": memory.device,
+        "adapter": memory.adapter,
+        "costs": dataclasses.asdict(memory.costs) if memory.costs else None,
+        "acceptance": {
+            "all": _counts(acceptance.everything),
+            "kinds": {name: _counts(counts) for name, counts in acceptance.kinds.items()},
+        },
+        "calibration": {
+            "accepted": calibration.accepted,
+            "rejected": calibration.rejected,
+            "follow": calibration.follow,
+        },
+    }
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as stream:
+        json.dump(content, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)
+
+
+def _counts(counts: Counts) -> dict[str, list[float]]:
+    return {"accepted": counts.accepted, "rejected": counts.rejected}
+
+
+def load(file: Path, device: str) -> Memory:
+    """The memory in ``file``; an empty one where there is none, or none that can be used.
+
+    Costs of other devices are left out.
+    """
+    empty = Memory(device, None, None, Acceptance(), Calibration())
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["version"] != VERSION:
+            return empty
+        costs = _table(content["costs"]) if content["costs"] and content["device"] == device else None
+        acceptance, calibration = Acceptance(), Calibration()
+        _restore(acceptance.everything, content["acceptance"]["all"])
+        for name, stored in content["acceptance"]["kinds"].items():
+            counts = Counts(acceptance.everything.keep)
+            _restore(counts, stored)
+            acceptance.kinds[str(name)] = counts
+        bins = len(calibration.table)
+        for part in ("accepted", "rejected", "follow"):
+            setattr(calibration, part, _numbers(content["calibration"][part], bins))
+        calibration.calibrate()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return empty
+    return Memory(device, content.get("adapter"), costs, acceptance, calibration)
+
+
+def _restore(counts: Counts, stored: dict[str, Any]) -> None:
+    counts.accepted = _numbers(stored["accepted"], LONGEST)
+    counts.rejected = _numbers(stored["rejected"], LONGEST)
+
+
+def _table(stored: dict[str, Any]) -> CostTable:
+    single = {f.name: float(stored[f.name]) for f in dataclasses.fields(CostTable) if f.name != "verify_s"}
+    verify = tuple(_numbers(stored["verify_s"], LONGEST + 1))
+    if min(*verify, single["draft_s"], single["overhead_s"]) <= 0:
+        raise ValueError("costs must be positive")
+    return CostTable(verify_s=verify, **{**single, "context": int(single["context"])})  # type: ignore[arg-type]
+
+
+def _numbers(stored: list[Any], count: int) -> list[float]:
+    """Exactly ``count`` finite numbers that are not negative; ValueError otherwise."""
+    numbers = [float(n) for n in stored]
+    if len(numbers) != count or not all(0 <= n < float("inf") for n in numbers):
+        raise ValueError("damaged numbers")
+    return numbers
