@@ -18,10 +18,12 @@ from adaptive.errors import AdaptiveError
 from cli.options import shared_options
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from rich.console import Console
 
     from adaptive.settings import Settings
     from checkpoints.manifest import HeldOut, Interval
+    from cli.prompts import Prompt
     from trainers.fit import Progress
     from trainers.recipe import Recipe
     from trainers.round import DistillOutcome, Promotion
@@ -32,19 +34,13 @@ TRAINING = "Training"
 TABLE_DRAFT_LENGTH = 4
 
 
-@shared_options(
-    "target",
-    "draft",
-    "device",
-    "draft_device",
-    "revision",
-    "draft_revision",
-    "trust_remote_code",
-    "draft_length",
-    "seed",
-)
+@shared_options()
 def distill(
     settings: Settings,
+    prompts: Annotated[
+        Optional[Path],
+        typer.Option(help="The target answers these first: JSON lines with a prompt or messages each.", metavar="FILE"),
+    ] = None,
     data: Annotated[
         Optional[Path], typer.Option(help="Learn from chat messages too: JSON lines of messages.", metavar="FILE")
     ] = None,
@@ -77,6 +73,8 @@ def distill(
 
     Example: adaptive distill
 
+    Example: adaptive distill --prompts prompts.jsonl --temperature 0.7
+
     Example: adaptive distill --data chats.jsonl --max-seconds 120
     """
     if no_promote and force:
@@ -87,7 +85,13 @@ def distill(
     from rich.console import Console
 
     console = Console(stderr=as_json, highlight=False)
-    outcome = run(settings, recipe, promotion, console, data)
+    asked = None if prompts is None else _prompts(prompts)
+    extra = None if data is None else _chats(settings, data)
+    if asked is not None:
+        from cli.answer import answer_into_log
+
+        answer_into_log(settings, asked, console)
+    outcome = run(settings, recipe, promotion, console, extra)
     if as_json:
         typer.echo(json.dumps(as_object(outcome), indent=2, ensure_ascii=False))
     else:
@@ -97,24 +101,22 @@ def distill(
 
 
 def run(
-    settings: Settings, recipe: Recipe, promotion: Promotion, console: Console, data: Path | None = None
+    settings: Settings, recipe: Recipe, promotion: Promotion, console: Console, extra: Dataset | None = None
 ) -> DistillOutcome:
     """One round for the pair of ``settings``, with a progress bar on ``console`` and ctrl-C as the brake.
 
-    Whatever must happen to the log first (prompts that the target answers) happens before this call.
+    Raises AdaptiveError for a pair with nothing to learn from, before a model is loaded.
     """
-    from adaptive.pair import load_draft_for_training, load_tokenizer, pair_identity
+    from adaptive.pair import load_draft_for_training, pair_identity
     from adaptive.state import open_state
     from checkpoints.store import AdapterStore
-    from trainers.chats import read_chats
     from trainers.dataset import read_log
     from trainers.round import distill as train
 
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
-    extra = read_chats(data, load_tokenizer(settings)) if data is not None else None
     if extra is None and not state.records.exists():
-        read_log(state.records, recipe.buffer)  # says that there is no log before a model is loaded
+        read_log(state.records, recipe.buffer)
     with console.status("loading the draft"):
         draft = load_draft_for_training(settings)
     with stoppable() as should_stop, progress_bar(console) as report:
@@ -129,6 +131,19 @@ def run(
             extra=extra,
             promotion=promotion,
         )
+
+
+def _prompts(file: Path) -> list[Prompt]:
+    from cli.prompts import read_prompts
+
+    return read_prompts(file)
+
+
+def _chats(settings: Settings, file: Path) -> Dataset:
+    from adaptive.pair import load_tokenizer
+    from trainers.chats import read_chats
+
+    return read_chats(file, load_tokenizer(settings))
 
 
 def _recipe(

@@ -1,0 +1,376 @@
+"""Training from a real log into a real store: nothing leaks, nothing is lost, and the draft gets better."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from adaptive.decoding.params import SamplingParams
+from adaptive.decoding.supervision import SupervisionTape
+from adaptive.errors import AdaptiveError
+from adaptive.records.log import Log
+from adaptive.records.types import Generation, Message, Timings
+from adaptive.records.writer import LogWriter
+from checkpoints.manifest import BaseDraft
+from checkpoints.store import AdapterStore
+from trainers import lora
+from trainers.dataset import examples, fold, loop_start, read_log, repeated_ngrams, split
+from trainers.fit import position_losses
+from trainers.recipe import Recipe
+from trainers.replay import acceptance_rate, replay
+from trainers.round import distill
+
+VOCAB = 48
+BASE = BaseDraft("tiny", "0123")
+SHORT = Recipe(rank=8, epochs=10, evaluations=8, learning_rate=2e-2, batch=8, draft_length=4)
+
+
+def target() -> PreTrainedModel:
+    """Two layers that mostly look at the last token: something that one layer can learn."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config(layers=2)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "self_attn" in name:
+                parameter.mul_(0.3)
+    return model
+
+
+def small_draft() -> PreTrainedModel:
+    """One layer between the target's own embeddings and head that knows nothing yet."""
+    torch.manual_seed(9)
+    draft = LlamaForCausalLM(config(layers=1)).eval()
+    draft.load_state_dict(target().state_dict(), strict=False)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if "layers" in name and parameter.ndim == 2:
+                parameter.normal_(std=0.05)
+    return draft
+
+
+def config(layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.35,
+    )
+
+
+def speak(model: PreTrainedModel, count: int, params: SamplingParams, seed: int = 0) -> list[Generation]:
+    """Generations of ``model`` with supervision, on random prompts, made together."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(0, VOCAB, (count, 6), generator=generator)
+    ids = prompts
+    with torch.no_grad():
+        for _ in range(40):
+            logits = model(input_ids=ids).logits[:, -1].float()
+            if params.greedy:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                token = torch.multinomial((logits / params.temperature).softmax(-1), 1, generator=generator)
+            ids = torch.cat([ids, token], dim=1)
+        rows = model(input_ids=ids).logits[:, 5:-1].float()
+    made = []
+    for index in range(count):
+        output = ids[index, 6:]
+        chosen = torch.zeros(40)
+        if not params.greedy:
+            chosen = (rows[index] / params.temperature).log_softmax(-1).gather(-1, output[:, None])[:, 0]
+        tape = SupervisionTape()
+        tape.append(rows[index], chosen)
+        made.append(generation(f"{seed}-{index}", prompts[index].numpy(), output.numpy(), params, tape))
+    return made
+
+
+def generation(
+    question: str, prompt: np.ndarray, output: np.ndarray, params: SamplingParams, tape: SupervisionTape | None = None
+) -> Generation:
+    return Generation(
+        session="s",
+        created=time.time(),
+        messages=(Message("user", question),),
+        prompt_text="",
+        text="",
+        prompt=prompt.astype(np.int32),
+        output=output.astype(np.int32),
+        sampling=params,
+        adapter=None,
+        engine="test",
+        domain="kind",
+        finish_reason="length",
+        rounds=(),
+        timings=Timings(len(prompt), 0, 0.1, len(output), 0.1),
+        supervision=tape.take(len(output)) if tape else None,
+    )
+
+
+def write_log(path: Path, generations: list[Generation]) -> Path:
+    with LogWriter(path) as writer:
+        for one in generations:
+            writer.write(one)
+        writer.flush()
+    return path
+
+
+@pytest.fixture(scope="module")
+def spoken() -> list[Generation]:
+    return speak(target(), 100, SamplingParams(temperature=0.7))
+
+
+@pytest.fixture
+def log(tmp_path: Path, spoken: list[Generation]) -> Path:
+    return write_log(tmp_path / "records.db", spoken)
+
+
+def test_distillation_raises_held_out_acceptance_and_is_promoted(tmp_path: Path, log: Path) -> None:
+    store, draft = AdapterStore(tmp_path / "adapters"), small_draft()
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    outcome = distill(log, store, BASE, draft, SHORT)
+    assert outcome.verdict is not None
+    assert outcome.verdict.promote, outcome.message
+    gain = outcome.verdict.recent.gain
+    assert gain.low > 0.05
+    assert outcome.manifest == store.current()
+    # The figures are those of what lies in the store, and the draft itself is as it was.
+    assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
+    model = lora.load(draft, store.path(str(store.current_id())))
+    held_out = [e for e in examples(split(read_log(log, 1000)).gate, 128) if e.replayable]
+    assert acceptance_rate(replay(model, held_out)) == pytest.approx(outcome.verdict.recent.acceptance_after.mean)
+
+
+def test_greedy_records_teach_the_argmax(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "records.db", speak(target(), 100, SamplingParams()))
+    outcome = distill(log, AdapterStore(tmp_path / "adapters"), BASE, small_draft(), SHORT)
+    assert outcome.verdict is not None
+    assert outcome.verdict.recent.gain.mean > 0.05, outcome.message
+
+
+def test_a_second_round_is_judged_against_the_adapter_in_use(
+    tmp_path: Path, log: Path, spoken: list[Generation]
+) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    first = distill(log, store, BASE, small_draft(), SHORT)
+    write_log(log, speak(target(), 60, SamplingParams(temperature=0.7), seed=1))
+    second = distill(log, store, BASE, small_draft(), Recipe(**{**SHORT.to_json(), "start": "parent", "epochs": 4}))
+    assert first.verdict is not None
+    if second.verdict is not None:
+        assert second.verdict.older is not None
+        before = second.verdict.older.acceptance_before.mean
+        assert before == pytest.approx(first.verdict.recent.acceptance_after.mean, abs=0.02)
+    assert store.current_id() is not None
+
+
+def test_records_with_nothing_to_learn_leave_the_draft_in_use(tmp_path: Path) -> None:
+    """A draft that already is the target cannot be improved on."""
+    draft = target()
+    log = write_log(tmp_path / "records.db", speak(draft, 80, SamplingParams(temperature=1.0)))
+    store = AdapterStore(tmp_path / "adapters")
+    outcome = distill(log, store, BASE, draft, Recipe(rank=4, epochs=1, evaluations=4))
+    assert store.current_id() is None, outcome.message
+
+
+def test_no_prompt_is_ever_on_two_sides_and_sides_never_change(tmp_path: Path, spoken: list[Generation]) -> None:
+    again = [generation(f"0-{i}", np.arange(9), np.arange(1, 30), SamplingParams()) for i in range(60)]
+    small = read_log(write_log(tmp_path / "a.db", spoken[:40]), 1000)
+    large = read_log(write_log(tmp_path / "b.db", [*spoken, *again]), 1000)
+    sides = [
+        {side: set(getattr(split(rows), side)["fold"]) for side in ("train", "validation", "gate")}
+        for rows in (small, large)
+    ]
+    for side in sides[1]:
+        others = set().union(*(sides[1][other] for other in sides[1] if other != side))
+        assert not sides[1][side] & others
+        assert sides[0][side] <= sides[1][side]
+    parts = split(large)
+    assert len(parts.train) + len(parts.validation) + len(parts.gate) == 160
+    assert fold("  What is\n2+2? ") == fold("what is 2+2?")
+
+
+def test_loops_are_cut_out(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    fresh = rng.integers(0, VOCAB, 60)
+    looping = np.concatenate([fresh, np.tile(np.arange(5), 30)])
+    quoting = np.concatenate([fresh, fresh[:20], rng.integers(0, VOCAB, 40)])
+    kept = loop_start(repeated_ngrams(looping), len(looping))
+    assert 60 <= kept <= 75
+    assert loop_start(repeated_ngrams(quoting), len(quoting)) == len(quoting)
+    rows = read_log(write_log(tmp_path / "r.db", [generation("q", fresh, looping, SamplingParams())]), 10)
+    (one,) = examples(rows, 1000)
+    assert len(one.output) == kept
+    assert not one.limited
+    assert rows[0]["repeated"] > 0.5
+
+
+def test_supervision_survives_the_way_through_the_dataset(log: Path, spoken: list[Generation]) -> None:
+    for example, one in zip(examples(read_log(log, 1000), 1000), spoken, strict=True):
+        assert example.supervision is not None
+        assert one.supervision is not None
+        n = len(example.output)
+        for name in ("ids", "logprobs", "rest", "chosen"):
+            np.testing.assert_array_equal(getattr(example.supervision, name), getattr(one.supervision, name)[:n])
+
+
+def test_auto_takes_the_loss_that_each_record_rewards(spoken: list[Generation]) -> None:
+    greedy = speak(target(), 1, SamplingParams())[0]
+    from dataclasses import replace
+
+    from trainers.dataset import Example
+    from trainers.losses import cross_entropy, forward_kl
+
+    def example(g: Generation) -> Example:
+        return Example(1, "", g.prompt, g.output, g.sampling, False, g.supervision)
+
+    both = [example(greedy), example(spoken[0]), replace(example(spoken[1]), supervision=None)]
+    logits = torch.randn(120, VOCAB)
+    found = position_losses(logits, both, "auto")
+    first, second, third = logits.split(40)
+    torch.testing.assert_close(found[:40], cross_entropy(first, torch.from_numpy(greedy.output).long()))
+    s = spoken[0].supervision
+    assert s is not None
+    kept = (torch.from_numpy(a) for a in (s.ids.astype(np.int64), s.logprobs, s.rest))
+    torch.testing.assert_close(found[40:80], forward_kl(second, *kept, 0.7))
+    torch.testing.assert_close(found[80:], cross_entropy(third, torch.from_numpy(spoken[1].output).long()))
+
+
+def test_too_few_records_say_how_many_there_are_and_how_many_are_needed(
+    tmp_path: Path, spoken: list[Generation]
+) -> None:
+    log = write_log(tmp_path / "records.db", spoken[:9])
+    with pytest.raises(AdaptiveError, match=r"9 usable generations.*16, 2 and 6 are needed.*about \d+ more"):
+        distill(log, AdapterStore(tmp_path / "adapters"), BASE, small_draft(), SHORT)
+    with pytest.raises(AdaptiveError, match="no log"):
+        distill(tmp_path / "none.db", AdapterStore(tmp_path / "adapters"), BASE, small_draft(), SHORT)
+
+
+def test_stopping_early_keeps_the_best_so_far_as_a_candidate(tmp_path: Path, log: Path) -> None:
+    store, steps = AdapterStore(tmp_path / "adapters"), []
+    outcome = distill(
+        log,
+        store,
+        BASE,
+        small_draft(),
+        SHORT,
+        on_progress=lambda p: steps.append(p.step),
+        should_stop=lambda: len(steps) > 30,
+    )
+    assert outcome.stopped
+    assert outcome.verdict is None
+    assert outcome.manifest is not None
+    assert store.show(outcome.manifest.id).status == "candidate"
+    assert "not judged" in outcome.message
+    assert store.current_id() is None
+
+
+def test_stopping_at_once_changes_nothing(tmp_path: Path, log: Path) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    outcome = distill(log, store, BASE, small_draft(), SHORT, should_stop=lambda: True)
+    assert outcome.stopped
+    assert outcome.manifest is None
+    assert store.list() == ()
+
+
+def test_equal_seeds_give_equal_adapters(tmp_path: Path, log: Path) -> None:
+    found = []
+    for name in ("a", "b"):
+        store = AdapterStore(tmp_path / name)
+        outcome = distill(
+            log, store, BASE, small_draft(), Recipe(**{**SHORT.to_json(), "epochs": 4}), promotion="force"
+        )
+        assert outcome.manifest is not None
+        found.append(outcome.manifest.files["adapter_model.safetensors"])
+    assert found[0] == found[1]
+
+
+def test_force_promotes_and_never_leaves_a_candidate(tmp_path: Path, log: Path) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    quick = Recipe(**{**SHORT.to_json(), "epochs": 6})
+    never = distill(log, store, BASE, small_draft(), quick, promotion="never")
+    assert never.manifest is not None
+    assert never.manifest.status == "candidate"
+    forced = distill(log, store, BASE, small_draft(), quick, promotion="force")
+    assert forced.manifest is not None
+    assert store.current_id() == forced.manifest.id
+
+
+TRAIN_FOR_EVER = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from test_trainer import BASE, SHORT, small_draft
+from checkpoints.store import AdapterStore
+from trainers.recipe import Recipe
+from trainers.round import distill
+torch.set_num_threads(1)
+while True:
+    recipe = Recipe(**{**SHORT.to_json(), "epochs": 2})
+    distill(Path(sys.argv[1]), AdapterStore(Path(sys.argv[2])), BASE, small_draft(), recipe,
+            on_progress=lambda p: print(p.step, flush=True), promotion="force")
+    print("published", flush=True)
+"""
+
+
+def test_killed_while_training_log_and_store_stay_valid_and_the_next_run_works(tmp_path: Path, log: Path) -> None:
+    root = tmp_path / "adapters"
+    arguments = [sys.executable, "-c", TRAIN_FOR_EVER, str(log), str(root), str(Path(__file__).parent)]
+    path = os.pathsep.join(str(p) for p in (Path(lora.__file__).parents[1], os.environ.get("PYTHONPATH")) if p)
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        # Into the middle of the second round: one adapter is in use, the next is being made.
+        assert "published\n" in lines, "the trainer ended by itself"
+        for _ in range(random.randint(1, 12)):
+            assert next(lines)
+        os.kill(process.pid, signal.SIGKILL)
+    assert sum(1 for _ in Log(log).generations()) == 100
+    store = AdapterStore(root)
+    assert store.list()
+    for manifest in store.list():
+        store.verify(manifest.id)
+    outcome = distill(log, store, BASE, small_draft(), Recipe(**{**SHORT.to_json(), "epochs": 4}), promotion="force")
+    assert outcome.manifest is not None
+    assert store.usable(BASE)[0] == outcome.manifest
+
+
+def test_the_adapter_is_plain_peft_that_others_load(tmp_path: Path, log: Path) -> None:
+    from peft import PeftModel
+
+    store, draft = AdapterStore(tmp_path / "adapters"), small_draft()
+    outcome = distill(log, store, BASE, draft, Recipe(**{**SHORT.to_json(), "epochs": 3}), promotion="force")
+    assert outcome.manifest is not None
+    draft.save_pretrained(tmp_path / "draft")
+    folder = store.path(outcome.manifest.id)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.json",
+    ]
+    assert json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, str(folder)).merge_and_unload()
+    held_out = [e for e in examples(split(read_log(log, 1000)).gate, 128) if e.replayable]
+    assert outcome.verdict is not None
+    wanted = outcome.verdict.recent.acceptance_after.mean
+    assert acceptance_rate(replay(loaded, held_out)) == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize("choice", [{"rank": 0}, {"epochs": -1.0}, {"loss": "mse"}, {"max_seconds": float("nan")}])
+def test_a_recipe_that_cannot_work_is_refused_by_name(choice: dict[str, object]) -> None:
+    with pytest.raises(AdaptiveError, match=next(iter(choice)).replace("_", "-")):
+        Recipe(**choice)  # type: ignore[arg-type]

@@ -1,0 +1,133 @@
+"""``adaptive distill`` as a person meets it: one clear line for a mistake, figures and a next step otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_trainer import small_draft, speak, target, write_log
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from adaptive.decoding.params import SamplingParams
+from adaptive.errors import AdaptiveError
+from adaptive.pair import pair_identity
+from adaptive.settings import Settings
+from adaptive.state import open_state
+from checkpoints.store import AdapterStore
+from cli.main import app
+from trainers.chats import read_chats
+from trainers.dataset import examples
+
+WORDS = [f"w{i}" for i in range(40)]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    special = ["<unk>", "<end>", "<pad>", "<system>", "<user>", "<assistant>", "x", "y"]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<end>", pad_token="<pad>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    """The flags that name a tiny pair."""
+    for name, model in (("target", target()), ("draft", small_draft())):
+        model.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    return ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+
+
+def distill(pair: list[str], *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["distill", *pair, *arguments])
+
+
+def refusal(result: Result) -> str:
+    """The one line that a person would see."""
+    assert isinstance(result.exception, AdaptiveError), result.output
+    line = str(result.exception)
+    assert "\n" not in line
+    return line
+
+
+def test_it_reports_figures_and_the_next_command(pair: list[str], own_home: Path) -> None:
+    settings = Settings(target=pair[1], draft=pair[3], home=own_home)
+    state = open_state(own_home, pair_identity(settings).id)
+    write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
+    training = ("--rank", "8", "--lr", "0.02", "--epochs", "6")
+    found = distill(pair, "--json", *training)
+    assert found.exit_code == 0, found.output
+    outcome = json.loads(found.stdout)
+    assert outcome["status"] == "promoted", outcome["message"]
+    assert outcome["recent"]["acceptance_after"]["mean"] > outcome["recent"]["acceptance_before"]["mean"]
+    assert AdapterStore(state.adapters).current_id() == outcome["adapter"]
+    spoken = distill(pair, *training, "--epochs", "1", "--no-promote")
+    assert spoken.exit_code == 0, spoken.output
+    assert "Next: adaptive" in spoken.output
+
+
+def test_an_empty_log_says_what_to_do(pair: list[str]) -> None:
+    assert "nothing has been recorded" in refusal(distill(pair))
+
+
+def test_options_that_cannot_be_are_refused(pair: list[str]) -> None:
+    assert "rank" in refusal(distill(pair, "--rank", "0"))
+    assert "forward-kl" in refusal(distill(pair, "--loss", "mse"))
+    assert "--force" in refusal(distill(pair, "--force", "--no-promote"))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{",
+        "[]",
+        '{"messages": []}',
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": [{"role": "user", "content": "w1"}]}',
+    ],
+)
+def test_a_broken_line_is_named_and_nothing_is_done(
+    pair: list[str], tmp_path: Path, own_home: Path, broken: str
+) -> None:
+    good = json.dumps({"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]})
+    (tmp_path / "chats.jsonl").write_text(f"{good}\n\n{broken}\n", encoding="utf-8")
+    assert "line 3" in refusal(distill(pair, "--data", str(tmp_path / "chats.jsonl")))
+    assert not list(own_home.rglob("adapters"))
+
+
+def test_chat_files_become_one_example_for_each_assistant_turn(tmp_path: Path) -> None:
+    turns = [("system", "x"), ("user", "w1 w2"), ("assistant", "w3 w4"), ("user", "w5"), ("assistant", "w6 w7 w8")]
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}) + "\n", encoding="utf-8")
+    words = tokenizer()
+    found = examples(read_chats(file, words), 100)
+    assert [words.decode(e.output) for e in found] == ["w3 w4 <end>", "w6 w7 w8 <end>"]
+    assert (
+        words.decode(found[1].prompt)
+        == "<system> x <end> <user> w1 w2 <end> <assistant> w3 w4 <end> <user> w5 <end> <assistant>"
+    )
+    assert all(e.id == -1 and e.domain == "chats" and e.supervision is None for e in found)
+
+
+def test_it_learns_from_a_chat_file_alone(pair: list[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    lines = []
+    for number in range(80):
+        start = number % 40
+        answer = " ".join(WORDS[(start + i) % 40] for i in range(1, 25))
+        messages = [{"role": "user", "content": f"{WORDS[start]} x {number}"}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages}))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    training = ("--rank", "8", "--lr", "0.02", "--epochs", "8")
+    found = distill(pair, "--json", "--data", str(tmp_path / "chats.jsonl"), *training)
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["recent"]["gain"]["mean"] > 0.1
