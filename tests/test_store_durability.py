@@ -73,9 +73,9 @@ def killed_at_random(root: Path, seed: int) -> None:
     command = [sys.executable, "-c", WORKER, str(root), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS) as worker:
         assert worker.stdout is not None
-        said = [worker.stdout.readline().split()]
+        said = [worker.stdout.readline().split() for _ in range(dice.randint(1, 8))]
         assert said[0][:1] == ["published"]
-        time.sleep(dice.uniform(0, 0.25))
+        time.sleep(dice.uniform(0, 0.05))
         worker.kill()
         said += [line.split() for line in worker.stdout.read().splitlines()]
     assert worker.returncode == -signal.SIGKILL
