@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,3 +33,12 @@ def published(root: Path, count: int, promote: int = 0) -> AdapterStore:
     for number in range(1, promote + 1):
         store.promote(f"{number:04d}", "better on held-out records")
     return store
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """A folder whose flushing takes no time, where the system has one: a kill, unlike a power cut, spares it."""
+    memory = Path("/dev/shm")
+    usable = memory.is_dir() and os.access(memory, os.W_OK)
+    with tempfile.TemporaryDirectory(dir=memory if usable else None) as folder:
+        yield Path(folder)

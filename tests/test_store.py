@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_factory import BASE, NEW, published, write
+from store_factory import BASE, NEW, folder_in_memory, published, write
 
 from adaptive.errors import AdaptiveError
 from checkpoints.manifest import BaseDraft, HeldOut, Interval
 from checkpoints.store import AdapterStore, DamagedAdapter
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory: these tests flush thousands of small files."""
+    with folder_in_memory() as folder:
+        yield folder
 
 
 def flip_byte(file: Path, where: int = -3) -> None:

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_factory import BASE, NEW, published, write
+from store_factory import BASE, NEW, folder_in_memory, published, write
 
 from adaptive.errors import AdaptiveError
 from checkpoints.store import AdapterStore
@@ -48,6 +48,13 @@ while True:
     if dice.random() < 0.1:
         store.prune(5)
 """
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory: these tests flush thousands of small files."""
+    with folder_in_memory() as folder:
+        yield folder
 
 
 def check_valid(root: Path) -> AdapterStore:
