@@ -298,31 +298,57 @@ def choose_dtype(name: str, device: str, config: Any) -> torch.dtype:
     return fastest_cpu_dtype(config.get_text_config().hidden_size)
 
 
-def fastest_cpu_dtype(width: int) -> torch.dtype:
-    """float32 or bfloat16, whichever runs a layer of this width faster over one and five tokens together.
+# Bytes of float32 weights that are timed: beyond the caches of most processors, so that what is measured
+# is a model's pass over memory and not one matrix's in cache.
+DTYPE_TRIAL = 64 << 20
+# Seconds after which the trial ends with what it has.
+DTYPE_PATIENCE = 0.3
 
-    Depends on the processor's instructions and on how the library handles single rows, so it is
-    measured (some 30 ms), each time being the best of several.
+
+def fastest_cpu_dtype(width: int) -> torch.dtype:
+    """float32 or bfloat16, whichever runs layers of this width faster over one and five tokens together.
+
+    Depends on the processor's instructions and memory, so it is measured (some 100 ms), on layers
+    prepacked as they will be, the two kinds in turn.
     """
     import time
+    from statistics import median
 
     import torch
 
-    def seconds(dtype: torch.dtype) -> float:
-        weight = torch.randn(4 * width, width).to(dtype)
+    from adaptive.engines.packed import PackedLinear, packs
+
+    def layers(dtype: torch.dtype) -> list[PackedLinear]:
+        weight = torch.full((4 * width, width), 0.01, dtype=dtype)
+        count = max(1, min(64, DTYPE_TRIAL // (16 * width * width)))
+        return [PackedLinear((), lambda: (weight, None)) for _ in range(count)]
+
+    def seconds(stack: list[PackedLinear], dtype: torch.dtype) -> float:
         total = 0.0
         for rows in (1, 5):
-            x = torch.randn(rows, width).to(dtype)
-            times = []
-            for _ in range(8):
-                began = time.perf_counter()
-                torch.nn.functional.linear(x, weight)
-                times.append(time.perf_counter() - began)
-            total += min(times)
+            x = torch.ones(rows, width, dtype=dtype)
+            began = time.perf_counter()
+            for layer in stack:
+                layer(x)
+            total += time.perf_counter() - began
         return total
 
-    with torch.inference_mode():
-        return min((torch.float32, torch.bfloat16), key=seconds)
+    if not packs(torch.bfloat16, torch.device("cpu")):
+        return torch.float32
+    given = torch.get_num_threads()
+    # One thread: beside another busy program, threads wait for each other and drown what is measured.
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            stacks = {dtype: layers(dtype) for dtype in (torch.float32, torch.bfloat16)}
+            times: dict[torch.dtype, list[float]] = {dtype: [] for dtype in stacks}
+            began = time.perf_counter()
+            while len(times[torch.float32]) < 7 and time.perf_counter() - began < DTYPE_PATIENCE:
+                for dtype, stack in stacks.items():
+                    times[dtype].append(seconds(stack, dtype))
+    finally:
+        torch.set_num_threads(given)
+    return min(times, key=lambda dtype: median(times[dtype]))
 
 
 def quantisation(kind: Quantisation, dtype: torch.dtype) -> Any:

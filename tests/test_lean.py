@@ -201,3 +201,25 @@ def test_hooked_and_mixed_models_keep_their_own_forward() -> None:
     mixed = made("llama", torch.float32)
     mixed.model.norm.to(torch.float64)
     assert lean_forward(mixed) is None
+
+
+def test_short_passes_leave_torchs_threads_as_they_were() -> None:
+    forward = lean(made("llama", torch.float32))
+    given = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        forward.threads = 1
+        forward(text(3), 1, forward.cache())
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(given)
+
+
+def test_threads_are_one_or_all_that_torch_was_given() -> None:
+    given = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert lean(made("llama", torch.float32)).threads in (1, 2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(given)

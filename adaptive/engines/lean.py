@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from adaptive.engines.lean_cache import LeanCache
 from adaptive.engines.lean_plan import Layer, Plan, read_plan
+from adaptive.engines.lean_threads import choose_threads
 
 # Tokens in one pass up to which buffers are kept and queries of one key head are stacked as rows of one
 # product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
@@ -56,6 +57,8 @@ class LeanForward:
         self._spaces: dict[int, Workspace] = {}
         self._table_length = 0
         self._masks = MaskTable(plan)
+        # Threads of a pass over a few tokens; a prompt takes all that torch was given.
+        self.threads = choose_threads([p for p in plan.linears if p is not plan.head], plan.weight_dtype)
 
     def cache(self) -> LeanCache:
         """An empty cache for one text."""
@@ -71,6 +74,16 @@ class LeanForward:
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
         """Append tokens (n,) to the cache; logits (rows, vocab) of the last ``rows`` of them."""
+        given = torch.get_num_threads()
+        if given <= self.threads or len(tokens) > FEW:
+            return self._pass(tokens, rows, cache)
+        torch.set_num_threads(self.threads)  # a fraction of a microsecond
+        try:
+            return self._pass(tokens, rows, cache)
+        finally:
+            torch.set_num_threads(given)
+
+    def _pass(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
         plan, count, start = self.plan, len(tokens), cache.length
         end = start + count
         if end > self._table_length:

@@ -48,6 +48,7 @@ class PackedLinear:
         """Read the modules' weights again."""
         weight, bias = self._assemble()
         self.bias = bias
+        self.nbytes, self.inputs = weight.nbytes, weight.shape[1]
         self.packed = packs(weight.dtype, weight.device)
         if self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
