@@ -55,7 +55,7 @@ def open_session(settings: Settings, console: Console) -> Iterator[Session]:
     state = open_state(settings.state_dir, identity.id)
     pair = load_with_progress(settings, console)
 
-    from adaptive.assistant import Assistant, length_policy
+    from adaptive.assistant import Assistant, length_policy, sampling_params
     from adaptive.control.costs import CostModel
     from adaptive.control.goodput import GoodputLength
     from adaptive.control.measure import attentive_on, measure, where_it_runs
@@ -75,7 +75,7 @@ def open_session(settings: Settings, console: Console) -> Iterator[Session]:
         if session.assistant.adapter != memory.adapter:
             policy.swapped()
         if isinstance(policy, GoodputLength) and pair.draft is not None and memory.costs is None:
-            policy.costs = CostModel(measure(pair))
+            policy.costs = CostModel(measure(pair, sampling_params(settings, pair)))
         yield session
     finally:
         if isinstance(policy, GoodputLength) and pair.draft is not None:

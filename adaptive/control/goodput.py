@@ -13,11 +13,11 @@ that stops by this rule adapts to every sentence, and needs no best length. Wher
 to be had (``attentive`` is off), the length of the best fixed rate is drafted, from acceptance by
 position.
 
-**Whether to speculate at all.** The rate that speculation reached lately, and what it may well reach
-given how few rounds that was, against that of plain decoding. While it is off, a probe every so
-often keeps the estimate alive. Plain rounds earn the time that probes spend, so that a useless draft
-costs a bounded share whatever a probe costs; a probe that is accepted is followed by another at
-once, so that a draft that has become useful is soon in use.
+**Whether to speculate at all.** If the rate that speculation reached lately is above that of plain
+decoding, yes. If not, it goes on being tried out of a budget of time: every plain round earns a
+hundredth of its time, a try spends what it took longer than plain decoding would have, and a try
+that took less adds to the budget. So a useless draft costs at most that hundredth and what the
+budget held, while a draft that has become useful pays for its own tries from the first one on.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from adaptive.records.types import Round
 
 # Imaginary rounds, at the rate that acceptance by position predicts, in the rate of speculation.
 RATE_WEIGHT = 4.0
-# Share of plain decoding's time that probes may spend. More finds a useful draft sooner, and is lost
+# Share of plain decoding's time that tries may spend. More finds a useful draft sooner, and is lost
 # for as long as the draft stays useless.
-PROBE_SHARE = 0.01
-# Rounds after which a probe is due even if it could not be paid (a long text to catch up with). Too
-# few and a long text is paid for again and again, too many and a better draft is not noticed.
-PROBE_AT_LAST = 400
+TRY_SHARE = 0.01
+# The most that the budget holds, in plain rounds, and what it begins with: some thirty tries of a small
+# draft. Less gives up on a bad beginning, more is spent at every change for the worse.
+BUDGET = 4.0
 # Rounds without a plain one after which one is decoded plainly, so that its cost stays known: it is
 # what speculation is compared with. Too often costs the speed-up of those rounds.
 PLAIN_EVERY = 200
@@ -73,10 +73,11 @@ class GoodputLength(LengthPolicy):
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
         self.speculating = True
         self.rate = 0.0  # tokens per second to be expected now
+        self.plain_s = 1.0  # seconds of a plain round now
         self.answer_tokens = ANSWER_TOKENS
         self.this_answer = 0
-        self.earned = 0.0  # seconds that probes may spend
-        self.since_probe = self.since_plain = 0
+        self.budget = BUDGET  # plain rounds' time that tries may spend
+        self.since_plain = 0
         self.finished: float | None = None  # when the last round of this answer was observed
         self._start_round(0)
 
@@ -92,26 +93,25 @@ class GoodputLength(LengthPolicy):
         if self.finished is not None:
             costs.observe_overhead(self.clock() - self.finished)
         costs.at(context)
-        limit = min(limit, self.longest)
         if limit <= 0:
             return 0
-        plain = 1.0 / costs.round(0)
+        self.plain_s = costs.round(0)
         best, predicted = self._best_fixed()
-        spec, hope = self._speculative_rate(best, predicted)
-        self.rate = max(plain, spec)
-        length = limit if self.attentive else min(limit, best)
-        self.speculating = hope > plain and self._worth_catching_up(hope, plain, limit)
+        speculative = self._speculative_rate(best, predicted)
+        self.rate = max(1 / self.plain_s, speculative)
+        self.speculating = speculative > 1 / self.plain_s and self._worth_catching_up(speculative, limit)
         if self.speculating:
             self.since_plain += 1
-            return 0 if self.since_plain > PLAIN_EVERY else length
-        self.since_probe += 1
-        self.earned += PROBE_SHARE / plain
-        cost = costs.draft(1, waiting) + costs.verify(1) - costs.verify(0)
-        if self.earned < cost and self.since_probe < PROBE_AT_LAST:
+            if self.since_plain > PLAIN_EVERY:
+                return 0
+        elif self.budget < min(BUDGET, self._cost_of_trying()):
             return 0
-        self.earned = max(0.0, self.earned - cost)
-        self.since_probe = 0
-        return length if self.attentive else 1
+        return min(limit, self.longest if self.attentive else best)
+
+    def _cost_of_trying(self) -> float:
+        """What one drafted token costs if it is rejected, in plain rounds."""
+        costs = self.costs
+        return (costs.draft(1, self.waiting) + costs.verify(1) - costs.verify(0)) / self.plain_s
 
     def _best_fixed(self) -> tuple[int, float]:
         """The length, at least 1, of the highest rate by acceptance at each position, and that rate."""
@@ -127,19 +127,18 @@ class GoodputLength(LengthPolicy):
                 break
         return best, rate
 
-    def _speculative_rate(self, length: int, predicted: float) -> tuple[float, float]:
-        """Tokens per second of speculation lately, shrunk towards the prediction; and the most it may well be."""
+    def _speculative_rate(self, length: int, predicted: float) -> float:
+        """Tokens per second of speculation lately, shrunk towards the prediction."""
         speed = self.costs.speed
         weight = RATE_WEIGHT * self.costs.round(length) / speed
-        rate = self.recent.rate(predicted * speed, weight)
-        return rate / speed, (rate + self.recent.margin(weight)) / speed
+        return self.recent.rate(predicted * speed, weight) / speed
 
-    def _worth_catching_up(self, spec: float, plain: float, limit: int) -> bool:
+    def _worth_catching_up(self, rate: float, limit: int) -> bool:
         """Whether the rest of the answer will save the time of feeding the draft what it has not seen."""
         if self.waiting <= FEW_WAITING:
             return True
-        left = max(self.answer_tokens - self.this_answer, self.answer_tokens / 2)
-        return left * (1 / plain - 1 / spec) > self.costs.draft(0, self.waiting)
+        left = min(limit + 1, max(self.answer_tokens - self.this_answer, self.answer_tokens / 2))
+        return left * (self.plain_s - 1 / rate) > self.costs.draft(0, self.waiting)
 
     def advise(self, position: int, confidence: float) -> Advice:
         """Drop a token whose verification is not worth its time; go on while a further one is."""
@@ -163,14 +162,22 @@ class GoodputLength(LengthPolicy):
         if steps:
             seconds = costs.draft(steps, self.waiting if self.waiting <= FEW_WAITING else 0)
             seconds += costs.plain(outcome.drafted)
+            tokens = 1.0 + outcome.accepted
             if self.attentive:
+                judged = self.confidences[: min(outcome.drafted, outcome.accepted + 1)]
+                # How likely the judged tokens were says the same as what came of them, with less chance in it.
+                tokens = 1.0 + sum(self.calibration.accept(c) for c in judged)
                 self.calibration.observe(self.confidences, outcome.drafted, outcome.accepted)
             if outcome.drafted:
                 self.acceptance.observe(outcome.drafted, outcome.accepted)
             if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
                 self.acceptance.changed()
-            if not self.speculating and outcome.accepted:
-                self.since_probe = PROBE_AT_LAST  # the next round probes again
+            spent = seconds / self.plain_s - tokens
+            if self.waiting > FEW_WAITING and not self.speculating:
+                spent += costs.draft(0, self.waiting) / self.plain_s
+            self.budget = min(BUDGET, max(0.0, self.budget - spent))
+        else:
+            self.budget = min(BUDGET, self.budget + TRY_SHARE)
         if not outcome.drafted:
             self.since_plain = 0
         self.finished = self.clock()
@@ -188,4 +195,4 @@ class GoodputLength(LengthPolicy):
         self.acceptance.swapped()
         self.calibration.swapped()
         self.recent.forget()
-        self.since_probe = PROBE_AT_LAST
+        self.budget = BUDGET

@@ -48,9 +48,8 @@ def attentive_on(pair: Pair) -> bool:
 class Bench:
     """One text in both caches, on which rounds are run and undone."""
 
-    def __init__(self, pair: Pair, context: int, attentive: bool) -> None:
+    def __init__(self, pair: Pair, params: SamplingParams, context: int, attentive: bool) -> None:
         assert pair.draft is not None
-        params = SamplingParams()
         penalties = Penalties(params, pair.target.vocab_size, pair.target.device)
         self.committed = [1 + i * 7919 % (pair.target.vocab_size - 1) for i in range(context)]
         self.target, self.draft = pair.target.sequence(), pair.draft.sequence()
@@ -60,6 +59,7 @@ class Bench:
         self.drafter = ModelDrafter(
             self.draft, pair.draft.context_length, pair.target.vocab_size, params, penalties, generator
         )
+        penalties.start(torch.tensor(self.committed))
         self.sampler = TargetSampler(params, penalties, torch.Generator(pair.target.device))
         self.advise = (lambda position, confidence: Advice.MORE) if attentive else None
         self.round(1)
@@ -77,11 +77,14 @@ class Bench:
         return outcome, time.perf_counter() - began
 
 
-def measure(pair: Pair, thorough: bool = False) -> CostTable:
-    """Costs of ``pair`` here and now; ``thorough`` also measures what a longer context adds."""
+def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> CostTable:
+    """Costs of ``pair`` here and now, under these sampling parameters (drawing costs more than an argmax).
+
+    ``thorough`` takes longer and also measures what a longer context adds.
+    """
     attentive = attentive_on(pair)
     context = min(CONTEXT, pair.target.context_length // 4)
-    bench = Bench(pair, context, attentive)
+    bench = Bench(pair, sampling, context, attentive)
     verify: dict[int, list[float]] = {k: [] for k in LENGTHS}
     steps: list[float] = []
     caught_up: list[float] = []
@@ -101,7 +104,7 @@ def measure(pair: Pair, thorough: bool = False) -> CostTable:
     medians = {length: statistics.median(seconds) for length, seconds in verify.items()}
     context_s = 0.0
     if thorough and pair.target.context_length > context + FURTHER + LONGEST + 2:
-        longer = Bench(pair, context + FURTHER, attentive)
+        longer = Bench(pair, sampling, context + FURTHER, attentive)
         slower = statistics.median(longer.round(0)[0].verify_s for _ in range(LEAST_REPEATS * 3))
         context_s = max(0.0, slower - medians[0]) / FURTHER
     return CostTable(

@@ -10,9 +10,6 @@ KEEP_LONG, KEEP_SHORT = 0.995, 0.94
 # Standard deviations between the two memories that count as a change. Lower sees changes in chance
 # (one in 700 rounds or so by this bound), higher is late after a true one.
 CHANGE = 3.0
-# Standard errors of optimism about a rate. Lower gives up on a bad beginning; higher is slow to stop
-# what does not pay.
-DOUBT = 1.5
 # Rounds in the short memory before it may speak of a change.
 ENOUGH = 6.0
 
@@ -47,10 +44,6 @@ class RecentRate:
     def rate(self, predicted: float, weight_s: float) -> float:
         """Tokens per second, with ``weight_s`` imaginary seconds at the ``predicted`` rate."""
         return (self.tokens + predicted * weight_s) / (self.seconds + weight_s)
-
-    def margin(self, weight_s: float) -> float:
-        """Tokens per second by which ``rate`` may well be too low: ``DOUBT`` standard errors."""
-        return DOUBT * math.sqrt(max(self.variance, 0.05) * (self.rounds + 1)) / (self.seconds + weight_s)
 
     def forget(self) -> None:
         """Start anew."""

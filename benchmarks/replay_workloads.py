@@ -1,0 +1,234 @@
+"""Logged generations as the controller's replay needs them: what was accepted, how sure the draft was.
+
+In:  a pair of models, and a folder of chat records (``*.jsonl.gz``, ``{"messages": [...]}`` a line).
+Out: one ``.npz`` file of ``Path`` objects by name, which ``benchmarks/controller.py`` replays.
+
+The target answers greedily, answers are cut at the first loop, and one teacher-forced pass of the
+draft says at every position whether its token is the target's and how probable it held it. What a
+draft does *after* a token that will be rejected costs time too, and depends on its confidence
+there, so each rejected token is continued by the draft (all rejections of an answer in one batch).
+With both, a replayed round is exactly the round that would have run.
+
+    python benchmarks/replay_workloads.py --data DATA --out workloads.npz
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# Draft positions logged after a rejection: no policy may draft further than this.
+DEPTH = 16
+# Tokens of the recorded answer that go before the continuation where many records share one prompt.
+GIVEN = 16
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One generation of n + 1 tokens after ``prompt`` tokens, seen by one draft.
+
+    ``accepted`` (n,) bool: whether the draft's token at output position i + 1 is the target's.
+    ``confidence`` (n,) float32: the probability that the draft gives its own token there. ``beyond``
+    (n, DEPTH) float32: its confidence at the positions after token i, had it gone on from its own
+    token; NaN where that token is the target's, so that the path itself goes on (the last row is
+    always there). ``limited``: the answer ends at the length limit, which the policy knows.
+    """
+
+    prompt: int
+    accepted: npt.NDArray[np.bool_]
+    confidence: npt.NDArray[np.float32]
+    beyond: npt.NDArray[np.float32]
+    limited: bool
+
+
+def save(file: Path, workloads: dict[str, list[Trace]]) -> None:
+    """All paths of all workloads, end to end, in one compressed file."""
+    arrays: dict[str, Any] = {}
+    for name, paths in workloads.items():
+        arrays[f"{name}/lengths"] = np.array([len(p.accepted) for p in paths])
+        arrays[f"{name}/prompt"] = np.array([p.prompt for p in paths])
+        arrays[f"{name}/limited"] = np.array([p.limited for p in paths])
+        for part in ("accepted", "confidence", "beyond"):
+            joined = np.concatenate([getattr(p, part) for p in paths])
+            arrays[f"{name}/{part}"] = joined if part == "accepted" else joined.astype(np.float16)
+    np.savez_compressed(file, **arrays)
+
+
+def load(file: Path) -> dict[str, list[Trace]]:
+    """The inverse of ``save``."""
+    workloads: dict[str, list[Trace]] = {}
+    with np.load(file) as arrays:
+        for name in dict.fromkeys(key.split("/")[0] for key in arrays):
+            ends = np.cumsum(arrays[f"{name}/lengths"])[:-1]
+            parts = [np.split(arrays[f"{name}/{part}"], ends) for part in ("accepted", "confidence", "beyond")]
+            workloads[name] = [
+                Trace(int(prompt), accepted, confidence.astype(np.float32), beyond.astype(np.float32), bool(limited))
+                for prompt, accepted, confidence, beyond, limited in zip(
+                    arrays[f"{name}/prompt"], *parts, arrays[f"{name}/limited"], strict=True
+                )
+            ]
+    return workloads
+
+
+def openings(data: Path, kind: str, count: int, tokenizer: Any) -> list[list[int]]:
+    """``count`` token-id prompts of one kind: records in hash order; where a prompt came before, with
+    the first words of its answer as well, so that every generation is another one."""
+    with gzip.open(data / f"{kind}.jsonl.gz", "rt", encoding="utf-8") as file:
+        records = [json.loads(line)["messages"] for line in file]
+    records.sort(key=lambda messages: hashlib.sha256(json.dumps(messages).encode()).digest())
+    found: dict[tuple[int, ...], None] = {}
+    for messages in records:
+        text = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if tuple(ids) in found:
+            ids = ids + tokenizer.encode(messages[1]["content"], add_special_tokens=False)[:GIVEN]
+        if len(ids) <= 400:
+            found[tuple(ids)] = None
+        if len(found) == count:
+            break
+    return [list(ids) for ids in found]
+
+
+def answers(model: Any, prompts: list[list[int]], longest: int, pad: int, end: int) -> Iterator[tuple[int, list[int]]]:
+    """The target's greedy answer to each prompt, in batches of prompts of like length; yields (index, answer)."""
+    import torch
+
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), 25):
+        group = order[start : start + 25]
+        width = max(len(prompts[i]) for i in group)
+        ids = torch.tensor([[pad] * (width - len(prompts[i])) + prompts[i] for i in group])
+        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in group])
+        with torch.inference_mode():
+            made = model.generate(
+                ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, pad_token_id=pad, eos_token_id=end
+            )
+        for i, row in zip(group, made[:, width:].tolist(), strict=True):
+            yield i, row[: row.index(end) + 1] if end in row else row
+
+
+def path_of(draft: Any, prompt: list[int], output: list[int], limited: bool) -> Trace:
+    """What ``draft`` would have proposed along this answer."""
+    import torch
+    from transformers import DynamicCache
+
+    text = torch.tensor([prompt + output])
+    first = len(prompt)  # the draft's logits at position first + i predict output token i + 1
+    with torch.inference_mode():
+        cache = DynamicCache(config=draft.config)
+        logits = draft(text[:, :-1], past_key_values=cache, use_cache=True).logits[0, first:].float()
+        best = logits.argmax(-1)
+        confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        accepted = best == text[0, first + 1 :]
+        leaves = (~accepted).nonzero()[:, 0]
+        if not len(leaves) or leaves[-1] != len(accepted) - 1:
+            leaves = torch.cat([leaves, torch.tensor([len(accepted) - 1])])
+        beyond = torch.full((len(accepted), DEPTH), float("nan"))
+        beyond[leaves] = _continued(draft, cache, first + leaves, best[leaves])
+    return Trace(first, accepted.numpy(), confidence.numpy(), beyond.numpy(), limited)
+
+
+def _continued(draft: Any, cache: Any, held: Any, tokens: Any) -> Any:
+    """Confidence (rows, DEPTH) of the draft going on from ``tokens`` (rows,), each after the first
+    ``held`` + 1 tokens of the text that is in ``cache``."""
+    import torch
+
+    length, rows = cache.get_seq_length(), len(tokens)
+    cache.batch_repeat_interleave(rows)
+    visible = torch.arange(length)[None] <= held[:, None]
+    found = []
+    for step in range(DEPTH):
+        visible = torch.cat([visible, torch.ones(rows, 1, dtype=torch.bool)], 1)
+        logits = (
+            draft(
+                tokens[:, None],
+                attention_mask=torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[
+                    :, None, None
+                ],
+                position_ids=(held + 1 + step)[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            .logits[:, -1]
+            .float()
+        )
+        best = logits.max(-1)
+        found.append((best.values - logits.logsumexp(-1)).exp())
+        tokens = best.indices
+    return torch.stack(found, 1)
+
+
+def main() -> None:
+    """Log every kind with the draft, with random weights, and with an adapter, where one is given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bundled = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
+    parser.add_argument("--data", type=Path, required=True, help="folder of *.jsonl.gz chat records")
+    parser.add_argument("--out", type=Path, required=True, help="the .npz file to write; answers are kept beside it")
+    parser.add_argument("--target", type=Path, default=bundled / "target")
+    parser.add_argument("--draft", type=Path, default=bundled / "draft")
+    parser.add_argument(
+        "--adapter", type=Path, help="a LoRA adapter of the draft (PEFT folder), logged as KIND+adapter"
+    )
+    parser.add_argument("--generations", type=int, default=200, help="answers of each kind")
+    parser.add_argument("--max-new-tokens", type=int, default=150)
+    parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for all cores")
+    args = parser.parse_args()
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from adaptive.engines.transformers import TransformersEngine
+    from trainers.dataset import loop_start, repeated_ngrams
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+    engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.float32))
+    torch.manual_seed(0)
+    useless = AutoModelForCausalLM.from_config(engine.model.config).eval()
+    workloads: dict[str, list[Trace]] = {}
+    for kind in sorted(file.name.removesuffix(".jsonl.gz") for file in args.data.glob("*.jsonl.gz")):
+        prompts = openings(args.data, kind, args.generations, tokenizer)
+        kept = args.out.with_name(f"{args.out.stem}-{kind}-answers.json")
+        if kept.exists():
+            outputs = json.loads(kept.read_text())
+        else:
+            made = dict(answers(target, prompts, args.max_new_tokens, tokenizer.pad_token_id, tokenizer.eos_token_id))
+            outputs = [made[i] for i in range(len(prompts))]
+            kept.write_text(json.dumps(outputs))
+        texts = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            tokens = np.array(output, np.int32)
+            cut = loop_start(repeated_ngrams(tokens), len(tokens))
+            if cut >= 3:
+                texts.append((prompt, output[:cut], cut == len(output) == args.max_new_tokens))
+        workloads[kind] = [path_of(engine.model, *text) for text in texts]
+        if args.adapter:
+            engine.apply_adapter(args.adapter)
+            workloads[f"{kind}+adapter"] = [path_of(engine.model, *text) for text in texts]
+            engine.apply_adapter(None)
+        if kind == "gsm8k_train":
+            workloads[f"{kind}+useless"] = [path_of(useless, *text) for text in texts]
+        _say(kind, {name: paths for name, paths in workloads.items() if name.split("+")[0] == kind})
+        save(args.out, workloads)
+
+
+def _say(kind: str, made: dict[str, list[Trace]]) -> None:
+    for name, paths in made.items():
+        rate = np.concatenate([p.accepted for p in paths]).mean()
+        tokens = sum(len(p.accepted) for p in paths)
+        print(f"{name:28} {len(paths):4} generations  {tokens:6} tokens  {rate:.3f} of positions accepted", flush=True)
+
+
+if __name__ == "__main__":
+    main()

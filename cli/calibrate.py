@@ -1,0 +1,268 @@
+"""``adaptive calibrate``: what a draft costs on this machine, and what it will bring, before the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from adaptive.control.costs import CostTable
+    from adaptive.decoding.params import SamplingParams
+    from adaptive.settings import Settings
+    from cli.prompts import Prompt
+    from cli.session import Session
+    from trainers.dataset import Example
+
+# Generations of the log that acceptance is computed from, the newest: enough for a percent or two.
+NEWEST = 100
+# Answers of the init sample and their length in tokens: some 500 tokens, half a minute on a small machine.
+ANSWERS, ANSWER_TOKENS = 8, 64
+# Prompts of the init sample where none are named: short ones of several kinds.
+PROMPTS = (
+    "Write a Python function that returns the largest number of a list.",
+    "Tell me a short story about a fox and a river.",
+    "A train covers 60 miles in an hour. How far does it go in 3 hours and a half?",
+    "Explain how a rainbow comes about.",
+    "Write an email to a colleague who helped you with a project.",
+    "What should I pack for a week in the mountains?",
+    "Give three reasons to learn another language.",
+    "Write a SQL query that counts the orders of every customer.",
+)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is to be expected of every draft length from 0, and what follows.
+
+    ``acceptance`` is the mean over all positions. ``mean_acceptance_length`` and ``tokens_per_second``
+    have an entry for every length; ``break_even`` is the acceptance (the same at every position) below
+    which no length pays, ``by_acceptance`` the best length and its speed-up at some acceptances.
+    """
+
+    costs: CostTable
+    generations: int
+    acceptance: float
+    mean_acceptance_length: tuple[float, ...]
+    tokens_per_second: tuple[float, ...]
+    draft_length: int
+    speed_up: float
+    break_even: float
+    by_acceptance: tuple[tuple[float, int, float], ...]
+
+
+@shared_options()
+def calibrate(
+    settings: Settings,
+    prompts: Annotated[
+        Optional[Path], typer.Option(help="Prompts of the init sample: JSON lines; then the log is not used.")
+    ] = None,
+    answers: Annotated[int, typer.Option(help="Answers of the init sample.", min=1)] = ANSWERS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure what drafting and verifying cost here, predict the speed-up, and recommend a draft length.
+
+    Acceptance comes from the log, if there is one, else from a few answers given now. What is measured
+    is kept with the pair, for `--draft-length auto` to start from.
+
+    Example: adaptive calibrate
+
+    Example: adaptive calibrate --target ./my-target --draft ./my-draft --prompts mine.jsonl --json
+    """
+    from rich.console import Console
+
+    from cli.prompts import bare_prompt, read_prompts
+
+    asked = read_prompts(prompts) if prompts is not None else [bare_prompt(text) for text in PROMPTS]
+    from cli.session import open_session
+
+    console = Console(stderr=True, highlight=False)
+    with open_session(settings.model_copy(update={"record": False, "draft_length": "0"}), console) as session:
+        if session.pair.draft is None:
+            raise AdaptiveError("there is no draft to calibrate; name one with --draft")
+        from adaptive.assistant import sampling_params
+        from adaptive.control.measure import measure
+
+        sampling = sampling_params(settings, session.pair)
+        with console.status("measuring rounds"):
+            costs = measure(session.pair, sampling, thorough=True)
+        with tempfile.TemporaryDirectory() as folder:
+            log, source = session.state.records, "the log"
+            if prompts is not None or not log.exists():
+                log, source = Path(folder) / "records.db", "an init sample"
+                _answer(session, sampling, asked[:answers], log, console)
+            sample = read_sample(session, log)
+        with console.status("replaying the draft"):
+            forecast = predict(dataclasses.replace(costs, overhead_s=sample.overhead_s), sample, session)
+        _keep(session, forecast.costs)
+    report = _report(session, forecast, source)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _show(Console(highlight=False), forecast, report)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Generations to forecast from, and what their rounds took beside drafting and verifying (seconds)."""
+
+    examples: tuple[Example, ...]
+    overhead_s: float
+
+
+def _answer(session: Session, sampling: SamplingParams, prompts: Sequence[Prompt], log: Path, console: Console) -> None:
+    """Answer ``prompts`` plainly into ``log``."""
+    from adaptive.decoding.params import StopParams
+    from adaptive.records.writer import LogWriter
+
+    assistant, stop = session.assistant, StopParams(ANSWER_TOKENS)
+    assistant.log = LogWriter(log)
+    with console.status(f"answering {len(prompts)} prompts"):
+        for prompt in prompts:
+            if session.pair.tokenizer.chat_template:
+                steps = assistant.chat(prompt.messages, sampling, stop)
+            else:
+                steps = assistant.complete(prompt.messages[-1].content, sampling, stop)
+            for _ in steps:
+                pass
+    assistant.log.close()
+    assistant.log = None
+
+
+def read_sample(session: Session, log: Path) -> Sample:
+    """The newest generations that replay can use. Raises AdaptiveError where there are none."""
+    from adaptive.records.log import Log
+    from trainers.dataset import examples, read_log
+
+    assert session.pair.draft is not None
+    found = examples(read_log(log, NEWEST), session.pair.draft.context_length)
+    found = [example for example in found if example.replayable]
+    if not found:
+        raise AdaptiveError(f"{log} holds no answer to learn acceptance from; give prompts with --prompts")
+    overheads = []
+    with Log(log) as opened:
+        for logged in opened.generations(max(0, opened.last_id() - NEWEST), with_supervision=False):
+            rounds = logged.generation.rounds
+            spent = sum(r.draft_s + r.verify_s for r in rounds)
+            if rounds:
+                overheads.append((logged.generation.timings.predicted_s - spent) / len(rounds))
+    return Sample(tuple(found), max(1e-6, statistics.median(overheads)) if overheads else 1e-6)
+
+
+def predict(costs: CostTable, sample: Sample, session: Session) -> Forecast:
+    """Rates of every length: tokens of a round at that length, by replay, over its seconds."""
+    from adaptive.control.costs import LONGEST, CostModel
+    from trainers.replay import acceptance_rate, mean_acceptance_length, replay
+
+    assert session.pair.draft is not None
+    replays = replay(session.pair.draft.model, sample.examples)  # type: ignore[attr-defined]
+    model = CostModel(costs)
+    model.at(int(statistics.mean(len(e.prompt) + len(e.output) / 2 for e in sample.examples)))
+    lengths = range(LONGEST + 1)
+    seconds = [model.round(k) for k in lengths]
+    tokens = [mean_acceptance_length(replays, k) if k else 1.0 for k in lengths]
+    rates = [tokens[k] / seconds[k] for k in lengths]
+    best = max(lengths, key=rates.__getitem__)
+
+    def at(acceptance: float) -> tuple[int, float]:
+        gains = [sum(acceptance**i for i in range(k + 1)) * seconds[0] / seconds[k] for k in lengths]
+        top = max(lengths, key=gains.__getitem__)
+        return top, gains[top]
+
+    return Forecast(
+        costs=costs,
+        generations=len(replays),
+        acceptance=acceptance_rate(replays),
+        mean_acceptance_length=tuple(tokens),
+        tokens_per_second=tuple(rates),
+        draft_length=best,
+        speed_up=rates[best] / rates[0],
+        break_even=next((a / 200 for a in range(200) if at(a / 200)[0] > 0), 1.0),
+        by_acceptance=tuple((a / 10, *at(a / 10)) for a in range(1, 10)),
+    )
+
+
+def _keep(session: Session, costs: CostTable) -> None:
+    """The measured costs go to the pair's state; what was learned of acceptance stays."""
+    from adaptive.control.measure import where_it_runs
+    from adaptive.control.memory import load, save
+
+    memory = load(session.state.controller, where_it_runs(session.pair))
+    save(session.state.controller, dataclasses.replace(memory, costs=costs))
+
+
+def _report(session: Session, forecast: Forecast, source: str) -> dict[str, Any]:
+    """The JSON object; docs/controller.md describes it."""
+    costs = forecast.costs
+    return {
+        "pair": session.pair.identity.id,
+        "adapter": session.assistant.adapter,
+        "costs": asdict(costs),
+        "acceptance_from": source,
+        "generations": forecast.generations,
+        "acceptance": forecast.acceptance,
+        "mean_acceptance_length": forecast.mean_acceptance_length,
+        "tokens_per_second": forecast.tokens_per_second,
+        "recommended_draft_length": forecast.draft_length,
+        "predicted_speed_up": forecast.speed_up,
+        "break_even_acceptance": forecast.break_even,
+        "by_acceptance": [
+            {"acceptance": a, "draft_length": k, "speed_up": gain} for a, k, gain in forecast.by_acceptance
+        ],
+    }
+
+
+def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
+    """A table by draft length with a bar for the rate, and the advice."""
+    from rich.table import Table
+
+    costs, rates = forecast.costs, forecast.tokens_per_second
+    table = Table(title=report["pair"], title_justify="left")
+    for name in ("draft length", "draft ms", "verify ms", "tokens a round", "tokens/s"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for k, rate in enumerate(rates):
+        if k > forecast.draft_length + 6 and k != len(rates) - 1:
+            continue
+        bar = "█" * round(24 * rate / max(rates))
+        style = "bold green" if k == forecast.draft_length else None
+        table.add_row(
+            f"{k}" if k else "0 (plain)",
+            f"{costs.draft_s * k * 1e3:.2f}",
+            f"{costs.verify_s[k] * 1e3:.2f}",
+            f"{forecast.mean_acceptance_length[k]:.2f}",
+            f"{rate:.1f}",
+            bar,
+            style=style,
+        )
+    console.print(table)
+    console.print(
+        f"{forecast.acceptance:.0%} of drafted tokens would be accepted ({report['acceptance_from']}, "
+        f"{forecast.generations} generations)."
+    )
+    if forecast.draft_length == 0:
+        console.print(
+            "[bold yellow]Do not speculate with this pair here:[/] no draft length beats plain decoding. It would pay "
+            f"from an acceptance of {forecast.break_even:.0%}; `adaptive distill` raises it."
+        )
+    else:
+        console.print(
+            f"[bold]Expected: {forecast.speed_up:.2f}x plain decoding at draft length {forecast.draft_length}[/] "
+            f"(`--draft-length auto` chooses by itself). Below {forecast.break_even:.0%} acceptance speculation "
+            "does not pay."
+        )
+    gains = "   ".join(f"{a:.0%}: {gain:.2f}x ({k})" for a, k, gain in forecast.by_acceptance)
+    console.print(f"[dim]speed-up (best length) by acceptance   {gains}[/]")

@@ -1,0 +1,249 @@
+"""The controller's promises: it learns what is true, never gets stuck, and never exceeds a limit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptive.control.acceptance import Acceptance
+from adaptive.control.confidence import Calibration
+from adaptive.control.costs import LONGEST, CostModel, CostTable, from_samples
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.policy import Advice, FixedLength, LengthPolicy, Scope
+from adaptive.control.rivals import AdditiveLength, AverageLength, BanditLength, ThresholdLength
+from adaptive.records.types import Round
+
+TABLE = CostTable(
+    draft_s=0.1,
+    catch_up_s=0.005,
+    verify_s=tuple(1 + 0.03 * k for k in range(LONGEST + 1)),
+    overhead_s=0.03,
+    context_s=0.0,
+    context=0,
+)
+
+
+class Clock:
+    """Time that a test advances by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """A pair in which the i-th drafted token is accepted with a probability of its own, at ``TABLE``'s costs.
+
+    The draft's confidence in a token is 1 - its error: 0.9 where it will be accepted with probability 0.9.
+    """
+
+    def __init__(self, policy: LengthPolicy, clock: Clock, seed: int = 0) -> None:
+        self.policy = policy
+        self.clock = clock
+        self.random = random.Random(seed)
+        self.waiting = 0
+        self.slower = 1.0
+        self.tokens = self.seconds = 0.0
+
+    def round(self, acceptance: list[float], limit: int = 1000) -> Round:
+        """One round, as the loop and the drafter run it."""
+        length = self.policy.next_length(limit, self.waiting, 100)
+        assert 0 <= length <= limit
+        steps = drafted = 0
+        while drafted < length:
+            steps += 1
+            advice = Advice.MORE
+            if self.policy.attentive:
+                advice = self.policy.advise(steps, acceptance[drafted])
+            if advice is Advice.DROP:
+                break
+            drafted += 1
+            if advice is Advice.LAST:
+                break
+        accepted = 0
+        while accepted < drafted and self.random.random() < acceptance[accepted]:
+            accepted += 1
+        draft_s = steps * TABLE.draft_s + (self.waiting * TABLE.catch_up_s if steps else 0.0)
+        outcome = Round(
+            "model" if drafted else "none",
+            drafted,
+            accepted,
+            draft_s * self.slower,
+            TABLE.verify_s[drafted] * self.slower,
+        )
+        self.policy.observe(outcome)
+        self.clock.now += TABLE.overhead_s
+        self.waiting = max(0, 1 + accepted - steps) if steps else self.waiting + 1
+        self.tokens += accepted + 1
+        self.seconds += outcome.draft_s + outcome.verify_s + TABLE.overhead_s
+        return outcome
+
+
+def goodput(attentive: bool = True) -> tuple[GoodputLength, World]:
+    """A new policy and a world for it."""
+    clock = Clock()
+    policy = GoodputLength(TABLE, attentive=attentive, clock=clock)
+    return policy, World(policy, clock)
+
+
+@pytest.mark.parametrize("true", [[0.9] * 16, [0.3] * 16, [0.9, 0.7, 0.5, 0.3] + [0.1] * 12])
+def test_acceptance_converges_to_the_true_conditional_one(true: list[float]) -> None:
+    estimator, rng = Acceptance(), random.Random(3)
+    sums = [0.0] * 4
+    for number in range(4000):
+        accepted = 0
+        while accepted < 4 and rng.random() < true[accepted]:
+            accepted += 1
+        estimator.observe(4, accepted)
+        if number >= 2000:  # the mean over time: a discounted estimate goes on moving
+            sums = [s + e for s, e in zip(sums, estimator.estimate()[:4], strict=True)]
+    for position in range(4):
+        assert sums[position] / 2000 == pytest.approx(true[position], abs=0.05)
+
+
+def test_a_position_after_a_rejection_is_unobserved() -> None:
+    estimator = Acceptance()
+    before = estimator.estimate()
+    for _ in range(50):
+        estimator.observe(8, 1)
+    after = estimator.estimate()
+    assert after[0] > 0.9
+    assert after[1] < 0.2
+    # Nothing was seen of the third: it is believed to be like the second, not counted as rejected itself.
+    assert estimator.session.rejected[2] == 0
+    assert before[2] > after[2]
+
+
+def test_another_session_starts_from_what_all_have_in_common() -> None:
+    estimator = Acceptance()
+    estimator.begin("one", "model", 0.0)
+    for _ in range(300):
+        estimator.observe(1, 1)
+    estimator.begin("two", "model", 0.0)
+    assert estimator.estimate()[0] > 0.9
+    for _ in range(30):
+        estimator.observe(1, 0)
+    assert estimator.estimate()[0] < 0.4
+
+
+def test_calibration_learns_what_confidence_is_worth() -> None:
+    """A draft that says 0.9 and is right half the time, and says 0.15 and is right as often as it says."""
+    calibration, rng = Calibration(), random.Random(1)
+    for _ in range(2000):
+        sure = rng.choice([0.15, 0.85])
+        hit = rng.random() < (0.5 if sure > 0.5 else 0.15)
+        calibration.observe([sure], 1, int(hit))
+    assert calibration.accept(0.85) == pytest.approx(0.5, abs=0.12)
+    assert calibration.accept(0.15) == pytest.approx(0.15, abs=0.1)
+    assert calibration.table == sorted(calibration.table)
+
+
+def test_costs_follow_a_machine_that_changes_speed_and_ignore_hiccups() -> None:
+    model, rng = CostModel(TABLE), random.Random(2)
+    for number in range(600):
+        k = rng.choice([0, 1, 4])
+        hiccup = 20.0 if number % 37 == 0 else 1.0
+        seconds = TABLE.verify_s[k] * 1.7 * hiccup * rng.uniform(0.9, 1.1)
+        model.observe(Round("model", k, 0, 0.1 * k * 1.7, seconds), k, 0)
+    for k in (0, 1, 4):
+        assert model.verify(k) == pytest.approx(1.7 * TABLE.verify_s[k], rel=0.1)
+    assert model.draft(1) == pytest.approx(1.7 * TABLE.draft_s, rel=0.1)
+
+
+def test_verification_is_never_cheaper_for_more_tokens() -> None:
+    table = from_samples({0: 1.0, 1: 1.3, 2: 1.1, 4: 1.2, 8: 2.0})
+    assert list(table) == sorted(table)
+    assert table[1] == pytest.approx(1.2)
+    assert table[6] == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize("attentive", [True, False])
+def test_a_useless_draft_costs_at_most_two_percent(attentive: bool) -> None:
+    _, world = goodput(attentive)
+    for _ in range(3000):
+        world.round([0.02] * 16)
+    assert world.tokens / world.seconds > 0.98 / (TABLE.verify_s[0] + TABLE.overhead_s)
+
+
+@pytest.mark.parametrize("attentive", [True, False])
+def test_a_draft_that_becomes_useful_is_in_use_again(attentive: bool) -> None:
+    _, world = goodput(attentive)
+    for _ in range(1500):
+        world.round([0.02] * 16)
+    for _ in range(150):
+        world.round([0.85] * 16)
+    drafted = [world.round([0.85] * 16).drafted for _ in range(100)]
+    assert sum(drafted) / len(drafted) > 2
+
+
+def test_a_better_draft_is_tried_at_once_after_a_swap() -> None:
+    policy, world = goodput()
+    for _ in range(500):
+        world.round([0.02] * 16)
+    policy.swapped()
+    drafted = [world.round([0.9] * 16).drafted for _ in range(40)]
+    assert sum(drafted[:20]) > 20
+
+
+OUTCOMES = st.lists(
+    st.tuples(
+        st.integers(0, 40),  # limit
+        st.integers(0, 40),  # accepted, cut to what was drafted
+        st.floats(0.0, 1.0),  # confidence
+        st.floats(1e-7, 1e3),  # draft seconds
+        st.floats(1e-7, 1e3),  # verify seconds
+        st.integers(0, 3000),  # waiting
+        st.integers(0, 30),  # 0: a new session, 1: a swap
+    ),
+    max_size=150,
+)
+
+
+def put_through(policy: LengthPolicy, outcomes: list[tuple[int, int, float, float, float, int, int]]) -> None:
+    """Run any sequence of outcomes, checking the limits."""
+    for number, (limit, accepted, confidence, draft_s, verify_s, waiting, event) in enumerate(outcomes):
+        if event == 0:
+            policy.begin(Scope(f"s{number}", 0.7))
+        if event == 1:
+            policy.swapped()
+        length = policy.next_length(limit, waiting, number)
+        assert 0 <= length <= min(limit, LONGEST)
+        drafted = 0
+        while drafted < length:
+            advice = policy.advise(drafted + 1, confidence) if policy.attentive else Advice.MORE
+            drafted += advice is not Advice.DROP
+            if advice is not Advice.MORE:
+                break
+        policy.observe(Round("model", drafted, min(accepted, drafted), draft_s, verify_s))
+
+
+@settings(max_examples=60, deadline=None)
+@given(OUTCOMES, st.booleans(), st.booleans())
+def test_no_sequence_of_outcomes_ends_exploration_or_breaks_a_limit(
+    outcomes: list[tuple[int, int, float, float, float, int, int]], attentive: bool, measured: bool
+) -> None:
+    clock = Clock()
+    policy = GoodputLength(TABLE if measured else None, attentive=attentive, clock=clock)
+    put_through(policy, outcomes)
+    world = World(policy, clock)
+    # Whatever was learned, the draft's model is run again before long, and a plain round is too.
+    steps = 0
+    for _ in range(600):
+        before = world.seconds
+        outcome = world.round([0.02] * 16)
+        steps += outcome.draft_s > 0
+        assert world.seconds > before
+    assert steps > 0
+    assert any(world.round([0.95] * 16).drafted == 0 for _ in range(600))
+
+
+@settings(max_examples=30, deadline=None)
+@given(OUTCOMES, st.sampled_from([AdditiveLength, AverageLength, BanditLength, ThresholdLength, FixedLength]))
+def test_other_policies_keep_the_limits(
+    outcomes: list[tuple[int, int, float, float, float, int, int]], kind: type[LengthPolicy]
+) -> None:
+    put_through(kind(12), outcomes)  # type: ignore[call-arg]
