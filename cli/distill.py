@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import signal
 import threading
@@ -107,6 +108,8 @@ def run(
 
     Raises AdaptiveError for a pair with nothing to learn from, before a model is loaded.
     """
+    # PEFT imports it unasked; without an optional 4-bit kernel it complains, and nothing here is in 4 bit.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from adaptive.pair import load_draft_for_training, pair_identity
     from adaptive.state import open_state
     from checkpoints.store import AdapterStore

@@ -231,7 +231,7 @@ def test_auto_takes_the_loss_that_each_record_rewards(spoken: list[Generation]) 
     from dataclasses import replace
 
     from trainers.dataset import Example
-    from trainers.losses import cross_entropy, forward_kl
+    from trainers.losses import cross_entropy, kl_tv
 
     def example(g: Generation) -> Example:
         return Example(1, "", g.prompt, g.output, g.sampling, False, g.supervision)
@@ -244,7 +244,7 @@ def test_auto_takes_the_loss_that_each_record_rewards(spoken: list[Generation]) 
     s = spoken[0].supervision
     assert s is not None
     kept = (torch.from_numpy(a) for a in (s.ids.astype(np.int64), s.logprobs, s.rest))
-    torch.testing.assert_close(found[40:80], forward_kl(second, *kept, 0.7))
+    torch.testing.assert_close(found[40:80], kl_tv(second, *kept, 0.7))
     torch.testing.assert_close(found[80:], cross_entropy(third, torch.from_numpy(spoken[1].output).long()))
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -143,6 +144,7 @@ def _forgetting(older: HeldOut | None) -> str | None:
     return None
 
 
+@lru_cache(maxsize=8)
 def _draws(generations: int, seed: int) -> npt.NDArray[np.float64]:
     """How often each generation is drawn in each bootstrap sample: (DRAWS, generations)."""
     even = np.full(generations, 1 / generations)

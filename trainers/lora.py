@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,13 +73,23 @@ def attach(draft: PreTrainedModel, recipe: Recipe) -> PeftModel:
         use_dora=recipe.dora,
         fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in names),
     )
-    return get_peft_model(draft, config)
+    with _quiet():
+        return get_peft_model(draft, config)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PEFT reads names that newer transformers deprecate; that is nothing the user can mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def load(draft: PreTrainedModel, folder: Path, trainable: bool = False) -> PeftModel:
     """The adapter in ``folder`` on ``draft``. Raises AdaptiveError where it does not fit this draft."""
     try:
-        model: PeftModel = PeftModel.from_pretrained(draft, str(folder), is_trainable=trainable)
+        with _quiet():
+            model: PeftModel = PeftModel.from_pretrained(draft, str(folder), is_trainable=trainable)
     except Exception as error:  # wrong shapes, unknown layers, a damaged file: PEFT says it in many ways
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise AdaptiveError(f"adapter {folder.name} does not fit this draft: {reason}") from error

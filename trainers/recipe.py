@@ -16,7 +16,7 @@ class Recipe:
     """The choices of one round.
 
     ``loss`` auto takes what each record rewards: cross-entropy on the target's own token for greedy
-    records, forward KL at the record's temperature for sampled ones. ``learning_rate`` None scales
+    records, the KL-TV mixture at the record's temperature for sampled ones. ``learning_rate`` None scales
     with the draft's width (``lora.default_learning_rate``). ``start`` zero trains a new adapter over
     the retained records, parent goes on from the one in use. ``buffer`` is how many of the newest
     generations are retained. A round ends after ``epochs`` or ``max_seconds`` of training, whichever
