@@ -11,10 +11,13 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from adaptive.caches import Conversation, Conversations
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import Memory
 from adaptive.control.policy import FixedLength, LengthPolicy, Scope
@@ -23,8 +26,6 @@ from adaptive.decoding.loop import Decoding, Request, Step, TargetSampler
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Penalties
 from adaptive.decoding.text import TextStream
-from adaptive.engines.protocol import Engine
-from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
 from adaptive.records.types import Generation, Message
@@ -47,37 +48,21 @@ def length_policy(settings: Settings, memory: Memory | None = None, attentive: b
     return FixedLength(int(settings.draft_length))
 
 
-class CachedSequence:
-    """An engine's sequence, and the tokens that its cache holds."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.sequence: EngineSequence = engine.sequence()
-        self.tokens: list[int] = []
-
-    def keep_prefix_of(self, prompt: list[int]) -> None:
-        """Forget everything after the common beginning with ``prompt``, whose last token is always fed anew."""
-        held = self.tokens[: self.sequence.length]
-        common = next(
-            (i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), min(len(held), len(prompt))
-        )
-        self.sequence.rollback(min(common, len(prompt) - 1))
-
-
 class Assistant:
     """Answers with one pair. Not for several threads at once; a server gives it one engine thread.
 
     ``adapter`` is the id of the adapter in use. Finished generations go to ``log``, if there is one.
     """
 
-    def __init__(self, pair: Pair, policy: LengthPolicy, log: LogWriter | None) -> None:
+    def __init__(self, pair: Pair, policy: LengthPolicy, log: LogWriter | None, cache_bytes: int = 0) -> None:
+        """``cache_bytes`` is what the caches of several conversations may take; 0 keeps one conversation."""
         self.pair = pair
         self.policy = policy
         self.log = log
         self.adapter: str | None = None
         self.last: Decoding | None = None
         self.session = uuid.uuid4().hex[:12]
-        self._target = CachedSequence(pair.target)
-        self._draft = CachedSequence(pair.draft) if pair.draft else None
+        self.conversations = Conversations(pair.target, pair.draft, cache_bytes)
         self._ends = _end_tokens(pair)
 
     def use_adapter(self, adapter: str | None, folder: Path | None) -> None:
@@ -87,8 +72,8 @@ class Assistant:
         self.pair.draft.apply_adapter(folder)
         self.adapter = adapter
         self.policy.swapped()
-        # The draft's cache was made by other weights: start it again, it is cheap to fill.
-        self._draft = CachedSequence(self.pair.draft)
+        # The draft's caches were made by other weights: start them again, they are cheap to fill.
+        self.conversations.forget_drafts()
 
     def chat(
         self,
@@ -102,7 +87,7 @@ class Assistant:
     ) -> Iterator[Step]:
         """Answer a chat; the part of it that the caches already hold is not computed again."""
         prompt = encode_chat(self.pair, messages)
-        return self._answer(prompt, tuple(messages), "", sampling, stop, session, domain, record)
+        return self.answer(prompt, tuple(messages), "", sampling, stop, session, domain, record)
 
     def complete(
         self,
@@ -116,19 +101,25 @@ class Assistant:
     ) -> Iterator[Step]:
         """Continue a raw text, without the chat template."""
         prompt: list[int] = self.pair.tokenizer.encode(text)
-        return self._answer(prompt, (), text, sampling, stop, session, domain, record)
+        return self.answer(prompt, (), text, sampling, stop, session, domain, record)
 
-    def _answer(
+    def answer(
         self,
         prompt: list[int],
         messages: tuple[Message, ...],
         text: str,
         sampling: SamplingParams,
         stop: StopParams,
-        session: str | None,
-        domain: str | None,
-        record: bool,
+        session: str | None = None,
+        domain: str | None = None,
+        record: bool = True,
+        supervise: bool = False,
     ) -> Iterator[Step]:
+        """Answer a prompt of token ids, which came from ``messages`` or from a raw ``text``.
+
+        Without a ``session``, where several conversations are kept, the caches tell which one this is.
+        ``supervise`` keeps the target's distribution also where nothing is recorded.
+        """
         context = self.pair.target.context_length
         if not prompt:
             raise AdaptiveError("the prompt is empty; give at least one token")
@@ -141,18 +132,21 @@ class Assistant:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=secrets.randbits(63))
         record = record and self.log is not None
-        self.policy.begin(Scope(session or self.session, sampling.temperature))
-        decoding = self.last = self._decoding(Request(prompt, sampling, stop, self._end_set(stop), record))
+        conversation = self.conversations.take(prompt)
+        session = session or (conversation.name if self.conversations.limit else self.session)
+        self.policy.begin(Scope(session, sampling.temperature))
+        request = Request(prompt, sampling, stop, self._end_set(stop), record or supervise)
+        decoding = self.last = self._decoding(request, conversation)
         try:
             yield from decoding.steps()
         finally:
-            self._target.tokens = decoding.committed
-            if self._draft:
-                self._draft.tokens = decoding.committed
+            conversation.target.tokens = decoding.committed
+            if conversation.draft:
+                conversation.draft.tokens = decoding.committed
             if record and decoding.output and self.log is not None:
                 self.log.write(
                     Generation(
-                        session=session or self.session,
+                        session=session,
                         created=created,
                         messages=messages,
                         prompt_text=text,
@@ -173,17 +167,17 @@ class Assistant:
     def _end_set(self, stop: StopParams) -> frozenset[int]:
         return frozenset(stop.stop_token_ids) | (frozenset() if stop.ignore_eos else self._ends)
 
-    def _decoding(self, request: Request) -> Decoding:
+    def _decoding(self, request: Request, conversation: Conversation) -> Decoding:
         """Wire caches, drafter, sampler and text stream for one request."""
         target, sampling = self.pair.target, request.sampling
         seed = sampling.seed or 0
         penalties = Penalties(sampling, target.vocab_size, target.device)
-        self._target.keep_prefix_of(request.prompt)
+        conversation.target.keep_prefix_of(request.prompt)
         drafter = None
-        if self._draft is not None and self.pair.draft is not None:
-            self._draft.keep_prefix_of(request.prompt)
+        if conversation.draft is not None and self.pair.draft is not None:
+            conversation.draft.keep_prefix_of(request.prompt)
             drafter = ModelDrafter(
-                self._draft.sequence,
+                conversation.draft.sequence,
                 self.pair.draft.context_length,
                 target.vocab_size,
                 sampling,
@@ -192,23 +186,30 @@ class Assistant:
             )
         sampler = TargetSampler(sampling, penalties, torch.Generator(target.device).manual_seed(seed))
         stream = TextStream(self.pair.tokenizer, request.stop.stop)
-        return Decoding(request, self._target.sequence, target.context_length, drafter, sampler, self.policy, stream)
+        return Decoding(
+            request, conversation.target.sequence, target.context_length, drafter, sampler, self.policy, stream
+        )
 
 
 def encode_chat(pair: Pair, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a chat with the generation prompt.
+    """Token ids of a chat with the generation prompt. Raises AdaptiveError as ``render_chat``."""
+    return render_chat(pair.tokenizer, [{"role": m.role, "content": m.content} for m in messages])
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> list[int]:
+    """Token ids of a chat, as the chat template takes it, with tool definitions and the generation prompt.
 
     Raises AdaptiveError where the tokenizer has no chat template or the template refuses the chat.
     """
-    tokenizer = pair.tokenizer
     if not tokenizer.chat_template:
         raise AdaptiveError("the target's tokenizer has no chat template; it can only continue raw text (--raw)")
-    chat = [{"role": m.role, "content": m.content} for m in messages]
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # a template raises whatever its author chose
         raise AdaptiveError(f"the target's chat template refuses this chat: {error}") from error
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 
