@@ -1,0 +1,109 @@
+"""Make a model that computes the same function as a small Llama checkpoint at the cost of a large one.
+
+    python benchmarks/inflate.py checkpoints/bundled/target OUT --width 1024 --feed-forward 4096 --heads 16 --layers 28
+
+Widths are padded with zeros, heads are added whose output is zero, and layers that add nothing. The
+distribution of the next token stays that of the small model (to rounding), so that acceptance is real
+text's; time and memory are the large model's. ``--adapter`` merges a LoRA adapter in first.
+
+Where RMS norms divide by the mean over the width, padding changes the mean by small / large: the norm's
+eps is scaled by that ratio and its weight by its square root. Widths that are the small one times a
+power of four keep this exact in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from adaptive.engines.adapters import MergedAdapter
+from adaptive.errors import AdaptiveError
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the large model is to have; nothing may be smaller than the small model's."""
+
+    width: int
+    feed_forward: int
+    heads: int
+    layers: int
+
+
+def inflate(small: LlamaForCausalLM, size: Size) -> LlamaForCausalLM:
+    """A model of the given size with the small one's function, in its dtype.
+
+    Raises AdaptiveError for another architecture than Llama's and for a size that does not contain the small
+    one or divide into its head groups.
+    """
+    config = small.config
+    if type(small) is not LlamaForCausalLM or config.attention_bias or config.mlp_bias:
+        raise AdaptiveError(f"{type(small).__name__} cannot be inflated; only Llama without biases can")
+    have = Size(config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_hidden_layers)
+    group = config.num_attention_heads // config.num_key_value_heads
+    if size.heads % group:
+        raise AdaptiveError(f"{size.heads} heads do not divide into groups of {group}, which this model has")
+    for name in ("width", "feed_forward", "heads", "layers"):
+        if getattr(size, name) < getattr(have, name):
+            raise AdaptiveError(f"{name} {getattr(size, name)} is less than the model's own {getattr(have, name)}")
+    large = LlamaForCausalLM(_config(config, size, group)).to(small.dtype)
+    root = (have.width / size.width) ** 0.5
+    sources = dict(small.named_parameters())
+    with torch.no_grad():
+        for name, parameter in large.named_parameters():
+            # Norms of the added widths multiply zeros; those of added layers feed products that end in zeros.
+            parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            source = sources.get(name)
+            if source is None:
+                # An added layer: real numbers in, zero out, so that it costs what a real one costs.
+                if not name.endswith(("norm.weight", "o_proj.weight", "down_proj.weight")):
+                    parameter.normal_(std=0.02)
+            elif parameter.dim() == 1:
+                parameter[: source.shape[0]] = source * root
+            else:
+                parameter[: source.shape[0], : source.shape[1]] = source
+    large.generation_config = copy.deepcopy(small.generation_config)
+    return large.eval()
+
+
+def _config(config: LlamaConfig, size: Size, group: int) -> LlamaConfig:
+    large = copy.deepcopy(config)
+    large.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    large.hidden_size, large.intermediate_size = size.width, size.feed_forward
+    large.num_attention_heads, large.num_key_value_heads = size.heads, size.heads // group
+    large.num_hidden_layers = size.layers
+    large.rms_norm_eps = config.rms_norm_eps * config.hidden_size / size.width
+    return large
+
+
+def main() -> None:
+    """Read a checkpoint, write the large one beside its tokenizer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--feed-forward", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--adapter", type=Path)
+    args = parser.parse_args()
+
+    small = AutoModelForCausalLM.from_pretrained(args.source, dtype="auto")
+    if args.adapter:
+        MergedAdapter(small).apply(args.adapter)
+    large = inflate(small, Size(args.width, args.feed_forward, args.heads, args.layers))
+    large.save_pretrained(args.out)
+    for file in args.source.iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, args.out / file.name)
+    print(f"{sum(p.numel() for p in large.parameters()) / 1e6:.0f}M parameters in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""An inflated model costs more and says the same."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from adaptive.errors import AdaptiveError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from inflate import Size, inflate
+
+
+def small(dtype: torch.dtype, tied: bool = True) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", [Size(32, 40, 4, 2), Size(80, 96, 10, 5), Size(128, 40, 4, 3)])
+def test_an_inflated_model_has_the_small_ones_distribution(size: Size, tied: bool) -> None:
+    model = small(torch.float32, tied)
+    tokens = torch.randint(0, 61, (2, 40))
+    with torch.inference_mode():
+        right, got = model(tokens).logits, inflate(model, size)(tokens).logits
+    torch.testing.assert_close(got.softmax(-1), right.softmax(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_widths_times_four_are_exact_in_bfloat16_weights() -> None:
+    model = small(torch.bfloat16)
+    large = inflate(model, Size(128, 160, 16, 4)).float()
+    tokens = torch.randint(0, 61, (1, 40))
+    with torch.inference_mode():
+        right, got = model.float()(tokens).logits, large(tokens).logits
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
+def test_added_layers_have_weights_to_multiply_by() -> None:
+    large = inflate(small(torch.float32), Size(32, 40, 4, 4))
+    assert large.model.layers[3].mlp.up_proj.weight.abs().min() > 0
+
+
+@pytest.mark.parametrize("size", [Size(16, 40, 4, 2), Size(32, 39, 4, 2), Size(32, 40, 4, 1), Size(32, 40, 5, 2)])
+def test_a_size_that_does_not_contain_the_model_is_refused(size: Size) -> None:
+    with pytest.raises(AdaptiveError):
+        inflate(small(torch.float32), size)
+
+
+def test_other_architectures_are_refused() -> None:
+    config = Qwen2Config(
+        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4
+    )
+    with pytest.raises(AdaptiveError, match="Qwen2"):
+        inflate(Qwen2ForCausalLM(config), Size(64, 80, 8, 2))
