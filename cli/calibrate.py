@@ -231,16 +231,16 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
 
     costs, rates = forecast.costs, forecast.tokens_per_second
     table = Table(title=report["pair"], title_justify="left")
-    for name in ("draft length", "draft ms", "verify ms", "tokens a round", "tokens/s"):
-        table.add_column(name, justify="right")
+    for name in ("drafted", "draft ms", "verify ms", "tokens/round", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for k, rate in enumerate(rates):
         if k > forecast.draft_length + 6 and k != len(rates) - 1:
             continue
-        bar = "█" * round(24 * rate / max(rates))
+        bar = "█" * round(14 * rate / max(rates))
         style = "bold green" if k == forecast.draft_length else None
         table.add_row(
-            f"{k}" if k else "0 (plain)",
+            f"{k}" if k else "plain",
             f"{costs.draft_s * k * 1e3:.2f}",
             f"{costs.verify_s[k] * 1e3:.2f}",
             f"{forecast.mean_acceptance_length[k]:.2f}",

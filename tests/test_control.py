@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -152,6 +153,13 @@ def test_costs_follow_a_machine_that_changes_speed_and_ignore_hiccups() -> None:
     for k in (0, 1, 4):
         assert model.verify(k) == pytest.approx(1.7 * TABLE.verify_s[k], rel=0.1)
     assert model.draft(1) == pytest.approx(1.7 * TABLE.draft_s, rel=0.1)
+
+
+def test_a_cost_measured_in_a_bad_moment_is_mended_in_a_few_rounds() -> None:
+    model = CostModel(dataclasses.replace(TABLE, draft_s=TABLE.draft_s * 50))
+    for _ in range(20):
+        model.observe(Round("model", 1, 0, TABLE.draft_s, TABLE.verify_s[1]), 1, 0)
+    assert model.draft(1) == pytest.approx(TABLE.draft_s, rel=0.3)
 
 
 def test_verification_is_never_cheaper_for_more_tokens() -> None:

@@ -5,8 +5,9 @@ Out: the seconds of a draft of k tokens and of verifying k tokens, for every k.
 
 Online the estimates are medians, followed by small multiplicative steps: a step's size does not
 depend on how far off an observation is, so a round during which the machine did something else
-moves them no further than any other. One common factor follows the machine's speed (it changes by
-a quarter in a few rounds); what is particular to one length moves more slowly beside it.
+moves them no further than any other. Steps grow while observations stay far off on one side, so that
+a cost that was measured in a bad moment is mended in a dozen rounds. One common factor follows the
+machine's speed; what is particular to one length moves more slowly beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ SPEED_STEP = 0.02
 # Relative step of one length's own cost. Larger shakes the comparison between lengths, which is what
 # the choice rests on; smaller takes long to mend a wrong measurement.
 LENGTH_STEP = 0.01
+# Observations far off on the same side after which steps grow, by how much each, and their largest
+# relative size. Sooner, and a few slow rounds in a row carry an estimate away.
+PATIENCE, GROWTH, LARGEST_STEP = 3, 1.6, 0.4
 # Draft tokens beyond which no length is considered anywhere.
 LONGEST = 16
 
@@ -84,6 +88,22 @@ def _between(xs: list[int], ys: list[float], x: int) -> float:
     return ys[i] + (ys[i] - ys[i - 1]) * (x - xs[i]) / (xs[i] - xs[i - 1])
 
 
+class Steps:
+    """The size of the steps by which one estimate follows what is seen."""
+
+    def __init__(self, size: float) -> None:
+        self.size = size
+        self.streak = 0.0  # observations far off on one side in a row, with their sign
+
+    def factor(self, seen: float, expected: float) -> float:
+        """What to multiply the estimate by. Where they nearly agree the step shrinks, so that it can rest."""
+        off = max(-1.0, min(1.0, (seen / expected - 1.0) * 10.0))
+        far = abs(off) == 1.0 and not 0.8 < seen / expected < 1.25
+        self.streak = (self.streak if self.streak * off > 0 else 0.0) + off if far else 0.0
+        grown = GROWTH ** max(0.0, abs(self.streak) - PATIENCE)
+        return math.exp(off * min(self.size * grown, LARGEST_STEP))
+
+
 class CostModel:
     """Costs as they are now. ``observe`` takes every round; the rest are questions."""
 
@@ -96,6 +116,8 @@ class CostModel:
         self.overhead_s = table.overhead_s
         self.context_s, self.context = table.context_s, table.context
         self.speed = 1.0
+        self.speed_steps, self.draft_steps = Steps(SPEED_STEP), Steps(LENGTH_STEP)
+        self.overhead_steps = Steps(LENGTH_STEP)
         self.now = 0.0  # seconds that the present context adds to a verification
 
     def at(self, context: int) -> None:
@@ -123,30 +145,25 @@ class CostModel:
         if not self.measured:
             self._first(outcome)
         k = min(outcome.drafted, LONGEST)
-        slower = self._step(outcome.verify_s, self.verify(k))
-        self.speed *= math.exp(SPEED_STEP * slower)
-        self.verify_s[k] *= math.exp(LENGTH_STEP * slower)
+        expected = self.verify(k)
+        self.verify_s[k] *= 1 + LENGTH_STEP * max(-1.0, min(1.0, (outcome.verify_s / expected - 1.0) * 10.0))
+        self.speed *= self.speed_steps.factor(outcome.verify_s, expected)
         self._keep_rising(k)
         if steps:
-            slower = self._step(outcome.draft_s, self.draft(steps, waiting))
-            self.draft_s *= math.exp(LENGTH_STEP * slower)
-            if waiting > steps:  # a catch-up long enough to show
-                self.catch_up_s *= math.exp(LENGTH_STEP * slower)
+            factor = self.draft_steps.factor(outcome.draft_s, self.draft(steps, waiting))
+            if waiting <= steps:
+                self.draft_s *= factor
+            else:  # mostly catching up
+                self.catch_up_s *= factor
 
     def observe_overhead(self, seconds: float) -> None:
         """Learn from the time between two rounds, whatever the caller does in it."""
-        slower = self._step(seconds, self.speed * self.overhead_s)
-        self.overhead_s *= math.exp(LENGTH_STEP * slower)
+        self.overhead_s *= self.overhead_steps.factor(seconds, self.speed * self.overhead_s)
 
     def _first(self, outcome: Round) -> None:
         """Scale the typical shares to the first round seen, so that steps start near the truth."""
         self.measured = True
         self.speed = outcome.verify_s / self.verify_s[min(outcome.drafted, LONGEST)]
-
-    @staticmethod
-    def _step(seen: float, expected: float) -> float:
-        """+1 above the estimate, -1 below; in between where they nearly agree, so that it can rest."""
-        return max(-1.0, min(1.0, (seen / expected - 1.0) * 10.0))
 
     def _keep_rising(self, changed: int) -> None:
         """A longer verification is never cheaper: the length just seen is right, its neighbours give way."""

@@ -172,10 +172,11 @@ class GoodputLength(LengthPolicy):
                 self.acceptance.observe(outcome.drafted, outcome.accepted)
             if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
                 self.acceptance.changed()
-            spent = seconds / self.plain_s - tokens
             if self.waiting > FEW_WAITING and not self.speculating:
-                spent += costs.draft(0, self.waiting) / self.plain_s
-            self.budget = min(BUDGET, max(0.0, self.budget - spent))
+                seconds += costs.draft(0, self.waiting)
+            # What it really took, if that was less: costs that are believed too high are found out by tries.
+            seconds = min(seconds, outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s)
+            self.budget = min(BUDGET, max(0.0, self.budget + tokens - seconds / self.plain_s))
         else:
             self.budget = min(BUDGET, self.budget + TRY_SHARE)
         if not outcome.drafted:

@@ -1,0 +1,150 @@
+"""However a policy chooses lengths and ends drafts, what is said stays the target's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BUNDLED, save_random_pair
+from test_lossless_sampled import PARAMS, PROMPT, VOCAB, NoText, exact_distribution, models, p_value  # noqa: F401
+
+from adaptive.assistant import Assistant
+from adaptive.control.costs import CostTable
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.memory import load, remembered, save
+from adaptive.control.policy import Advice, FixedLength, LengthPolicy
+from adaptive.control.rivals import AdditiveLength, AverageLength, BanditLength, ThresholdLength
+from adaptive.decoding.drafters import Adviser, ModelDrafter
+from adaptive.decoding.loop import Decoding, Request, TargetSampler
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.decoding.sampling import Penalties
+from adaptive.decoding.verify import Proposal
+from adaptive.engines.transformers import TransformersEngine
+from adaptive.pair import load_pair
+from adaptive.records.types import Message
+from adaptive.settings import load_settings
+
+RUNS = 4000
+# A draft that costs next to nothing beside its target, so that drafts are long and end by advice.
+CHEAP = CostTable(0.01, 0.001, tuple(1 + 0.1 * k for k in range(17)), 0.01, 0.0, 0)
+
+
+class Stopping(FixedLength):
+    """Ends drafts as confidence says: nothing under 0.3, one more under 0.45 (eight tokens share 1)."""
+
+    attentive = True
+
+    def advise(self, position: int, confidence: float) -> Advice:
+        if confidence < 0.3:
+            return Advice.DROP
+        return Advice.LAST if confidence < 0.45 else Advice.MORE
+
+
+class DropsTheUnlikely(ModelDrafter):
+    """Breaks the rule on purpose: looks at what was drawn, and proposes it only if it was likely."""
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        proposal = super().propose(committed, length)
+        assert proposal is not None
+        assert proposal.probs is not None
+        drawn = proposal.probs.gather(1, proposal.tokens[:, None])[:, 0]
+        kept = int((drawn > 0.2).int().cumprod(0).sum())
+        return Proposal(self.name, proposal.tokens[:kept], proposal.probs[:kept]) if kept else None
+
+
+def run_loop(
+    pair: tuple[TransformersEngine, TransformersEngine],
+    params: SamplingParams,
+    policy: LengthPolicy,
+    kind: type[ModelDrafter] = ModelDrafter,
+    runs: int = RUNS,
+) -> tuple[Counter[tuple[int, ...]], Counter[int]]:
+    """The first three tokens of many generations, and how many tokens their rounds drafted."""
+    target, draft = pair
+    one, other = target.sequence(), draft.sequence()
+    generator = torch.Generator().manual_seed(11)
+    counts: Counter[tuple[int, ...]] = Counter()
+    drafted: Counter[int] = Counter()
+    for _ in range(runs):
+        one.rollback(0)
+        other.rollback(0)
+        penalties = Penalties(params, VOCAB, torch.device("cpu"))
+        request = Request(PROMPT, params, StopParams(max_new_tokens=5), frozenset(), record=False)
+        drafter = kind(other, 64, VOCAB, params, penalties, generator)
+        sampler = TargetSampler(params, penalties, generator)
+        decoding = Decoding(request, one, 64, drafter, sampler, policy, NoText())  # type: ignore[arg-type]
+        for _ in decoding.steps():
+            pass
+        counts[tuple(decoding.output[:3])] += 1
+        drafted.update(r.drafted for r in decoding.rounds)
+    return counts, drafted
+
+
+@pytest.mark.parametrize("policy", [Stopping(2), GoodputLength(CHEAP)], ids=["by-confidence", "goodput"])
+def test_a_draft_that_ends_early_leaves_the_distribution_alone(
+    models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811
+    policy: LengthPolicy,
+) -> None:
+    counts, drafted = run_loop(models, PARAMS[0], policy)
+    assert p_value(counts, exact_distribution(models[0], PARAMS[0])) > 0.001
+    if isinstance(policy, Stopping):
+        assert all(drafted[k] > RUNS / 50 for k in (0, 1, 2)), f"drafts did not end early: {drafted}"
+
+
+def test_dropping_a_token_for_what_was_drawn_is_caught(
+    models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811
+) -> None:
+    counts, _ = run_loop(models, PARAMS[0], FixedLength(2), DropsTheUnlikely)
+    assert p_value(counts, exact_distribution(models[0], PARAMS[0])) < 0.001
+
+
+@pytest.mark.parametrize("source", ["bundled", "qwen2"])
+def test_greedy_output_is_the_same_under_every_policy(
+    source: str, prompts: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folders = (BUNDLED / "target", BUNDLED / "draft")
+    if source != "bundled":
+        folders = save_random_pair(tmp_path_factory.mktemp(source), source)
+    names = {"target": str(folders[0]), "draft": str(folders[1]), "dtype": "float32"}
+    pair = load_pair(load_settings(names))
+    policies = [
+        GoodputLength(CHEAP),
+        GoodputLength(None),
+        GoodputLength(CHEAP, attentive=False),
+        AdditiveLength(12),
+        ThresholdLength(12),
+        AverageLength(12),
+        BanditLength(8),
+    ]
+    greedy, stop = SamplingParams(temperature=0.0), StopParams(max_new_tokens=50)
+    plain = Assistant(pair, FixedLength(0), None)
+    for prompt in prompts[:6:2]:
+        expected = [s.token for s in plain.chat([Message("user", prompt)], greedy, stop)]
+        for policy in policies:
+            assistant = Assistant(pair, policy, None)
+            assert [s.token for s in assistant.chat([Message("user", prompt)], greedy, stop)] == expected, policy.name
+    assert policies[0].costs.table() != CHEAP, "the controller saw no round"
+
+
+def test_what_was_learned_is_there_in_the_next_session(tmp_path: Path) -> None:
+    policy = GoodputLength(CHEAP)
+    for _ in range(50):
+        policy.acceptance.observe(4, 2)
+        policy.calibration.observe([0.9, 0.8, 0.3], 3, 2)
+    save(tmp_path / "controller.json", remembered(policy, "cpu", "0003"))
+    again = load(tmp_path / "controller.json", "cpu")
+    assert again.costs == CHEAP
+    assert again.adapter == "0003"
+    assert again.acceptance.everything == policy.acceptance.everything
+    assert again.calibration.table == policy.calibration.table
+    assert load(tmp_path / "controller.json", "cuda").costs is None, "costs of another device are not costs of this one"
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"version": 1}', '{"version": 99}', "[]", "null"])
+def test_a_damaged_memory_is_an_empty_one(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "controller.json"
+    file.write_text(damage)
+    assert load(file, "cpu").costs is None
+    assert load(file, "cpu").policy(True).next_length(5) >= 0
