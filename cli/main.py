@@ -12,7 +12,7 @@ import sys
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli import adapters, calibrate, chat, demo, distill, doctor, generate, history, records
+from cli import adapters, bench, calibrate, chat, demo, distill, doctor, generate, history, records
 
 app = typer.Typer(
     name="adaptive",
@@ -26,6 +26,7 @@ app.command()(chat.chat)
 app.command()(generate.generate)
 app.command()(distill.distill)
 app.command()(calibrate.calibrate)
+app.command()(bench.bench)
 app.command()(history.history)
 app.add_typer(adapters.app, name="adapters")
 app.command()(doctor.doctor)

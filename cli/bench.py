@@ -1,0 +1,165 @@
+"""``adaptive bench``: ours and transformers' own ways of decoding, side by side on the same prompts."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    from adaptive.settings import Settings
+    from cli.contenders import Contender, Row
+    from cli.prompts import Prompt
+    from cli.session import Session
+
+
+@shared_options()
+def bench(
+    settings: Settings,
+    prompts: Annotated[Optional[Path], typer.Option(help="JSON lines; default: those beside the bundled pair.")] = None,
+    count: Annotated[int, typer.Option(help="Prompts to run.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of every answer.")] = 100,
+    lengths: Annotated[str, typer.Option(help="Fixed draft lengths, with commas.")] = "2,4,8",
+    only_ours: Annotated[bool, typer.Option("--only-ours", help="Leave transformers' generate out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Plain, fixed lengths, controller, and transformers' own generation, in turns on the same prompts.
+
+    Answers are greedy unless --temperature is given. The adapter in use is used.
+
+    Example: adaptive bench --count 20 --tokens 200
+
+    Example: adaptive bench --target DIR --draft DIR --lengths 4 --temperature 0.7 --json
+    """
+    from rich.console import Console
+
+    from cli.prompts import read_prompts
+
+    numbers = _lengths(lengths)
+    if count < 1 or tokens < 2:
+        raise AdaptiveError("--count must be at least 1 and --tokens at least 2")
+    asked = mixed(count) if prompts is None else read_prompts(prompts)[:count]
+    console = Console(stderr=True)
+
+    from cli.session import open_session
+
+    settings = settings.model_copy(update={"record": False, "draft_length": "auto"})
+    with open_session(settings, console) as session:
+        rows = run(settings, session, asked, tokens, numbers, only_ours, console)
+        adapter = session.assistant.adapter
+    if as_json:
+        print(
+            json.dumps({"adapter": adapter, "prompts": len(asked), "tokens": tokens, "rows": [asdict(r) for r in rows]})
+        )
+    else:
+        show(rows, Console())
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise AdaptiveError(f"--lengths is {text!r}; give numbers with commas, such as 2,4,8") from None
+    if not numbers or not all(1 <= number <= 64 for number in numbers):
+        raise AdaptiveError(f"--lengths is {text!r}; give numbers from 1 to 64")
+    return numbers
+
+
+def mixed(count: int) -> list[Prompt]:
+    """``count`` of the shipped prompts, of every kind in turn."""
+    from adaptive.pair import BUNDLED
+    from cli.prompts import read_prompts
+
+    kinds = [read_prompts(file) for file in sorted((BUNDLED / "prompts").glob("*.jsonl"))]
+    for number, kind in enumerate(kinds):
+        random.Random(number).shuffle(kind)
+    turns = [kind[i] for i in range(max(map(len, kinds))) for kind in kinds if i < len(kind)]
+    return turns[:count]
+
+
+def contenders(settings: Settings, session: Session, lengths: list[int], threads: int) -> list[Contender]:
+    """Those of the table; the first is what the others are measured against. ``threads`` are those of
+    transformers' own, which are left out for 0."""
+    from adaptive.control.goodput import GoodputLength
+    from adaptive.control.policy import FixedLength
+    from adaptive.decoding.params import SamplingParams
+    from cli.contenders import ours, policies, theirs
+
+    pair = session.pair
+    sampling = SamplingParams(
+        temperature=settings.temperature or 0.0,
+        top_k=settings.top_k or 0,
+        top_p=settings.top_p if settings.top_p is not None else 1.0,
+        seed=settings.seed if settings.seed is not None else 1,
+    )
+    field: list[Contender] = []
+    if threads:
+        field.append(theirs("transformers, plain", pair, sampling, threads))
+        if pair.draft is not None:
+            field.append(theirs("transformers, assisted", pair, sampling, threads, assisted=True))
+            field += [
+                theirs(f"transformers, assisted {n}", pair, sampling, threads, assisted=True, length=n) for n in lengths
+            ]
+        field.append(theirs("transformers, prompt lookup", pair, sampling, threads, lookup=10))
+    field.append(ours("ours, plain", pair, FixedLength(0), sampling))
+    if pair.draft is not None:
+        field += [ours(name, pair, policy, sampling) for name, policy in policies(lengths).items()]
+        policy = session.assistant.policy
+        if isinstance(policy, GoodputLength):
+            field.append(ours("ours, controller", pair, policy, sampling))
+    return field
+
+
+def run(
+    settings: Settings,
+    session: Session,
+    prompts: list[Prompt],
+    tokens: int,
+    lengths: list[int],
+    only_ours: bool,
+    console: Any,
+) -> list[Row]:
+    """The race, with its progress on ``console``."""
+    from rich.progress import track
+
+    from transformers.utils import logging
+
+    from cli.contenders import fastest_threads, race, table
+
+    logging.set_verbosity_error()  # its assisted generation warns about its own arguments at every round
+    threads = 0 if only_ours else fastest_threads(session.pair, prompts[0])
+    field = contenders(settings, session, lengths, threads)
+    results = track(
+        race(field, prompts, tokens),
+        "racing",
+        total=len(field) * len(prompts),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    return table(field, list(results))
+
+
+def show(rows: list[Row], console: Any) -> None:
+    """The table for people."""
+    from rich.table import Table
+
+    shown = Table("", "tokens/s", "times the first", "tokens a round", "same answer", "8-grams repeated")
+    for row in rows:
+        length = "" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}"
+        shown.add_row(
+            row.contender,
+            f"{row.tokens_per_second:.1f}",
+            f"{row.against:.2f}",
+            length,
+            f"{row.same:.0%}",
+            f"{row.loops:.0%}",
+        )
+    console.print(shown)

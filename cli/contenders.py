@@ -1,0 +1,196 @@
+"""Ways of decoding the same prompts, timed side by side: transformers' own and ours.
+
+In: a pair, prompts. Out: a ``Result`` for each contender and prompt. The contenders take turns at every
+prompt, in rotating order, so that a slow moment of the machine falls on all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from adaptive.assistant import Assistant, encode_chat
+from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.errors import AdaptiveError
+from adaptive.pair import Pair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from cli.prompts import Prompt
+
+# Tokens of the unrecorded answer that every contender gives first.
+WARM_UP = 16
+
+
+@dataclass(frozen=True)
+class Result:
+    """One answer: its token ids, seconds from prompt to last token, mean acceptance length (None where the
+    contender does not say)."""
+
+    contender: str
+    prompt: int
+    tokens: tuple[int, ...]
+    seconds: float
+    mean_acceptance_length: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender over all prompts. ``seconds`` a token is the median over prompts, ``against`` how many
+    times faster than the first contender (ratio of medians), ``same`` the share of answers that equal the
+    first contender's, ``loops`` the share of 8-grams that repeat an earlier one."""
+
+    contender: str
+    tokens_per_second: float
+    against: float
+    mean_acceptance_length: float | None
+    same: float
+    loops: float
+
+
+Answer = Callable[["Prompt", int], tuple[list[int], float | None]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``answer(prompt, tokens)`` returns that many token ids and its mean acceptance length."""
+
+    name: str
+    answer: Answer
+
+
+def ours(name: str, pair: Pair, policy: LengthPolicy, sampling: SamplingParams) -> Contender:
+    """Our own loop under a draft-length policy, with a cache of its own."""
+    assistant = Assistant(pair, policy, None)
+
+    def answer(prompt: Prompt, tokens: int) -> tuple[list[int], float | None]:
+        for _ in assistant.chat(prompt.messages, sampling, StopParams(tokens, ignore_eos=True)):
+            pass
+        assert assistant.last is not None
+        rounds = assistant.last.rounds
+        return assistant.last.output, 1 + sum(r.accepted for r in rounds) / max(1, len(rounds))
+
+    return Contender(name, answer)
+
+
+def theirs(name: str, pair: Pair, sampling: SamplingParams, threads: int, **how: Any) -> Contender:
+    """transformers' ``generate`` on the target, on so many threads. ``how``: ``assisted`` for its assisted
+    generation with its defaults, ``length`` for a fixed number of drafted tokens, ``lookup`` for prompt lookup."""
+    target = transformers_model(pair.target)
+    draft = transformers_model(pair.draft) if "assisted" in how else None
+    arguments: dict[str, Any] = {"do_sample": not sampling.greedy, "use_cache": True, "eos_token_id": None}
+    if not sampling.greedy:
+        arguments |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    if "lookup" in how:
+        arguments["prompt_lookup_num_tokens"] = how["lookup"]
+
+    def answer(prompt: Prompt, tokens: int) -> tuple[list[int], float | None]:
+        ids = torch.tensor([encode_chat(pair, prompt.messages)], device=target.device)
+        given = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        end = target.generation_config.eos_token_id
+        target.generation_config.eos_token_id = None
+        if draft is not None:
+            arguments["assistant_model"] = draft
+            settings = draft.generation_config
+            before = {n: getattr(settings, n) for n in ASSISTED}
+            if "length" in how:
+                for field, value in zip(ASSISTED, (how["length"], "constant", 0.0), strict=True):
+                    setattr(settings, field, value)
+        try:
+            out = target.generate(  # type: ignore[operator]
+                ids, max_new_tokens=tokens, attention_mask=torch.ones_like(ids), **arguments
+            )
+        finally:
+            torch.set_num_threads(given)
+            target.generation_config.eos_token_id = end
+            if draft is not None:
+                for field, value in before.items():
+                    setattr(settings, field, value)
+        return out[0, ids.shape[1] :].tolist(), None
+
+    return Contender(name, answer)
+
+
+ASSISTED = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
+
+def transformers_model(engine: object) -> PreTrainedModel:
+    """The model behind an engine. Raises AdaptiveError for an engine that has none."""
+    model: PreTrainedModel | None = getattr(engine, "model", None)
+    if model is None:
+        raise AdaptiveError("this comparison needs two models that transformers runs; give --target and --draft")
+    return model
+
+
+def race(contenders: Sequence[Contender], prompts: Sequence[Prompt], tokens: int) -> Iterator[Result]:
+    """Every contender on every prompt, in rotating order."""
+    for contender in contenders:
+        contender.answer(prompts[0], WARM_UP)
+    for number, prompt in enumerate(prompts):
+        start = number % len(contenders)
+        for contender in (*contenders[start:], *contenders[:start]):
+            began = time.perf_counter()
+            output, acceptance = contender.answer(prompt, tokens)
+            yield Result(contender.name, number, tuple(output), time.perf_counter() - began, acceptance)
+
+
+def table(contenders: Sequence[Contender], results: Sequence[Result]) -> list[Row]:
+    """The results by contender, against the first one."""
+    by_name = {one.name: [r for r in results if r.contender == one.name] for one in contenders}
+    first = {r.prompt: r.tokens for r in by_name[contenders[0].name]}
+    costs = {
+        name: statistics.median(r.seconds / max(1, len(r.tokens)) for r in found) for name, found in by_name.items()
+    }
+    return [
+        Row(
+            contender=name,
+            tokens_per_second=1 / costs[name],
+            against=costs[contenders[0].name] / costs[name],
+            mean_acceptance_length=_mean([r.mean_acceptance_length for r in found]),
+            same=statistics.fmean(r.tokens == first[r.prompt] for r in found),
+            loops=statistics.fmean(repeated(r.tokens) for r in found),
+        )
+        for name, found in by_name.items()
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    said = [value for value in values if value is not None]
+    return statistics.fmean(said) if said else None
+
+
+def repeated(tokens: Sequence[int], n: int = 8) -> float:
+    """Share of the n-grams of a text that occurred in it before."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def fastest_threads(pair: Pair, prompt: Prompt, tokens: int = 24) -> int:
+    """The number of threads at which transformers itself decodes faster here: 1, or all it was given.
+
+    Peers are timed at their best; our own engine chooses for itself.
+    """
+    everything = torch.get_num_threads()
+    if everything == 1:
+        return 1
+    plain = {threads: theirs("plain", pair, SamplingParams(), threads) for threads in (1, everything)}
+    times: dict[int, list[float]] = {threads: [] for threads in plain}
+    for _ in range(4):
+        for threads, contender in plain.items():
+            began = time.perf_counter()
+            contender.answer(prompt, tokens)
+            times[threads].append(time.perf_counter() - began)
+    return min(times, key=lambda threads: statistics.median(times[threads][1:]))
+
+
+def policies(lengths: Sequence[int]) -> dict[str, LengthPolicy]:
+    """Fixed lengths by the name they have in a table."""
+    return {f"ours, fixed {length}": FixedLength(length) for length in lengths}
