@@ -105,7 +105,7 @@ def figures(assistant: Assistant) -> str:
 
 
 def as_object(prompt: Prompt, assistant: Assistant) -> dict[str, Any]:
-    """The JSON object of one answer, as docs/json.md describes it."""
+    """The JSON object of one answer; figures are those of ``history``, times are in milliseconds."""
     from dataclasses import asdict
 
     from adaptive.records.stats import speculative_stats
