@@ -6,8 +6,8 @@ Out: ``OUT/target``, ``OUT/draft`` (Hugging Face checkpoints, bf16 safetensors),
 
     python scripts/train_bundled.py --data DATA --out checkpoints/bundled
 
-The target sees every kind of text. The draft is distilled from the target, but only on
-``DRAFT_KINDS``: the other kinds are what a user's own use will teach it. A prompt is held out
+The target sees every kind of text, the draft only ``DRAFT_KINDS``: the others are what a user's own
+use will teach it. A prompt is held out
 by its hash, so that no prompt is ever on both sides, whatever the order of the files.
 """
 
@@ -41,6 +41,8 @@ KINDS = {
     "stories": "stories",
 }
 DRAFT_KINDS = ("code", "roleplay", "hard", "blog", "instructions", "stories")
+# Kinds with enough different held-out prompts to be worth shipping.
+PROMPT_KINDS = ("math", "code", "roleplay", "tools", "instructions")
 LICENCES = {
     "math": "openai/grade-school-math, train split; MIT",
     "code": "sahil280114/codealpaca, new_codealpaca; Apache-2.0",
@@ -59,8 +61,8 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-TARGET_SHAPE = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=16, num_attention_heads=4)
-DRAFT_SHAPE = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=1, num_attention_heads=4)
+TARGET_SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 16, "num_attention_heads": 4}
+DRAFT_SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,8 @@ def rows(documents: list[list[int]], kinds: list[str], rng: random.Random) -> It
     while True:
         order: list[list[int]] = []
         for members in by_kind.values():
-            members = rng.sample(members, len(members))
             joined: list[list[int]] = []
-            for document in members:
+            for document in rng.sample(members, len(members)):
                 if joined and rng.random() < 0.25 and len(joined[-1]) + len(document) < ROW:
                     joined[-1] = joined[-1] + document[1:]
                 else:
@@ -186,12 +187,10 @@ def train(
     tokens: int,
     save: Path,
     tokenizer: PreTrainedTokenizerFast,
-    teacher: LlamaForCausalLM | None = None,
     done: int = 0,
 ) -> None:
-    """Train on ``tokens`` tokens. With a teacher the loss is half its forward KL, half the text's
-    cross-entropy; without, cross-entropy alone. ``done`` steps were made before an interruption: the
-    data and the schedule go on where they were, the optimisers' state starts anew."""
+    """Train on ``tokens`` tokens. ``done`` steps were made before an interruption: the data and the
+    schedule go on where they were, the optimisers' state starts anew."""
     steps = math.ceil(tokens / (ROW * BATCH_ROWS))
     both = optimizers(model)
     peaks = [group["lr"] for optimizer in both for group in optimizer.param_groups]
@@ -205,11 +204,6 @@ def train(
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(inputs, use_cache=False).logits.flatten(0, 1)
         loss = F.cross_entropy(logits.float(), labels)
-        if teacher is not None:
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-                wanted = teacher(inputs, use_cache=False).logits.flatten(0, 1).float().log_softmax(-1)
-            divergence = F.kl_div(logits.float().log_softmax(-1), wanted, reduction="batchmean", log_target=True)
-            loss = (loss + divergence) / 2
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         share = schedule(step, steps) * min(1.0, (step - done + 1) / 50)
@@ -264,11 +258,13 @@ def overlap(draft: LlamaForCausalLM, target: LlamaForCausalLM, documents: list[l
 
 
 def write_prompts(chats: list[Chat], folder: Path) -> None:
-    """The held-out prompts of each kind, which neither model has seen, at most 320 a kind."""
+    """The held-out prompts of each kind, which neither model has seen, at most 240 a kind."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
+        if kind not in PROMPT_KINDS:
+            continue
         prompts = list(dict.fromkeys(c.messages[0]["content"] for c in chats if c.kind == kind and c.held_out))
-        lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts[:320]]
+        lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts[:240]]
         (folder / f"{kind}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -284,29 +280,45 @@ def write_card(out: Path, chats: list[Chat], tokenizer: PreTrainedTokenizerFast,
         held = encode(tokenizer, [c for c in chats if c.kind == kind and c.held_out][:60])
         table.append(
             f"| {kind} | {LICENCES[kind]} | {'yes' if kind in DRAFT_KINDS else 'no'} | "
-            f"{held_out_loss(target, held):.3f} | {held_out_loss(draft, held):.3f} | {overlap(draft, target, held):.3f} |"
+            f"{held_out_loss(target, held):.3f} | {held_out_loss(draft, held):.3f} | "
+            f"{overlap(draft, target, held):.3f} |"
         )
     sizes = {name: sum(p.numel() for p in m.parameters()) / 1e6 for name, m in (("target", target), ("draft", draft))}
-    (out / "README.md").write_text(
-        "# The bundled pair\n\n"
-        f"A Llama-architecture chat model of {sizes['target']:.1f} million parameters ({TARGET_SHAPE['num_hidden_layers']} layers) "
-        f"and a draft of {sizes['draft']:.2f} million (one layer), with one tokenizer (byte-level BPE, {len(tokenizer)} entries) "
-        "and one chat template. They exist so that the tour, the tests and the benchmarks run with no download.\n\n"
-        "**What it is not.** Not an assistant: at this size its answers are fluent and mostly wrong, and its sums are "
-        "decoration. Nothing measured on it says what another pair will do; for that, bring the pair.\n\n"
-        "## Data\n\n"
-        "About one prompt in twenty is held out by its hash and was seen by neither model. Losses are in nats per token over "
-        "up to 60 held-out chats a kind; overlap is the mean of sum min(p, q), the expected acceptance at temperature 1 on that text.\n\n"
-        + "\n".join(table)
-        + "\n\n`prompts/` holds held-out prompts of each kind, under the licence of their source.\n\n"
-        "## Recipe\n\n"
-        f"`python scripts/train_bundled.py --data DATA --out checkpoints/bundled --target-tokens {args.target_tokens} "
-        f"--draft-tokens {args.draft_tokens} --seed {args.seed}` on two CPU cores, bf16 autocast over float32 weights, "
-        f"rows of {ROW} tokens, {BATCH_ROWS} rows a step, Muon (0.02) for matrices and AdamW (0.003) for the rest, 50 steps of "
-        "warm-up and a linear decay. Target: cross-entropy on all kinds. Draft: half cross-entropy, half forward KL to the "
-        f"target, on {', '.join(DRAFT_KINDS)} only. Seeds: data and weights {args.seed}. The weights are under Apache-2.0.\n",
-        encoding="utf-8",
+    recipe = (
+        f"python scripts/train_bundled.py --data DATA --out checkpoints/bundled "
+        f"--target-tokens {args.target_tokens} --draft-tokens {args.draft_tokens} --seed {args.seed}"
     )
+    card = f"""# The bundled pair
+
+A Llama-architecture chat model of {sizes["target"]:.1f} million parameters ({TARGET_SHAPE["num_hidden_layers"]} layers)
+and a draft of {sizes["draft"]:.2f} million (one layer), with one tokenizer (byte-level BPE, {len(tokenizer)} entries)
+and one chat template. They exist so that the tour, the tests and the benchmarks run with no download.
+
+**What it is not.** Not an assistant: at this size its answers are fluent and mostly wrong, and its sums
+are decoration. Nothing measured on it says what another pair will do; for that, bring the pair.
+
+## Data
+
+About one prompt in twenty is held out by its hash and was seen by neither model. Losses are in nats per
+token over up to 60 held-out chats a kind; overlap is the mean over positions of sum min(p, q), the
+expected acceptance at temperature 1 on that text.
+
+{chr(10).join(table)}
+
+`prompts/` holds held-out prompts of some kinds, under the licence of their source.
+
+## Recipe
+
+`{recipe}`
+
+Two CPU cores; bf16 autocast over float32 weights, rows of {ROW} tokens, {BATCH_ROWS} rows a step, Muon (0.02) for
+matrices and AdamW (0.003) for the rest, 50 steps of warm-up and a linear decay; cross-entropy on the text:
+all kinds for the target, {", ".join(DRAFT_KINDS)} only for the draft. Seed {args.seed} for
+data and weights. {args.note}
+
+The weights are under Apache-2.0.
+"""
+    (out / "README.md").write_text(card, encoding="utf-8")
 
 
 def main() -> None:
@@ -318,6 +330,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume-step", type=int, default=0, help="go on with OUT/target, stored after this step")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--note", default="", help="what else the model card should say of this training")
     parser.add_argument("--stages", default="tokenizer,target,draft,card", help="which of them to run")
     args = parser.parse_args()
     stages = args.stages.split(",")
@@ -337,17 +350,9 @@ def main() -> None:
         source = rows(encode(tokenizer, seen), [c.kind for c in seen], random.Random(args.seed))
         train(target, source, args.target_tokens, args.out / "target", tokenizer, done=args.resume_step)
     if "draft" in stages:
-        target = LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.float32).eval()
         part = [chat for chat in seen if chat.kind in DRAFT_KINDS]
         source = rows(encode(tokenizer, part), [c.kind for c in part], random.Random(args.seed))
-        train(
-            new_model(DRAFT_SHAPE, tokenizer, args.seed),
-            source,
-            args.draft_tokens,
-            args.out / "draft",
-            tokenizer,
-            teacher=target,
-        )
+        train(new_model(DRAFT_SHAPE, tokenizer, args.seed), source, args.draft_tokens, args.out / "draft", tokenizer)
     if "card" in stages:
         write_card(args.out, chats, tokenizer, args)
 
