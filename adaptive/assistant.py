@@ -197,7 +197,7 @@ def encode_chat(pair: Pair, messages: Sequence[Message]) -> list[int]:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
 ) -> list[int]:
     """Token ids of a chat, as the chat template takes it, with tool definitions and the generation prompt.
 
@@ -205,8 +205,9 @@ def render_chat(
     """
     if not tokenizer.chat_template:
         raise AdaptiveError("the target's tokenizer has no chat template; it can only continue raw text (--raw)")
+    offered: list[Any] | None = list(tools) if tools else None
     try:
-        text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(chat, tools=offered, tokenize=False, add_generation_prompt=True)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # a template raises whatever its author chose
         raise AdaptiveError(f"the target's chat template refuses this chat: {error}") from error

@@ -6,10 +6,11 @@ sampling defaults then come from the target's own ``generation_config.json``.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -51,6 +52,18 @@ class Settings(BaseSettings):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     record: bool = True
+    host: str = "127.0.0.1"
+    port: int = Field(8080, ge=0, le=65535)
+    api_key: SecretStr | None = None
+    api_key_file: Path | None = None
+    queue: int = Field(64, ge=0)
+    max_body_mb: float = Field(8.0, gt=0)
+    cache_mb: int = Field(1024, ge=0)
+    threads: int | None = Field(None, ge=1)
+    distill: str = "idle"
+    distill_after: int = Field(100, ge=1)
+    distill_idle_seconds: float = Field(5.0, ge=0)
+    distill_seconds: float = Field(600.0, gt=0)
 
     def model_post_init(self, context: Any) -> None:
         """Refuse impossible sampling before any model is loaded. Raises AdaptiveError."""
@@ -62,6 +75,7 @@ class Settings(BaseSettings):
         StopParams(self.max_new_tokens)
         if self.draft_length != "auto" and not (self.draft_length.isdigit() and int(self.draft_length) <= 64):
             raise AdaptiveError(f"draft_length is {self.draft_length!r}; it must be auto or a number from 0 to 64")
+        training_window(self.distill)
 
     @property
     def state_dir(self) -> Path:
@@ -79,6 +93,20 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then environment, then the file named in ``_toml`` (see ``load_settings``)."""
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+
+def training_window(policy: str) -> tuple[int, int] | None:
+    """The daily window of a training policy in minutes after midnight, None for idle, always and off.
+
+    The window may go over midnight (``22:00-06:00``). Raises AdaptiveError for anything else.
+    """
+    if policy in ("idle", "always", "off"):
+        return None
+    found = re.fullmatch(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)", policy)
+    if found is None:
+        raise AdaptiveError(f"distill is {policy!r}; it must be idle, always, off or a daily window like 22:00-06:00")
+    hours = [int(part) for part in found.groups()]
+    return 60 * hours[0] + hours[1], 60 * hours[2] + hours[3]
 
 
 def config_file(explicit: Path | None) -> Path | None:

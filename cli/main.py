@@ -12,7 +12,7 @@ import sys
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli import adapters, bench, calibrate, chat, demo, distill, doctor, generate, history, records
+from cli import adapters, bench, calibrate, chat, demo, distill, doctor, generate, history, records, serve
 
 app = typer.Typer(
     name="adaptive",
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(chat.chat)
 app.command()(generate.generate)
+app.command()(serve.serve)
 app.command()(distill.distill)
 app.command()(calibrate.calibrate)
 app.command()(bench.bench)

@@ -44,8 +44,11 @@ def load_with_progress(settings: Settings, console: Console) -> Pair:
 
 
 @contextlib.contextmanager
-def open_session(settings: Settings, console: Console) -> Iterator[Session]:
-    """Everything a command needs to answer prompts; what was said is in the log when it ends."""
+def open_session(settings: Settings, console: Console, cache_bytes: int = 0) -> Iterator[Session]:
+    """Everything a command needs to answer prompts; what was said is in the log when it ends.
+
+    ``cache_bytes`` as in ``Assistant``.
+    """
     from adaptive.pair import pair_identity
     from adaptive.state import open_state
     from checkpoints.store import AdapterStore
@@ -67,7 +70,7 @@ def open_session(settings: Settings, console: Console) -> Iterator[Session]:
     policy = length_policy(settings, memory, attentive_on(pair))
     store = AdapterStore(state.adapters)
     log = LogWriter(state.records) if settings.record else None
-    session = Session(Assistant(pair, FixedLength(0), log), pair, state, store)
+    session = Session(Assistant(pair, FixedLength(0), log, cache_bytes), pair, state, store)
     try:
         use_current_adapter(session, console)
         # Only now does the policy come in: what it remembers is in doubt only if the adapter is another one.

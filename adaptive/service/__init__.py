@@ -1,0 +1,1 @@
+"""The service: engine thread, HTTP API, metrics, dashboard, and when to train."""

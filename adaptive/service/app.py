@@ -1,0 +1,337 @@
+"""The HTTP API: OpenAI's endpoints, and those that say how the server is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from transformers import PreTrainedTokenizerBase
+
+from adaptive.assistant import render_chat, sampling_params
+from adaptive.errors import AdaptiveError
+from adaptive.service.engine import EngineThread, Opened
+from adaptive.service.guard import Guard
+from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, Piece, Prompt, QueueFullError
+from adaptive.service.metrics import Metrics
+from adaptive.service.responses import Shape, error_object, error_response, figures
+from adaptive.service.schemas import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from adaptive.settings import Settings
+
+# Seconds that a client told 429 or 503 is asked to wait: about one answer.
+RETRY_AFTER = {"Retry-After": "2"}
+
+
+class NotReadyError(Exception):
+    """The models are still being loaded, or the server is going down."""
+
+
+class Api:
+    """Turns requests into jobs and their events into responses."""
+
+    def __init__(self, engine: EngineThread, settings: Settings, metrics: Metrics) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.metrics = metrics
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def session(self) -> Opened:
+        """The pair and its state. Raises NotReadyError."""
+        if self.engine.state != "ready" or self.engine.session is None:
+            raise NotReadyError
+        return self.engine.session
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """A tokenizer of our own: the engine thread uses the pair's at the same time."""
+        if self._tokenizer is None:
+            self._tokenizer = copy.deepcopy(self.session().pair.tokenizer)
+        return self._tokenizer
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a chat."""
+        body.refuse_unbuilt()
+        tools = None if body.tool_choice == "none" else body.tools
+        chat = [message.for_template() for message in body.messages]
+        # Off the event loop: a long text takes a while, and other streams go on meanwhile.
+        ids = await asyncio.to_thread(render_chat, self.tokenizer, chat, tools)
+        prompt = Prompt(ids, tuple(message.for_log() for message in body.messages), "")
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        return await self._serve(body, (prompt,), body.max_completion_tokens or body.max_tokens, top, request)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue one text or several."""
+        body.refuse_unbuilt()
+        prompts = [await asyncio.to_thread(self._raw, text) for text in body.prompts()]
+        return await self._serve(body, tuple(prompts), body.max_tokens, body.logprobs, request)
+
+    def _raw(self, given: str | list[int]) -> Prompt:
+        """Raises AdaptiveError for what the tokenizer or the model does not know."""
+        if isinstance(given, str):
+            return Prompt(encode(self.tokenizer, given, add_special=True), (), given)
+        check_tokens(given, self.session().pair.target.vocab_size)
+        return Prompt(list(given), (), str(self.tokenizer.decode(given)))
+
+    async def _serve(
+        self, body: Common, prompts: tuple[Prompt, ...], limit: int | None, top: int | None, request: Request
+    ) -> Response:
+        pair = self.session().pair
+        check_prompts(prompts, pair.target.context_length)
+        ask = Ask(
+            prompts=prompts,
+            sampling=body.sampling(sampling_params(self.settings, pair), pair.target.vocab_size),
+            stop=body.stopping(limit, self.settings.max_new_tokens),
+            n=body.n or 1,
+            client=body.user or (request.client.host if request.client else ""),
+            session=request.headers.get("x-session-id"),
+            record=body.store is not False,
+            supervise=top is not None,
+            stream=bool(body.stream),
+        )
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        job = Job(ask, lambda event: _hand_over(loop, events, event))
+        self.engine.submit(job)
+        name = uuid.uuid4().hex
+        shape = Shape(
+            f"{'chatcmpl' if isinstance(body, ChatRequest) else 'cmpl'}-{name}",
+            int(time.time()),
+            pair.identity.id,
+            isinstance(body, ChatRequest),
+        )
+        if ask.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            stream = _stream(job, events, shape, usage)
+            return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await self._whole(job, events, shape, top, request)
+
+    async def _whole(
+        self, job: Job, events: asyncio.Queue[Event], shape: Shape, top: int | None, request: Request
+    ) -> Response:
+        """Wait for every answer, or for the client to go away."""
+        gone = asyncio.create_task(_gone(request))
+        answers: list[Answer] = []
+        try:
+            while True:
+                event = asyncio.create_task(events.get())
+                await asyncio.wait({event, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not event.done():
+                    event.cancel()
+                    return Response(status_code=499)  # nobody reads it
+                got = event.result()
+                if isinstance(got, Failed):
+                    self.metrics.refused(got.status)
+                    return error_response(got.status, got.message)
+                if isinstance(got, Answer):
+                    answers.append(got)
+                if isinstance(got, Done):
+                    return JSONResponse(shape.whole(answers, self.tokenizer, top))
+        finally:
+            gone.cancel()
+            job.cancel()
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to read
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stream(job: Job, events: asyncio.Queue[Event], shape: Shape, usage: bool) -> AsyncIterator[str]:
+    """The events of one job as server-sent events. Closed early, it cancels the job."""
+
+    def line(body: dict[str, Any]) -> str:
+        return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+    begun: set[int] = set()
+    answers: list[Answer] = []
+    try:
+        while True:
+            got = await events.get()
+            if isinstance(got, Piece | Answer) and got.index not in begun:
+                begun.add(got.index)
+                yield line(shape.piece(got.index, "", first=True)) if shape.chat else ""
+            if isinstance(got, Piece):
+                yield line(shape.piece(got.index, got.text))
+            elif isinstance(got, Answer):
+                answers.append(got)
+                yield line({**shape.piece(got.index, "", got.finish_reason), **figures([got])})
+            elif isinstance(got, Failed):
+                yield line(error_object(got.status, got.message))
+                return
+            else:
+                if usage:
+                    yield line(shape.usage_chunk(answers))
+                yield "data: [DONE]\n\n"
+                return
+    finally:
+        job.cancel()
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special: bool) -> list[int]:
+    """Token ids of a text. Raises AdaptiveError for text that is no valid Unicode."""
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special)
+    except (TypeError, ValueError) as error:  # half of a surrogate pair, say
+        raise AdaptiveError("the text is not valid Unicode") from error
+    return ids
+
+
+def check_tokens(tokens: list[int], vocab_size: int) -> None:
+    """Raise AdaptiveError for an id that the model does not have."""
+    wrong = next((t for t in tokens if t >= vocab_size), None)
+    if wrong is not None:
+        raise AdaptiveError(f"{wrong} is no token id; ids go from 0 to {vocab_size - 1}")
+
+
+def check_prompts(prompts: tuple[Prompt, ...], context: int) -> None:
+    """Raise AdaptiveError for a prompt that is empty or leaves no room, before anything is streamed."""
+    for prompt in prompts:
+        if not prompt.ids:
+            raise AdaptiveError("the prompt is empty; give at least one token")
+        if len(prompt.ids) >= context:
+            raise AdaptiveError(
+                f"the prompt has {len(prompt.ids)} tokens and the model's context holds {context}; shorten it"
+            )
+
+
+def create_app(api: Api) -> FastAPI:
+    """The application: routes, errors in OpenAI's shape, the guard before all."""
+    app = FastAPI(title="adaptive", docs_url=None, redoc_url=None)
+    _completions(app, api)
+    _state(app, api)
+    _errors(app, api)
+    key = api.settings.api_key.get_secret_value() if api.settings.api_key else None
+    app.add_middleware(Guard, key=key, max_body=int(api.settings.max_body_mb * 1e6))
+    return app
+
+
+def _completions(app: FastAPI, api: Api) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await api.chat(body, request)
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        return await api.complete(body, request)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        return {"tokens": await asyncio.to_thread(encode, api.tokenizer, body.content, body.add_special)}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        check_tokens(body.tokens, api.session().pair.target.vocab_size)
+        return {"content": await asyncio.to_thread(api.tokenizer.decode, body.tokens)}
+
+
+def _state(app: FastAPI, api: Api) -> None:
+    engine = api.engine
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"}) if engine.state == "ready" else _not_ready(engine)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        pair = api.session().pair
+        own = {"id": pair.identity.id, "object": "model", "created": 0, "owned_by": "adaptive"}
+        return {"object": "list", "data": [{**own, "max_model_len": pair.target.context_length}]}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        api.metrics.running.set(int(engine.slot.busy))
+        api.metrics.waiting.set(len(engine.queue))
+        return Response(api.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/props")
+    async def props() -> dict[str, Any]:
+        pair = api.session().pair
+        return {
+            "model": pair.identity.id,
+            "draft": pair.identity.base.id if pair.draft else None,
+            "adapter": engine.adapter,
+            "draft_length": api.settings.draft_length,
+            "n_ctx": pair.target.context_length,
+            "total_slots": 1,
+            "chat_template": api.tokenizer.chat_template,
+        }
+
+    @app.get("/slots")
+    async def slots() -> list[dict[str, Any]]:
+        slot = engine.slot
+        return [
+            {
+                "id": 0,
+                "is_processing": slot.busy,
+                "prompt_tokens": slot.prompt_tokens,
+                "predicted_tokens": slot.predicted_tokens,
+                "seconds": None if slot.began is None else time.perf_counter() - slot.began,
+                "waiting": len(engine.queue),
+                "conversations_cached": len(api.session().assistant.conversations),
+            }
+        ]
+
+
+def _not_ready(engine: EngineThread) -> JSONResponse:
+    said = "the models are being loaded" if engine.state == "loading" else "the server is shutting down"
+    body = {"status": engine.state, **error_object(503, f"{said}; try again in a moment")}
+    return JSONResponse(body, 503, RETRY_AFTER)
+
+
+def _errors(app: FastAPI, api: Api) -> None:
+    Handler = Callable[[Request, Any], Awaitable[Response]]  # noqa: N806 - a type
+
+    async def mistake(request: Request, error: AdaptiveError) -> Response:
+        return refuse(400, str(error))
+
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:]) or None
+        return refuse(400, f"{param or 'the body'}: {first['msg'].lower()}", param)
+
+    async def full(request: Request, error: QueueFullError) -> Response:
+        return refuse(429, f"{api.engine.queue.limit} requests are waiting; try again in a moment", None, RETRY_AFTER)
+
+    async def not_ready(request: Request, error: NotReadyError) -> Response:
+        api.metrics.refused(503)
+        return _not_ready(api.engine)
+
+    async def plain(request: Request, error: HTTPException) -> Response:
+        where = f"{request.method} {request.url.path}: " if error.status_code in (404, 405) else ""
+        return refuse(error.status_code, f"{where}{error.detail}")
+
+    def refuse(
+        status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> JSONResponse:
+        api.metrics.refused(status)
+        return error_response(status, message, param, headers)
+
+    handlers: dict[Any, Handler] = {
+        AdaptiveError: mistake,
+        RequestValidationError: invalid,
+        QueueFullError: full,
+        NotReadyError: not_ready,
+        HTTPException: plain,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)

@@ -1,0 +1,257 @@
+"""The one thread that owns the models: it loads them, answers one job at a time, and swaps adapters between.
+
+In: jobs, from the HTTP side. Out: each job's events, and what has been observed, for the metrics and
+for the trainer. Nothing else touches the assistant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from adaptive.assistant import Assistant
+from adaptive.decoding.loop import Decoding
+from adaptive.decoding.params import SamplingParams
+from adaptive.errors import AdaptiveError
+from adaptive.pair import Pair
+from adaptive.records.stats import speculative_stats
+from adaptive.records.types import Round
+from adaptive.service.jobs import Answer, Ask, Done, Failed, FairQueue, Job, Piece
+from adaptive.service.metrics import Metrics
+from adaptive.state import PairState
+from checkpoints.store import AdapterStore
+
+logger = logging.getLogger("adaptive.service")
+
+# Seconds between two looks at the adapter store while nothing is asked. Lower reads a small file more
+# often, higher leaves the first answer after a promotion to pay for the swap.
+POLL_S = 0.25
+
+# Longest wait for the log before an answer is called done, in seconds. A slow disk must not hold back
+# what a person reads; the writer goes on trying.
+FLUSH_S = 5.0
+
+State = Literal["loading", "ready", "failed", "stopping"]
+
+
+class Opened(Protocol):
+    """An assistant with its pair's state, as the front end opened it."""
+
+    @property
+    def assistant(self) -> Assistant: ...
+
+    @property
+    def pair(self) -> Pair: ...
+
+    @property
+    def state(self) -> PairState: ...
+
+    @property
+    def store(self) -> AdapterStore: ...
+
+
+class Listener(Protocol):
+    """Who is told what the engine does: the trainer and the watch over live acceptance."""
+
+    def busy(self) -> None:
+        """A request is there: training waits."""
+
+    def idle(self) -> None:
+        """Nobody waits for an answer."""
+
+    def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
+        """An answer has ended."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What the engine is doing: tokens of the answer under way, 0 of 0 where there is none."""
+
+    busy: bool
+    client: str | None
+    prompt_tokens: int
+    predicted_tokens: int
+    began: float | None
+
+
+class EngineThread:
+    """Loads the pair and answers jobs until ``close``. Safe to call from any thread."""
+
+    def __init__(
+        self,
+        open_session: Callable[[], contextlib.AbstractContextManager[Opened]],
+        swap: Callable[[Opened], bool],
+        metrics: Metrics,
+        queue: int,
+    ) -> None:
+        """``swap`` brings the promoted adapter into use and says whether that was another one."""
+        self.state: State = "loading"
+        self.failure: BaseException | None = None
+        self.session: Opened | None = None
+        self.adapter: str | None = None
+        self.slot = Slot(False, None, 0, 0, None)
+        self.queue = FairQueue(queue)
+        self._open, self._swap = open_session, swap
+        self._metrics = metrics
+        self._listeners: list[Listener] = []
+        self._running: Job | None = None
+        self._finished = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, when_over: Callable[[], None]) -> None:
+        """Begin to load; ``when_over`` is called on the engine thread when it ends, also by failure."""
+        self._when_over = when_over
+        self._thread.start()
+
+    def listen(self, listener: Listener) -> None:
+        """Tell ``listener`` from now on what the engine does."""
+        self._listeners.append(listener)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises QueueFullError."""
+        self.queue.put(job, running=self._running is not None)
+        for listener in self._listeners:
+            listener.busy()
+
+    def close(self) -> None:
+        """Cut what is running, tell those who wait, and release the models."""
+        if self.state != "failed":
+            self.state = "stopping"
+        running = self._running
+        if running is not None:
+            running.cancel()
+        self._finished.wait()
+
+    def _run(self) -> None:
+        try:
+            with self._open() as session:
+                self.session = session
+                self.adapter = session.assistant.adapter
+                if self.state == "loading":
+                    self.state = "ready"
+                    logger.info("ready: %s, adapter %s", session.pair.identity.id, self.adapter or "none")
+                while self.state == "ready":
+                    self._turn(session)
+                while (job := self.queue.take(0)) is not None:
+                    job.emit(Failed(503, "the server is shutting down; try again in a moment"))
+        except BaseException as error:  # whatever loading raises is the server's end, told by the main thread
+            self.state, self.failure = "failed", error
+        finally:
+            self._finished.set()
+            self._when_over()
+
+    def _turn(self, session: Opened) -> None:
+        """One job, or one poll of the adapter store."""
+        job = self.queue.take(POLL_S)
+        self._use_promoted(session)
+        if job is None:
+            return
+        self._running = job
+        try:
+            self._answer_all(session, job)
+        except AdaptiveError as error:  # a prompt past the context, say
+            job.emit(Failed(400, str(error)))
+        except Exception:
+            logger.exception("a request failed")
+            job.emit(Failed(500, "the server failed on this request; its log says why"))
+        finally:
+            self._running = None
+            self.slot = Slot(False, None, 0, 0, None)
+            if not len(self.queue):
+                for listener in self._listeners:
+                    listener.idle()
+
+    def _use_promoted(self, session: Opened) -> None:
+        """Swap, if another adapter was promoted. A store that cannot be read now leaves things as they are."""
+        began = time.perf_counter()
+        try:
+            if self._swap(session):
+                self.adapter = session.assistant.adapter
+                milliseconds = 1000 * (time.perf_counter() - began)
+                self._metrics.swapped(self.adapter)
+                logger.info("now drafting with adapter %s (swapped in %.0f ms)", self.adapter or "none", milliseconds)
+        except AdaptiveError as error:
+            logger.warning("adapter: %s", error)
+
+    def _answer_all(self, session: Opened, job: Job) -> None:
+        for index in range(len(job.ask.prompts) * job.ask.n):
+            if job.cancelled:
+                break
+            self._answer(session.assistant, job, index)
+        if self.state == "stopping" and job.cancelled:
+            job.emit(Failed(503, "the server is shutting down; the answer was cut"))
+        else:
+            job.emit(Done())
+
+    def _answer(self, assistant: Assistant, job: Job, index: int) -> None:
+        """One answer, told when it is in the log; nothing is told of one that was cut."""
+        ask, prompt = job.ask, job.ask.prompts[index // job.ask.n]
+        steps = assistant.answer(
+            prompt.ids,
+            prompt.messages,
+            prompt.text,
+            _sampling(ask, index),
+            ask.stop,
+            session=ask.session,
+            record=ask.record,
+            supervise=ask.supervise,
+        )
+        began = last = time.perf_counter()
+        count = 0
+        with contextlib.closing(steps):  # type: ignore[type-var]
+            for step in steps:
+                now = time.perf_counter()
+                self._metrics.token(now - last, first=count == 0)
+                last, count = now, count + 1
+                self.slot = Slot(True, ask.client, len(prompt.ids), count, began)
+                if ask.stream and step.text:
+                    job.emit(Piece(index, step.text))
+                if job.cancelled and step.finish_reason is None:
+                    break
+        done = assistant.last
+        assert done is not None
+        assert done.finish_reason is not None
+        self._metrics.answered(done.timings, done.rounds, done.finish_reason)
+        if assistant.log is not None and ask.record and not assistant.log.flush(FLUSH_S):
+            logger.warning("log: %s", assistant.log.problem or "slow; the answer will be there later")
+        for listener in self._listeners:
+            listener.answered(assistant.adapter, tuple(done.rounds))
+        logger.info("%s: %s", ask.client or "client", _line(done))
+        if done.finish_reason != "cancelled":
+            job.emit(
+                Answer(
+                    index=index,
+                    text=done.text,
+                    tokens=tuple(done.output),
+                    prompt_tokens=len(prompt.ids),
+                    finish_reason=done.finish_reason,
+                    rounds=tuple(done.rounds),
+                    timings=done.timings,
+                    supervision=done.supervision,
+                    adapter=assistant.adapter,
+                )
+            )
+
+
+def _line(done: Decoding) -> str:
+    """One answer in the server's log: no text, only figures."""
+    timings, stats = done.timings, speculative_stats(done.rounds)
+    accepted = f", {stats.draft_acceptance_rate:.0%} of drafts accepted" if stats.num_draft_tokens else ""
+    return (
+        f"{timings.prompt_n} prompt tokens and {timings.cached_n} cached, {timings.predicted_n} tokens at "
+        f"{timings.per_second:.0f}/s{accepted}, {done.finish_reason}"
+    )
+
+
+def _sampling(ask: Ask, index: int) -> SamplingParams:
+    """Every answer of a seeded request has a seed of its own, the same one each time."""
+    sampling = ask.sampling
+    if sampling.seed is None or index == 0:
+        return sampling
+    return dataclasses.replace(sampling, seed=(sampling.seed + index) % 2**63)

@@ -1,0 +1,135 @@
+"""What passes between the HTTP side and the engine thread, and the queue between them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.records.types import Message, Round, Supervision, Timings
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the chat or the raw text they came from."""
+
+    ids: list[int]
+    messages: tuple[Message, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: ``n`` answers to each of ``prompts``, made one after the other.
+
+    ``client`` is who asks, for fairness. ``supervise`` keeps the target's distribution for logprobs.
+    ``stream`` asks for a ``Piece`` a token.
+    """
+
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    stop: StopParams
+    n: int
+    client: str
+    session: str | None
+    record: bool
+    supervise: bool
+    stream: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of answer ``index`` that has become certain."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer ``index``, complete and in the log."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    finish_reason: str
+    rounds: tuple[Round, ...]
+    timings: Timings
+    supervision: Supervision | None
+    adapter: str | None
+
+
+@dataclass(frozen=True)
+class Done:
+    """Every answer of the request is there."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request came to nothing. ``status`` is that of HTTP."""
+
+    status: int
+    message: str
+
+
+Event = Piece | Answer | Done | Failed
+
+
+class Job:
+    """An ``Ask`` under way. ``emit`` is called on the engine thread, ``cancel`` from any."""
+
+    def __init__(self, ask: Ask, emit: Callable[[Event], None]) -> None:
+        self.ask = ask
+        self.emit = emit
+        self._cancelled = threading.Event()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """End the answer before its next token; also an answer that has not begun."""
+        self._cancelled.set()
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may."""
+
+
+class FairQueue:
+    """Clients take turns; the requests of one client keep their order. At most ``limit`` wait."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # whose turn it is comes first
+
+    def __len__(self) -> int:
+        with self._changed:
+            return sum(not job.cancelled for jobs in self._waiting.values() for job in jobs)
+
+    def put(self, job: Job, running: bool) -> None:
+        """Add a job. Raises QueueFullError where ``limit`` wait already; one that can start at once does not wait."""
+        with self._changed:
+            waiting = len(self)
+            if waiting >= self.limit + (0 if running else 1):
+                raise QueueFullError
+            self._waiting.setdefault(job.ask.client, deque()).append(job)
+            self._changed.notify()
+
+    def take(self, timeout: float) -> Job | None:
+        """The next job that somebody still waits for, or None after ``timeout`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting, timeout)
+            while self._waiting:
+                client, jobs = self._waiting.popitem(last=False)
+                job = jobs.popleft()
+                if jobs:
+                    self._waiting[client] = jobs  # to the end of the line
+                if not job.cancelled:
+                    return job
+        return None

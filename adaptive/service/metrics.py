@@ -1,0 +1,90 @@
+"""What Prometheus reads at ``/metrics``: the field's names under our prefix, one registry a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from adaptive.records.types import Round, Timings
+
+# Bounds in seconds. A token of a small model takes a millisecond, of a large one on a CPU a second.
+TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+FIRST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """Counted on the engine thread, read by any."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, what: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"adaptive:{name}", what, labels, registry=registry)
+
+        def gauge(name: str, what: str, labels: Sequence[str] = ()) -> Gauge:
+            return Gauge(f"adaptive:{name}", what, labels, registry=registry)
+
+        self._drafts = counter("spec_decode_num_drafts", "Rounds that drafted at least one token")
+        self._drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
+        self._positions = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by place in the draft", ["position"]
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self._cached_tokens = counter("prompt_tokens_cached", "Tokens of prompts that the caches held")
+        self._generated = counter("generation_tokens", "Tokens of answers")
+        self._requests = counter("request_success", "Answers, by how they ended", ["finished_reason"])
+        self._refused = counter("requests_refused", "Requests that were not answered, by HTTP status", ["status"])
+        self._swaps = counter("adapter_swaps", "Times another adapter came into use")
+        self._draft_length = gauge("draft_length", "Tokens drafted in the last round")
+        self._adapter = gauge("adapter_info", "1 for the adapter in use", ["adapter"])
+        self.running = gauge("num_requests_running", "Requests being answered")
+        self.waiting = gauge("num_requests_waiting", "Requests in the queue")
+        self.training = gauge("trainer_running", "1 while a round of distillation runs")
+        self._first = Histogram(
+            "adaptive:time_to_first_token_seconds",
+            "From the start of an answer to its first token",
+            buckets=FIRST_BUCKETS,
+            registry=registry,
+        )
+        self._between = Histogram(
+            "adaptive:inter_token_latency_seconds",
+            "Between two tokens; those of one round come at once",
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+
+    def token(self, seconds: float, first: bool) -> None:
+        """A token came ``seconds`` after the one before, or after the start of the answer."""
+        (self._first if first else self._between).observe(seconds)
+
+    def answered(self, timings: Timings, rounds: Sequence[Round], finish_reason: str) -> None:
+        """An answer has ended."""
+        self._prompt_tokens.inc(timings.prompt_n + timings.cached_n)
+        self._cached_tokens.inc(timings.cached_n)
+        self._generated.inc(timings.predicted_n)
+        self._requests.labels(finish_reason).inc()
+        for outcome in rounds:
+            if outcome.drafted:
+                self._drafts.inc()
+                self._drafted.inc(outcome.drafted)
+                self._accepted.inc(outcome.accepted)
+                for position in range(outcome.accepted):
+                    self._positions.labels(str(position)).inc()
+        if rounds:
+            self._draft_length.set(rounds[-1].drafted)
+
+    def refused(self, status: int) -> None:
+        """A request was answered with an error."""
+        self._refused.labels(str(status)).inc()
+
+    def swapped(self, adapter: str | None) -> None:
+        """Another adapter came into use."""
+        self._swaps.inc()
+        self._adapter.clear()
+        self._adapter.labels(adapter or "none").set(1)
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,199 @@
+"""Requests as OpenAI's clients send them, checked, and turned into an ``Ask``.
+
+Unknown fields are passed over, as clients send many. A known field with a value that cannot be served
+is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.errors import AdaptiveError
+from adaptive.records.types import Message
+
+# Answers a request may ask for in all: they are made one after the other, and others wait.
+MOST_ANSWERS = 16
+
+Text = Annotated[str, StringConstraints(max_length=10_000_000)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(_Model):
+    """What a stream carries besides its text."""
+
+    include_usage: bool = False
+
+
+class Part(_Model):
+    """One part of a message; only text is understood."""
+
+    type: str
+    text: Text | None = None
+
+
+class ChatMessage(_Model):
+    """One message, with whatever tool fields the chat template may know."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    content: Text | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def said(self) -> str:
+        """The text of the message. Raises AdaptiveError for a part that is not text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise AdaptiveError(f"messages: a part of type {part.type!r} is not understood; send text")
+        return "".join(part.text or "" for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as a chat template takes it."""
+        extra = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        return {"role": self.role, "content": self.said(), **extra}
+
+    def for_log(self) -> Message:
+        """The message as the log keeps it; calls of tools are kept as JSON behind the text."""
+        calls = json.dumps(self.tool_calls, ensure_ascii=False) if self.tool_calls else ""
+        return Message(self.role, self.said() + calls)
+
+
+class Common(_Model):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = 1
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    store: bool | None = None
+    user: str | None = None
+    response_format: dict[str, Any] | None = None
+
+    def refuse_unbuilt(self) -> None:
+        """Raise AdaptiveError for what is known and not served."""
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise AdaptiveError("response_format: only text is served; constrained output is not built yet")
+
+    def sampling(self, default: SamplingParams, vocab_size: int) -> SamplingParams:
+        """The parameters given, and the server's own where none is. Raises AdaptiveError naming a wrong one."""
+
+        def said(name: str) -> Any:
+            value = getattr(self, name)
+            return getattr(default, name) if value is None else value
+
+        return SamplingParams(
+            temperature=said("temperature"),
+            top_k=max(0, said("top_k")),
+            top_p=said("top_p"),
+            min_p=said("min_p"),
+            repetition_penalty=said("repetition_penalty"),
+            presence_penalty=said("presence_penalty"),
+            frequency_penalty=said("frequency_penalty"),
+            logit_bias=self._bias(vocab_size),
+            seed=None if said("seed") is None else said("seed") % 2**63,
+        )
+
+    def _bias(self, vocab_size: int) -> dict[int, float]:
+        bias = {}
+        for key, value in (self.logit_bias or {}).items():
+            if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) >= vocab_size:
+                raise AdaptiveError(f"logit_bias: {key[:40]!r} is no token id; ids go from 0 to {vocab_size - 1}")
+            if not -100 <= value <= 100:
+                raise AdaptiveError(f"logit_bias: {value} lies outside -100 to 100")
+            bias[int(key)] = value
+        return bias
+
+    def stopping(self, limit: int | None, default: int) -> StopParams:
+        """When an answer ends; ``limit`` is the longest one asked for, ``default`` the server's."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return StopParams(limit or default, stop, tuple(self.stop_token_ids or ()), self.ignore_eos)
+
+
+class ChatRequest(Common):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+
+    def refuse_unbuilt(self) -> None:
+        """Raise AdaptiveError for what is known and not served."""
+        super().refuse_unbuilt()
+        if self.tool_choice not in (None, "none", "auto"):
+            raise AdaptiveError("tool_choice: only auto and none are served; a call cannot be forced yet")
+        if self.top_logprobs and not self.logprobs:
+            raise AdaptiveError("top_logprobs needs logprobs to be true")
+        if self.logprobs and self.stream:
+            raise AdaptiveError("logprobs are not served in a stream yet; ask without stream")
+
+
+class CompletionRequest(Common):
+    """``POST /v1/completions``."""
+
+    prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def refuse_unbuilt(self) -> None:
+        """Raise AdaptiveError for what is known and not served."""
+        super().refuse_unbuilt()
+        if self.echo or self.suffix:
+            raise AdaptiveError("echo and suffix are not served")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise AdaptiveError("best_of is not served; it must equal n")
+        if self.logprobs is not None and self.stream:
+            raise AdaptiveError("logprobs are not served in a stream yet; ask without stream")
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt as text or as token ids. Raises AdaptiveError for none, or too many."""
+        given: Any = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]
+        if not given:
+            raise AdaptiveError("prompt: the list is empty; give at least one prompt")
+        if len(given) * (self.n or 1) > MOST_ANSWERS:
+            raise AdaptiveError(f"prompt: {len(given)} prompts make more than {MOST_ANSWERS} answers; send fewer")
+        return list(given)
+
+
+class TokenizeRequest(_Model):
+    """``POST /tokenize``."""
+
+    content: Text
+    add_special: bool = False
+
+
+class DetokenizeRequest(_Model):
+    """``POST /detokenize``."""
+
+    tokens: Annotated[list[TokenId], Field(max_length=10_000_000)]

@@ -1,0 +1,163 @@
+"""One server a state folder: the lock, the socket, the signals, and how it all comes down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from pydantic import SecretStr
+
+from adaptive.errors import AdaptiveError
+from adaptive.service.app import Api, create_app
+from adaptive.service.engine import EngineThread, Opened
+from adaptive.service.guard import LOOPBACK
+from adaptive.service.metrics import Metrics
+from adaptive.settings import Settings
+from adaptive.state import PairState
+
+logger = logging.getLogger("adaptive.service")
+
+# Seconds that running answers have to end after SIGTERM or ctrl-C before they are cut. systemd waits
+# 90 before it kills.
+GRACE_S = 10.0
+
+
+def serve(
+    settings: Settings,
+    state: PairState,
+    open_session: Callable[[], contextlib.AbstractContextManager[Opened]],
+    swap: Callable[[Opened], bool],
+) -> None:
+    """Serve until SIGTERM or ctrl-C. ``open_session`` loads the pair, on the engine's thread.
+
+    Raises AdaptiveError where the folder is served already, the port is taken, or the pair cannot be
+    loaded.
+    """
+    settings = with_key(settings)
+    with only_server(state, settings) as note:
+        listening = _listen(settings.host, settings.port)
+        with contextlib.closing(listening):
+            url = _url(settings.host, listening.getsockname()[1])
+            note(url)
+            logger.info("listening on %s", url)
+            metrics = Metrics()
+            engine = EngineThread(open_session, swap, metrics, settings.queue)
+            app = create_app(Api(engine, settings, metrics))
+            config = uvicorn.Config(
+                app, log_config=None, access_log=False, timeout_graceful_shutdown=int(GRACE_S) + 2, lifespan="off"
+            )
+            server = _Server(config, engine)
+            _run(server, engine, listening)
+    if engine.failure is not None:
+        raise engine.failure
+
+
+def _run(server: _Server, engine: EngineThread, listening: socket.socket) -> None:
+    # uvicorn raises what it caught once more when it has ended; by then there is nothing left to interrupt.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        engine.start(when_over=server.end)
+        server.run(sockets=[listening])
+    finally:
+        engine.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        logger.info("stopped")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which cuts the engine's work cleanly a moment before it cuts connections."""
+
+    def __init__(self, config: uvicorn.Config, engine: EngineThread) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    def end(self) -> None:
+        """Stop serving: the engine is no more."""
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets running answers end, within GRACE_S; the second cuts them."""
+        logger.info("stopping: running answers have %.0f s", GRACE_S)
+        timer = threading.Timer(0 if self.should_exit else GRACE_S, self._engine.close)
+        timer.daemon = True
+        timer.start()
+        self.should_exit = True
+
+
+def with_key(settings: Settings) -> Settings:
+    """Settings with the key of ``api_key_file`` read. Raises AdaptiveError where no key protects an open address."""
+    if settings.api_key_file is not None:
+        try:
+            text = settings.api_key_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise AdaptiveError(f"API key file {settings.api_key_file} cannot be read: {error}") from error
+        settings = settings.model_copy(update={"api_key": SecretStr(text)})
+    if settings.api_key is not None and not settings.api_key.get_secret_value():
+        raise AdaptiveError("the API key is empty; give at least one character, or leave the option out")
+    if settings.api_key is None and settings.host not in LOOPBACK:
+        raise AdaptiveError(
+            f"host {settings.host} can be reached from other machines; set an API key (--api-key-file FILE), "
+            "or serve 127.0.0.1"
+        )
+    return settings
+
+
+@contextlib.contextmanager
+def only_server(state: PairState, settings: Settings) -> Iterator[Callable[[str], None]]:
+    """Hold the state folder's ``server.lock``; yields what notes the address for others to find.
+
+    The system frees the lock of a killed server. Raises AdaptiveError naming who holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    notice = state.root / "server.json"
+    try:
+        with FileLock(state.root / "server.lock", timeout=0, mode=0o600):
+            yield lambda url: _note(notice, url)
+            with contextlib.suppress(OSError):
+                notice.unlink()
+    except Timeout as error:
+        raise AdaptiveError(f"{state.root} is served already, {_holder(notice)}; use that server or stop it") from error
+
+
+def _note(notice: Path, url: str) -> None:
+    temporary = notice.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps({"pid": os.getpid(), "url": url, "since": time.time()}), encoding="utf-8")
+    os.replace(temporary, notice)
+
+
+def _holder(notice: Path) -> str:
+    try:
+        held = json.loads(notice.read_text(encoding="utf-8"))
+        return f"by process {held['pid']} at {held['url']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "by a process that has just started"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind((host, port))
+        opened.listen(128)
+    except OSError as error:
+        opened.close()
+        raise AdaptiveError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port") from error
+    return opened
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,84 @@
+"""``adaptive serve``: the assistant behind an HTTP port, learning while nobody asks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    from adaptive.settings import Settings
+
+SERVER = "Server"
+
+
+@shared_options()
+def serve(
+    settings: Settings,
+    host: Annotated[Optional[str], typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = None,
+    port: Annotated[Optional[int], typer.Option(help="Port; 0 takes a free one.", rich_help_panel=SERVER)] = None,
+    api_key: Annotated[Optional[str], typer.Option(help="Key that clients must send.", rich_help_panel=SERVER)] = None,
+    api_key_file: Annotated[
+        Optional[Path], typer.Option(help="File with that key, safer than a flag.", rich_help_panel=SERVER)
+    ] = None,
+    queue: Annotated[
+        Optional[int], typer.Option(help="Requests that may wait; more are told 429.", rich_help_panel=SERVER)
+    ] = None,
+    cache_mb: Annotated[
+        Optional[int], typer.Option(help="Megabytes for the caches of conversations.", rich_help_panel=SERVER)
+    ] = None,
+    threads: Annotated[
+        Optional[int], typer.Option(help="Threads of the models on a CPU.", rich_help_panel=SERVER)
+    ] = None,
+) -> None:
+    """Serve the pair to any program that speaks OpenAI's API.
+
+    Example: adaptive serve
+
+    Example: adaptive serve --target Qwen/Qwen2.5-14B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --quantize nf4
+    """
+    import logging
+
+    from rich.console import Console
+
+    from adaptive.settings import load_settings
+
+    given = {
+        "host": host,
+        "port": port,
+        "api_key": api_key,
+        "api_key_file": api_key_file,
+        "queue": queue,
+        "cache_mb": cache_mb,
+        "threads": threads,
+    }
+    said = {name: value for name, value in given.items() if value is not None}
+    settings = load_settings({**settings.model_dump(), **said})
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    logging.getLogger("adaptive").setLevel(logging.INFO)
+    console = Console(stderr=True, highlight=False)
+
+    from adaptive.pair import pair_identity
+    from adaptive.service import server
+    from adaptive.state import open_state
+    from cli.session import Session, open_session, use_current_adapter
+
+    settings = server.with_key(settings)
+    state = open_state(settings.state_dir, pair_identity(settings).id)
+
+    def opened() -> AbstractContextManager[Session]:
+        import torch
+
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        return open_session(settings, console, cache_bytes=settings.cache_mb * 10**6)
+
+    def swap(session: Any) -> bool:
+        return use_current_adapter(session, console)
+
+    server.serve(settings, state, opened, swap)
