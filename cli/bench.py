@@ -128,7 +128,6 @@ def run(
 ) -> list[Row]:
     """The race, with its progress on ``console``."""
     from rich.progress import track
-
     from transformers.utils import logging
 
     from cli.contenders import fastest_threads, race, table

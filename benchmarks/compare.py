@@ -1,0 +1,98 @@
+"""Ours and transformers' own decoding on one pair, in turns on the same prompts: the table of docs/performance.md.
+
+    python benchmarks/compare.py [--target DIR --draft DIR] [--count 40] [--tokens 200] [--lengths 4]
+                                 [--prompts FILE] [--adapter FOLDER] [--temperature 0.7]
+
+``adaptive bench`` without a session's state: nothing learned before is used, and an adapter is named by
+its folder; the same controller then runs once without it and once with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from adaptive.control.costs import CostModel
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.measure import measure
+from adaptive.control.policy import FixedLength
+from adaptive.decoding.params import SamplingParams
+from adaptive.pair import Pair, load_pair
+from adaptive.settings import load_settings
+from cli.bench import mixed
+from cli.contenders import Contender, Row, fastest_threads, ours, policies, race, table, theirs
+from cli.prompts import read_prompts
+
+
+def controlled(name: str, pair: Pair, sampling: SamplingParams) -> Contender:
+    """Our loop under a controller that has just measured this pair."""
+    policy = GoodputLength()
+    policy.costs = CostModel(measure(pair, sampling))
+    return ours(name, pair, policy, sampling)
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table as it stands in the docs."""
+    lines = [
+        "| | tokens/s | times the first | tokens a round | same answer | 8-grams repeated |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        length = "" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}"
+        lines.append(
+            f"| {row.contender} | {row.tokens_per_second:.1f} | {row.against:.2f} | {length} "
+            f"| {row.same:.0%} | {row.loops:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the race and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("target", "draft", "dtype"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--lengths", default="4")
+    parser.add_argument("--adapter", type=Path)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args()
+
+    logging.set_verbosity_error()
+    settings = load_settings({n: value for n in ("target", "draft", "dtype") if (value := getattr(args, n))})
+    pair = load_pair(settings)
+    prompts = read_prompts(args.prompts)[: args.count] if args.prompts else mixed(args.count)
+    sampling = SamplingParams(temperature=args.temperature, seed=1)
+    lengths = [int(part) for part in args.lengths.split(",")]
+    threads = fastest_threads(pair, prompts[0])
+    field = [
+        theirs("transformers, plain", pair, sampling, threads),
+        theirs("transformers, assisted", pair, sampling, threads, assisted=True),
+        *(theirs(f"transformers, assisted {n}", pair, sampling, threads, assisted=True, length=n) for n in lengths),
+        theirs("transformers, prompt lookup", pair, sampling, threads, lookup=10),
+        ours("ours, plain", pair, FixedLength(0), sampling),
+        *(ours(name, pair, policy, sampling) for name, policy in policies(lengths).items()),
+        controlled("ours, controller", pair, sampling),
+    ]
+    if args.adapter:
+        learned = dataclasses.replace(pair, draft=load_pair(settings).draft)
+        assert learned.draft is not None
+        learned.draft.apply_adapter(args.adapter)
+        field += [ours(f"{name}, distilled", learned, policy, sampling) for name, policy in policies(lengths).items()]
+        field.append(controlled("ours, controller, distilled", learned, sampling))
+    rows = table(field, list(race(field, prompts, args.tokens)))
+    dtype = str(getattr(pair.target, "model").dtype).removeprefix("torch.")  # noqa: B009
+    print(
+        f"{len(prompts)} prompts, {args.tokens} tokens, temperature {args.temperature}, {dtype}; "
+        f"transformers on {threads} of {torch.get_num_threads()} threads\n"
+    )
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

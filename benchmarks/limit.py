@@ -1,0 +1,284 @@
+"""What this machine allows, and how near decoding comes to it.
+
+    python benchmarks/limit.py [--target DIR --draft DIR] [--length 4] [--prompts FILE]
+
+Prints the memory's bandwidth; for each model the bytes that a pass reads, the time that reading them
+takes (the floor), and the time of bare passes over 1 to 8 tokens; where the time of a speculative round
+goes, and the share of it that is neither model's forward; how a round grows with the context; memory
+over many tokens; and the time to the first token of a second turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from adaptive.assistant import Assistant, encode_chat
+from adaptive.control.policy import FixedLength
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.engines.protocol import Engine, Sequence
+from adaptive.engines.transformers import TransformersEngine
+from adaptive.pair import BUNDLED, Pair, load_pair
+from adaptive.records.types import Message
+from adaptive.settings import load_settings
+from cli.prompts import Prompt, read_prompts
+
+# Bytes read to find the bandwidth: far beyond any cache.
+STREAM = 1 << 29
+REPEATS = 15
+
+
+def seconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
+    """The median of several calls."""
+    call()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def bandwidth() -> float:
+    """Bytes a second that all cores together read from memory."""
+    data = torch.ones(STREAM // 4)
+    square = data.view(-1, 1 << 14)
+    vector = torch.ones(square.shape[1])
+    best = min(seconds(call, 5) for call in (data.sum, lambda: torch.mv(square, vector)))
+    return STREAM / best
+
+
+def weight_bytes(engine: Engine) -> int:
+    """Bytes of weights that one pass reads; an embedding table only where it is also the head."""
+    assert isinstance(engine, TransformersEngine)
+    model = engine.model
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    return total - (0 if embedding is model.get_output_embeddings().weight else embedding.nbytes)
+
+
+def filled(engine: Engine, context: int) -> Sequence:
+    """A sequence that holds so many tokens."""
+    sequence = engine.sequence()
+    sequence.reserve(context + 16)
+    sequence.extend(torch.arange(context) % (engine.vocab_size - 1), 1)
+    return sequence
+
+
+def bare(sequence: Sequence, count: int) -> float:
+    """Seconds of a pass over ``count`` tokens, all of whose logits are wanted; undone each time."""
+    held, tokens = sequence.length, torch.arange(count)
+
+    def call() -> None:
+        sequence.extend(tokens, count)
+        sequence.rollback(held)
+
+    return seconds(call)
+
+
+def show_model(name: str, engine: Engine, speed: float) -> None:
+    """Floor and bare passes of one model."""
+    size = weight_bytes(engine)
+    sequence = filled(engine, min(200, engine.context_length - 16))
+    times = {count: bare(sequence, count) for count in (1, 2, 4, 5, 8)}
+    lean = getattr(engine, "lean", None)
+    print(
+        f"{name}: reads {size / 1e6:.1f} MB a pass, floor {size / speed * 1e3:.3f} ms; "
+        f"{f'lean forward, {lean.threads} thread(s)' if lean else 'its own forward'}"
+    )
+    for count, taken in times.items():
+        share = size / speed / taken
+        print(f"  {count} token(s): {taken * 1e3:8.3f} ms, {taken / times[1]:.2f} of one, {share:.0%} of the limit")
+
+
+class Timed:
+    """An engine or one of its sequences that adds up the seconds spent in its forward."""
+
+    def __init__(self, inner: Any, clock: Timed | None = None) -> None:
+        self.inner, self.clock, self.seconds = inner, clock or self, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def sequence(self) -> Timed:
+        return Timed(self.inner.sequence(), self)
+
+    def extend(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
+        began = time.perf_counter()
+        logits: torch.Tensor = self.inner.extend(tokens, rows)
+        self.clock.seconds += time.perf_counter() - began
+        return logits
+
+
+@dataclass
+class Breakdown:
+    """Seconds of many rounds, by where they went."""
+
+    rounds: int = 0
+    draft_model: float = 0.0
+    drafting: float = 0.0
+    target_model: float = 0.0
+    verifying: float = 0.0
+    rest: float = 0.0
+
+
+def breakdown(pair: Pair, prompts: list[Prompt], length: int, sampling: SamplingParams) -> Breakdown:
+    """Where the time of speculative rounds goes, the prompt's own pass apart."""
+    total = Breakdown()
+    target_model, draft_model = Timed(pair.target), Timed(pair.draft)
+    timed: Any = {"target": target_model, "draft": draft_model}
+    assistant = Assistant(dataclasses.replace(pair, **timed), FixedLength(length), None)
+    for prompt in prompts:
+        draft_model.seconds = target_model.seconds = before = 0.0
+        for number, _ in enumerate(assistant.chat(prompt.messages, sampling, StopParams(100, ignore_eos=True))):
+            if number == 0:  # the prompt's own pass is over
+                before = target_model.seconds
+        done = assistant.last
+        assert done is not None
+        total.rounds += len(done.rounds)
+        draft_s, verify_s = sum(r.draft_s for r in done.rounds), sum(r.verify_s for r in done.rounds)
+        total.draft_model += draft_model.seconds
+        total.drafting += draft_s - draft_model.seconds
+        total.target_model += target_model.seconds - before
+        total.verifying += verify_s - (target_model.seconds - before)
+        total.rest += done.predicted_s - draft_s - verify_s
+    return total
+
+
+def show_round(pair: Pair, prompts: list[Prompt], length: int) -> None:
+    """Line by line, greedy and sampled."""
+    breakdown(pair, prompts[:1], length, SamplingParams(seed=1))
+    for name, sampling in (("greedy", SamplingParams(seed=1)), ("sampled", SamplingParams(temperature=0.7, seed=1))):
+        b = breakdown(pair, prompts, length, sampling)
+        parts = {
+            "draft's forward": b.draft_model,
+            "drafting beside it": b.drafting,
+            "target's forward": b.target_model,
+            "verifying beside it": b.verifying,
+            "text and bookkeeping": b.rest,
+        }
+        whole = sum(parts.values())
+        print(f"a round of {length}, {name}: {whole / b.rounds * 1e3:.3f} ms ({b.rounds} rounds)")
+        for part, taken in parts.items():
+            print(f"  {part:22} {taken / b.rounds * 1e3:8.3f} ms {taken / whole:6.1%}")
+        print(f"  neither model's forward: {1 - (b.draft_model + b.target_model) / whole:.1%}")
+
+
+def show_context(pair: Pair, length: int) -> None:
+    """A round's forwards at a short and at a long context, and what attention alone accounts for."""
+    assert pair.draft is not None
+    long = min(2000, pair.target.context_length - 32, pair.draft.context_length - 32)
+    cost = {}
+    for context in (100, long):
+        draft, target = filled(pair.draft, context), filled(pair.target, context)
+        cost[context] = length * bare(draft, 1) + bare(target, length + 1)
+    attention = {context: attention_alone(pair, context, length) for context in (100, long)}
+    grown, due = cost[long] - cost[100], attention[long] - attention[100]
+    print(f"from 100 to {long} tokens of context a round's forwards grow by {grown * 1e3:.3f} ms,")
+    print(f"  attention alone by {due * 1e3:.3f} ms: {grown / due:.2f} of it")
+
+
+def attention_alone(pair: Pair, context: int, length: int) -> float:
+    """Seconds of the attention of one round's forwards, over keys and values of every layer."""
+    total = 0.0
+    for engine, rows, passes in ((pair.draft, 1, length), (pair.target, length + 1, 1)):
+        lean = getattr(engine, "lean", None)
+        if lean is None:
+            return float("nan")
+        p, cache = lean.plan, lean.cache()
+        keys, values, _ = cache.views(context + rows)
+        shape = (1, p.key_heads, rows * p.heads // p.key_heads, p.head_size)
+        q = torch.randn(shape, dtype=p.dtype)
+        mask = torch.zeros(shape[2], context + rows, dtype=p.dtype) if rows > 1 else None
+        given = torch.get_num_threads()
+        torch.set_num_threads(lean.threads)
+
+        def call(q=q, keys=keys, values=values, mask=mask) -> None:  # type: ignore[no-untyped-def]
+            for k, v in zip(keys, values, strict=True):
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+        with torch.inference_mode():
+            total += passes * seconds(call)
+        torch.set_num_threads(given)
+    return total
+
+
+def show_memory(pair: Pair, prompts: list[Prompt], length: int, tokens: int) -> None:
+    """Resident memory before and after many tokens."""
+    assistant, process = Assistant(pair, FixedLength(length), None), psutil.Process()
+    each = min(1000, pair.target.context_length - 600)
+    done, first = 0, 0
+    while done < tokens:
+        prompt = prompts[(done // each) % len(prompts)]
+        for _ in assistant.chat(
+            prompt.messages, SamplingParams(temperature=0.7, seed=done), StopParams(each, ignore_eos=True)
+        ):
+            done += 1
+        first = first or process.memory_info().rss  # the first answer makes the buffers
+    grown = process.memory_info().rss - first
+    print(f"resident memory grew by {grown / 1e6:.1f} MB from token {each} to token {done}")
+
+
+def show_second_turn(pair: Pair, length: int) -> None:
+    """First token of a second turn of a long conversation, against a pass over its new tokens alone."""
+    ratios = []
+    for number in range(7):
+        text = f"Number {number}. " + "Tell me about the river and the fox and the winter. " * 60
+        first = [Message("user", text)]
+        assistant = Assistant(pair, FixedLength(length), None)
+        sampling, stop = SamplingParams(seed=1), StopParams(48, ignore_eos=True)
+        answer = "".join(step.text for step in assistant.chat(first, sampling, stop))
+        turns = [*first, Message("assistant", answer), Message("user", "And then?")]
+        for _ in assistant.chat(turns, sampling, StopParams(2, ignore_eos=True)):
+            pass
+        assert assistant.last is not None
+        timings = assistant.last.timings
+        alone = filled(pair.target, timings.cached_n)
+        tokens = torch.tensor(encode_chat(pair, turns)[timings.cached_n :])
+        began = time.perf_counter()
+        alone.extend(tokens, 1)
+        ratios.append(timings.prompt_s / (time.perf_counter() - began))
+    print(
+        f"first token of a second turn ({timings.prompt_n} new tokens after {timings.cached_n}): "
+        f"{statistics.median(ratios):.2f} of a bare pass over the new tokens"
+    )
+
+
+def main() -> None:
+    """Everything, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--draft")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--length", type=int, default=4)
+    parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts" / "roleplay.jsonl")
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--memory-tokens", type=int, default=10_000)
+    args = parser.parse_args()
+
+    named = {name: value for name in ("target", "draft", "dtype") if (value := getattr(args, name))}
+    pair = load_pair(load_settings(named))
+    assert pair.draft is not None
+    prompts = read_prompts(args.prompts)[: args.count]
+    speed = bandwidth()
+    print(f"memory reads {speed / 1e9:.1f} GB/s on {torch.get_num_threads()} thread(s)")
+    show_model("target", pair.target, speed)
+    show_model("draft", pair.draft, speed)
+    show_round(pair, prompts, args.length)
+    show_context(pair, args.length)
+    show_second_turn(pair, args.length)
+    if args.memory_tokens:
+        show_memory(pair, prompts, args.length, args.memory_tokens)
+
+
+if __name__ == "__main__":
+    main()
