@@ -1,0 +1,163 @@
+"""One round of distillation in a process of its own: ``python -m trainers.worker``.
+
+``adaptive serve`` and ``adaptive chat`` start it at low priority and speak with it over its pipes
+(``adaptive.service.pipe``). It pauses before its next pass through the draft when told ``busy``, ends
+when its parent is gone, and leaves the log and the store valid however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from adaptive.errors import AdaptiveError
+from adaptive.service.pipe import BUSY, IDLE, Order, Report
+from adaptive.settings import Settings
+from adaptive.state import PairState
+
+if TYPE_CHECKING:
+    from trainers.fit import Progress
+    from trainers.round import DistillOutcome
+
+# Bytes that must stay available while training: with less the system begins to push out the pages of
+# the models that answer. At most a twentieth of the machine's memory, for small machines.
+SPARE_MEMORY = 512 << 20
+
+
+class Brake:
+    """Follows what the parent says; ``should_stop`` is what the round asks between two passes, and blocks."""
+
+    def __init__(self, commands: IO[str], paused: bool) -> None:
+        self.stopped = False
+        self.out_of_memory = False
+        self._go = threading.Event()
+        if not paused:
+            self._go.set()
+        threading.Thread(target=self._follow, args=(commands,), name="orders", daemon=True).start()
+
+    def should_stop(self) -> bool:
+        """Wait while the assistant is busy; True when the round is to end."""
+        self._go.wait()
+        if not self.stopped and not self.out_of_memory:
+            self.out_of_memory = memory_is_short()
+        return self.stopped or self.out_of_memory
+
+    def _follow(self, commands: IO[str]) -> None:
+        for line in commands:
+            command = line.strip()
+            if command == BUSY:
+                self._go.clear()
+            elif command == IDLE:
+                self._go.set()
+            else:
+                break
+        self.stopped = True  # told to stop, or the parent is no more
+        self._go.set()
+
+
+def memory_is_short() -> bool:
+    """Whether the machine has less memory left than must stay available."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return bool(memory.available < min(SPARE_MEMORY, memory.total // 20))
+
+
+def step_behind(niceness: int) -> None:
+    """Let everything else on the machine go first: lowest priority, one thread."""
+    with contextlib.suppress(OSError, AttributeError):  # Windows has no nice
+        os.nice(niceness)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def train(order: Order, brake: Brake, report: IO[str]) -> Report:
+    """Carry out one order; reports go to ``report`` as they come, the last one is returned."""
+    from filelock import FileLock, Timeout
+
+    settings = Settings(**order.settings)
+    state = PairState(Path(order.state))
+
+    def tell(said: Report) -> None:
+        report.write(said.line())
+        report.flush()
+
+    tell(Report("loading", "loading the draft and the records"))
+    try:
+        with FileLock(state.root / "trainer.lock", timeout=0, mode=0o600):
+            step_behind(settings.distill_nice)
+            if brake.should_stop():
+                return _ended(brake, None)
+            outcome = _round(settings, state, brake, tell)
+    except Timeout:
+        return Report("refused", "another process is distilling this pair")
+    except AdaptiveError as error:
+        return Report("refused", str(error))
+    return _ended(brake, outcome)
+
+
+def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[Report], None]) -> DistillOutcome:
+    from adaptive.pair import load_draft_for_training, pair_identity
+    from checkpoints.store import AdapterStore
+    from trainers.recipe import Recipe
+    from trainers.round import distill
+
+    def progress(at: Progress) -> None:
+        share = at.step / at.steps if at.steps else 0.0
+        loss = at.loss if math.isfinite(at.loss) else None
+        message = f"step {at.step} of at most {at.steps}"
+        tell(Report("training", message, share, loss, at.held_out_acceptance))
+
+    return distill(
+        state.records,
+        AdapterStore(state.adapters),
+        pair_identity(settings).base,
+        load_draft_for_training(settings),
+        Recipe(max_seconds=settings.distill_seconds),
+        on_progress=progress,
+        should_stop=brake.should_stop,
+    )
+
+
+def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:
+    """The last report of a round."""
+    if outcome is None or outcome.stopped:
+        message = "stopped before the round began" if outcome is None else outcome.message
+        if brake.out_of_memory:
+            return Report("memory", f"stepped aside, the machine is short of memory; {message}")
+        return Report("stopped", message)
+    manifest = outcome.manifest
+    return Report(
+        "done",
+        outcome.message,
+        share=1.0,
+        adapter=manifest.id if manifest else None,
+        promoted=manifest is not None and manifest.status == "promoted",
+    )
+
+
+def main() -> None:
+    """Read an order from standard input, carry it out, say how it ended."""
+    # Libraries print to standard output as they like: it becomes standard error, and reports keep a copy.
+    reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    order = Order.of(sys.stdin.readline())
+    brake = Brake(sys.stdin, order.paused)
+    last = train(order, brake, reports)
+    with contextlib.suppress(BrokenPipeError):
+        reports.write(last.line())
+        reports.flush()
+    # The thread that reads orders still waits in a read; leaving in the usual way would wait for its lock.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
