@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import time
 from pathlib import Path
 
 import torch
@@ -61,8 +62,15 @@ def main() -> None:
     parser.add_argument("--lengths", default="4")
     parser.add_argument("--adapter", type=Path)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count one thread's own time, not the clock's: for a machine that other programs are using",
+    )
     args = parser.parse_args()
 
+    if args.processor_time:
+        torch.set_num_threads(1)
     logging.set_verbosity_error()
     settings = load_settings({n: value for n in ("target", "draft", "dtype") if (value := getattr(args, n))})
     pair = load_pair(settings)
@@ -85,11 +93,14 @@ def main() -> None:
         learned.draft.apply_adapter(args.adapter)
         field += [ours(f"{name}, distilled", learned, policy, sampling) for name, policy in policies(lengths).items()]
         field.append(controlled("ours, controller, distilled", learned, sampling))
-    rows = table(field, list(race(field, prompts, args.tokens)))
+    rows = table(
+        field, list(race(field, prompts, args.tokens, time.process_time if args.processor_time else time.perf_counter))
+    )
     dtype = str(getattr(pair.target, "model").dtype).removeprefix("torch.")  # noqa: B009
     print(
         f"{len(prompts)} prompts, {args.tokens} tokens, temperature {args.temperature}, {dtype}; "
-        f"transformers on {threads} of {torch.get_num_threads()} threads\n"
+        f"transformers on {threads} of {torch.get_num_threads()} threads"
+        f"{'; processor time' if args.processor_time else ''}\n"
     )
     print(markdown(rows))
 

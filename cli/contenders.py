@@ -130,16 +130,21 @@ def transformers_model(engine: object) -> PreTrainedModel:
     return model
 
 
-def race(contenders: Sequence[Contender], prompts: Sequence[Prompt], tokens: int) -> Iterator[Result]:
-    """Every contender on every prompt, in rotating order."""
+def race(
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Result]:
+    """Every contender on every prompt, in rotating order, timed by ``clock``."""
     for contender in contenders:
         contender.answer(prompts[0], WARM_UP)
     for number, prompt in enumerate(prompts):
         start = number % len(contenders)
         for contender in (*contenders[start:], *contenders[:start]):
-            began = time.perf_counter()
+            began = clock()
             output, acceptance = contender.answer(prompt, tokens)
-            yield Result(contender.name, number, tuple(output), time.perf_counter() - began, acceptance)
+            yield Result(contender.name, number, tuple(output), clock() - began, acceptance)
 
 
 def table(contenders: Sequence[Contender], results: Sequence[Result]) -> list[Row]:

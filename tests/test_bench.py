@@ -1,0 +1,64 @@
+"""``adaptive bench`` on a local pair: every contender answers, and greedy answers are the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import save_random_pair
+
+from cli.contenders import repeated
+from cli.main import run
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of the command."""
+    monkeypatch.setattr(sys, "argv", ["adaptive", "bench", *arguments])
+    code = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_bench_lists_every_contender_with_the_same_greedy_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = save_random_pair(tmp_path / "pair", "qwen2")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "One and two"}\n{"prompt": "Three"}\n')
+    code, out, err = bench(
+        monkeypatch,
+        capsys,
+        *("--target", str(target), "--draft", str(draft), "--dtype", "float32", "--prompts", str(prompts)),
+        *("--tokens", "8", "--lengths", "2", "--json"),
+    )
+    assert code == 0, err
+    rows = {row["contender"]: row for row in json.loads(out)["rows"]}
+    assert list(rows) == [
+        "transformers, plain",
+        "transformers, assisted",
+        "transformers, assisted 2",
+        "transformers, prompt lookup",
+        "ours, plain",
+        "ours, fixed 2",
+        "ours, controller",
+    ]
+    assert all(row["same"] == 1.0 for row in rows.values())
+    assert rows["ours, plain"]["mean_acceptance_length"] == 1.0
+
+
+def test_a_wrong_length_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = bench(monkeypatch, capsys, "--lengths", "two")
+    assert code == 2
+    assert "--lengths" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_repeated_counts_ngrams_that_came_before() -> None:
+    assert repeated([1, 2, 3, 1, 2, 3], n=3) == pytest.approx(1 / 4)
+    assert repeated(list(range(20))) == 0.0
