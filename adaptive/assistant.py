@@ -178,7 +178,7 @@ class Assistant:
             conversation.draft.keep_prefix_of(request.prompt)
             drafter = ModelDrafter(
                 conversation.draft.sequence,
-                self.pair.draft.context_length,
+                self.pair.draft,
                 target.vocab_size,
                 sampling,
                 penalties,

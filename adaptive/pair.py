@@ -267,7 +267,8 @@ def load_draft_for_training(settings: Settings) -> PreTrainedModel:
         raise AdaptiveError("there is no draft to train; name one with --draft")
     plain = Source(draft.id, draft.folder, "none")
     full = settings.model_copy(update={"dtype": "float32"})
-    return _load(plain, full, settings.draft_device or settings.device)
+    with _weights_progress(lambda share: None):
+        return _load(plain, full, settings.draft_device or settings.device)
 
 
 def choose_device(name: str) -> str:

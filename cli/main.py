@@ -6,6 +6,7 @@ commands, so that ``adaptive --help`` answers at once.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -37,6 +38,8 @@ app.add_typer(records.app, name="records")
 def run() -> None:
     """Run the command line; a user's mistake is one line on standard error and exit status 2."""
     debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))
+    # It warns of a kernel for 4-bit weights that nothing here needs.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app()
     except AdaptiveError as error:

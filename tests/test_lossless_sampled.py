@@ -101,7 +101,7 @@ def run_loop(
         other.rollback(len(PROMPT) - 1)
         penalties = Penalties(params, VOCAB, torch.device("cpu"))
         request = Request(PROMPT, params, StopParams(max_new_tokens=4), frozenset(), record=False)
-        drafter = ModelDrafter(other, 64, VOCAB, params, penalties, generator)
+        drafter = ModelDrafter(other, draft, VOCAB, params, penalties, generator)
         sampler = TargetSampler(params, penalties, generator)
         decoding = Decoding(request, one, 64, drafter, sampler, FixedLength(length), NoText())  # type: ignore[arg-type]
         for _ in decoding.steps():

@@ -57,7 +57,7 @@ class Bench:
             sequence.reserve(context + LONGEST + 2)
         generator = torch.Generator(pair.draft.device)
         self.drafter = ModelDrafter(
-            self.draft, pair.draft.context_length, pair.target.vocab_size, params, penalties, generator
+            self.draft, pair.draft, pair.target.vocab_size, params, penalties, generator
         )
         penalties.start(torch.tensor(self.committed))
         self.sampler = TargetSampler(params, penalties, torch.Generator(pair.target.device))

@@ -22,7 +22,7 @@ from adaptive.control.policy import Advice
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.sampling import Penalties, draw, transform_logits
 from adaptive.decoding.verify import Proposal
-from adaptive.engines.protocol import Sequence
+from adaptive.engines.protocol import Engine, Sequence
 
 # Asked with a position (from 1) and the largest probability of the distribution there.
 Adviser = Callable[[int, float], Advice]
@@ -54,14 +54,14 @@ class ModelDrafter:
     def __init__(
         self,
         sequence: Sequence,
-        context_length: int,
+        engine: Engine,
         target_vocab: int,
         params: SamplingParams,
         penalties: Penalties,
         generator: torch.Generator,
     ) -> None:
         self.sequence = sequence
-        self.context_length = context_length
+        self.engine = engine
         self.target_vocab = target_vocab
         self.params = params
         self.penalties = penalties
@@ -69,7 +69,7 @@ class ModelDrafter:
 
     def limit(self, committed: int) -> int:
         """The last drafted token is never fed back, so it may stand just past the context."""
-        return max(0, self.context_length - committed + 1)
+        return max(0, self.engine.context_length - committed + 1)
 
     def waiting(self, committed: int) -> int:
         """Tokens that the next proposal feeds in its first forward, but for the last committed one."""
@@ -80,7 +80,8 @@ class ModelDrafter:
 
         ``advise`` is asked when a distribution is known and nothing has been drawn from it yet.
         """
-        feed = torch.tensor(committed[self.sequence.length :])
+        # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
+        feed = torch.tensor(committed[self.sequence.length :]).clamp_(max=self.engine.vocab_size - 1)
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         drafted = feed[:0]

@@ -12,11 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.packed import PackedLinear, of_module, packs, stacked
+
+# Of the memory that is free once the model is loaded, the share that a second, packed copy of its weights
+# may take. Higher leaves too little for caches and the trainer, lower gives up speed that there is room for.
+PACKED_SHARE = 0.7
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 # Frequencies of these are fixed at load; those of others ("dynamic", "longrope") depend on the text.
@@ -82,6 +87,8 @@ def _plain(model: PreTrainedModel) -> bool:
     if len(kinds) != 1 or getattr(model, "peft_config", None):
         return False
     dtype, device = weights[0].dtype, weights[0].device
+    if sum(weight.nbytes for weight in weights) > PACKED_SHARE * psutil.virtual_memory().available:
+        return False
     if dtype != torch.float64 and not packs(dtype, device):
         return False
     if device.type != "cpu" or getattr(model, "quantization_method", None) or getattr(model, "_tp_size", None):
