@@ -1,7 +1,7 @@
 """Logged generations as the controller's replay needs them: what was accepted, how sure the draft was.
 
 In:  a pair of models, and a folder of chat records (``*.jsonl.gz``, ``{"messages": [...]}`` a line).
-Out: one ``.npz`` file of ``Path`` objects by name, which ``benchmarks/controller.py`` replays.
+Out: one ``.npz`` file of ``Trace`` objects by name, which ``benchmarks/controller.py`` replays.
 
 The target answers greedily, answers are cut at the first loop, and one teacher-forced pass of the
 draft says at every position whether its token is the target's and how probable it held it. What a
@@ -18,7 +18,7 @@ import argparse
 import gzip
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,12 @@ import numpy.typing as npt
 DEPTH = 16
 # Tokens of the recorded answer that go before the continuation where many records share one prompt.
 GIVEN = 16
+# Kinds that are also logged with a draft of random weights, and with one that learned from their first half.
+USELESS = ("gsm8k_train",)
+ADAPTED = ("gsm8k_train", "tool_calls")
+
+# A prompt, the answer to it, and whether the answer ends at the length limit.
+Text = tuple[list[int], list[int], bool]
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ def answers(model: Any, prompts: list[list[int]], longest: int, pad: int, end: i
             yield i, row[: row.index(end) + 1] if end in row else row
 
 
-def path_of(draft: Any, prompt: list[int], output: list[int], limited: bool) -> Trace:
+def trace_of(draft: Any, prompt: list[int], output: list[int], limited: bool) -> Trace:
     """What ``draft`` would have proposed along this answer."""
     import torch
     from transformers import DynamicCache
@@ -148,36 +154,58 @@ def _continued(draft: Any, cache: Any, held: Any, tokens: Any) -> Any:
     found = []
     for step in range(DEPTH):
         visible = torch.cat([visible, torch.ones(rows, 1, dtype=torch.bool)], 1)
-        logits = (
-            draft(
-                tokens[:, None],
-                attention_mask=torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[
-                    :, None, None
-                ],
-                position_ids=(held + 1 + step)[:, None],
-                past_key_values=cache,
-                use_cache=True,
-            )
-            .logits[:, -1]
-            .float()
+        hidden = torch.full(visible.shape, torch.finfo(torch.float32).min).masked_fill(visible, 0.0)
+        output = draft(
+            tokens[:, None],
+            attention_mask=hidden[:, None, None],
+            position_ids=(held + 1 + step)[:, None],
+            past_key_values=cache,
+            use_cache=True,
         )
+        logits = output.logits[:, -1].float()
         best = logits.max(-1)
         found.append((best.values - logits.logsumexp(-1)).exp())
         tokens = best.indices
     return torch.stack(found, 1)
 
 
+def adapted(folder: Path, texts: list[Text]) -> Any:
+    """The draft after a distillation on these answers, its adapter merged; the last fifth chooses the checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from adaptive.decoding.params import SamplingParams
+    from trainers.dataset import Example
+    from trainers.fit import fit
+    from trainers.lora import attach, restore
+    from trainers.recipe import Recipe
+    from trainers.replay import acceptance_rate, replay
+
+    model = attach(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), Recipe())
+    found = [
+        Example(i, "", np.array(p, np.int32), np.array(o, np.int32), SamplingParams(), limited, None)
+        for i, (p, o, limited) in enumerate(texts)
+    ]
+    held_out = found[len(found) * 4 // 5 :]
+    before = acceptance_rate(replay(model, held_out))
+    result = fit(
+        model, found[: len(found) * 4 // 5], lambda: acceptance_rate(replay(model, held_out)), before, Recipe(epochs=8)
+    )
+    assert result.best is not None, "the distillation taught the draft nothing"
+    restore(model, result.best)
+    return model.merge_and_unload().eval()
+
+
 def main() -> None:
-    """Log every kind with the draft, with random weights, and with an adapter, where one is given."""
+    """Log every kind with the draft; some with random weights, and with an adapter made from their first half."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     bundled = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
     parser.add_argument("--data", type=Path, required=True, help="folder of *.jsonl.gz chat records")
-    parser.add_argument("--out", type=Path, required=True, help="the .npz file to write; answers are kept beside it")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the .npz file; what is in it already, and answers beside it, is kept"
+    )
     parser.add_argument("--target", type=Path, default=bundled / "target")
     parser.add_argument("--draft", type=Path, default=bundled / "draft")
-    parser.add_argument(
-        "--adapter", type=Path, help="a LoRA adapter of the draft (PEFT folder), logged as KIND+adapter"
-    )
     parser.add_argument("--generations", type=int, default=200, help="answers of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=150)
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for all cores")
@@ -186,48 +214,60 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from adaptive.engines.transformers import TransformersEngine
-    from trainers.dataset import loop_start, repeated_ngrams
-
     if args.threads:
         torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
-    engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.float32))
-    torch.manual_seed(0)
-    useless = AutoModelForCausalLM.from_config(engine.model.config).eval()
-    workloads: dict[str, list[Trace]] = {}
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.float32).eval()
+    book = Logbook(args, target, tokenizer)
     for kind in sorted(file.name.removesuffix(".jsonl.gz") for file in args.data.glob("*.jsonl.gz")):
-        prompts = openings(args.data, kind, args.generations, tokenizer)
-        kept = args.out.with_name(f"{args.out.stem}-{kind}-answers.json")
-        if kept.exists():
-            outputs = json.loads(kept.read_text())
-        else:
-            made = dict(answers(target, prompts, args.max_new_tokens, tokenizer.pad_token_id, tokenizer.eos_token_id))
-            outputs = [made[i] for i in range(len(prompts))]
-            kept.write_text(json.dumps(outputs))
-        texts = []
-        for prompt, output in zip(prompts, outputs, strict=True):
-            tokens = np.array(output, np.int32)
-            cut = loop_start(repeated_ngrams(tokens), len(tokens))
-            if cut >= 3:
-                texts.append((prompt, output[:cut], cut == len(output) == args.max_new_tokens))
-        workloads[kind] = [path_of(engine.model, *text) for text in texts]
-        if args.adapter:
-            engine.apply_adapter(args.adapter)
-            workloads[f"{kind}+adapter"] = [path_of(engine.model, *text) for text in texts]
-            engine.apply_adapter(None)
-        if kind == "gsm8k_train":
-            workloads[f"{kind}+useless"] = [path_of(useless, *text) for text in texts]
-        _say(kind, {name: paths for name, paths in workloads.items() if name.split("+")[0] == kind})
-        save(args.out, workloads)
+        book.log(kind, kind, lambda texts: draft)
+        if kind in USELESS:
+            torch.manual_seed(0)
+            book.log(f"{kind}+useless", kind, lambda texts: AutoModelForCausalLM.from_config(draft.config).eval())
+        if kind in ADAPTED:
+            book.log(f"{kind}+adapter", kind, lambda texts: adapted(args.draft, texts[: len(texts) // 2]))
 
 
-def _say(kind: str, made: dict[str, list[Trace]]) -> None:
-    for name, paths in made.items():
-        rate = np.concatenate([p.accepted for p in paths]).mean()
-        tokens = sum(len(p.accepted) for p in paths)
-        print(f"{name:28} {len(paths):4} generations  {tokens:6} tokens  {rate:.3f} of positions accepted", flush=True)
+class Logbook:
+    """The workloads logged so far, in their file; a name that is there is not logged again."""
+
+    def __init__(self, args: argparse.Namespace, target: Any, tokenizer: Any) -> None:
+        self.args, self.target, self.tokenizer = args, target, tokenizer
+        self.workloads = load(args.out) if args.out.exists() else {}
+
+    def log(self, name: str, kind: str, model: Callable[[list[Text]], Any]) -> None:
+        """Log ``name``: the answers of ``kind`` as the model made from them sees them."""
+        if name in self.workloads:
+            return
+        texts = answered(self.target, self.tokenizer, self.args, kind)
+        draft = model(texts)
+        traces = self.workloads[name] = [trace_of(draft, *text) for text in texts]
+        save(self.args.out, self.workloads)
+        rate = np.concatenate([t.accepted for t in traces]).mean()
+        tokens = sum(len(t.accepted) for t in traces)
+        print(f"{name:28} {len(texts):4} generations  {tokens:6} tokens  {rate:.3f} of positions accepted", flush=True)
+
+
+def answered(target: Any, tokenizer: Any, args: argparse.Namespace, kind: str) -> list[Text]:
+    """Prompts of one kind with the target's answers, cut at their first loop; made once and kept beside the file."""
+    from trainers.dataset import loop_start, repeated_ngrams
+
+    prompts = openings(args.data, kind, args.generations, tokenizer)
+    kept = args.out.with_name(f"{args.out.stem}-{kind}-answers.json")
+    if kept.exists():
+        outputs = json.loads(kept.read_text())
+    else:
+        made = dict(answers(target, prompts, args.max_new_tokens, tokenizer.pad_token_id, tokenizer.eos_token_id))
+        outputs = [made[i] for i in range(len(prompts))]
+        kept.write_text(json.dumps(outputs))
+    texts = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = np.array(output, np.int32)
+        cut = loop_start(repeated_ngrams(tokens), len(tokens))
+        if cut >= 3:
+            texts.append((prompt, output[:cut], cut == len(output) == args.max_new_tokens))
+    return texts
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from adaptive.assistant import Assistant
     from adaptive.control.costs import CostTable
     from adaptive.decoding.params import SamplingParams
+    from adaptive.pair import Pair
     from adaptive.settings import Settings
     from cli.prompts import Prompt
     from cli.session import Session
@@ -103,10 +105,11 @@ def calibrate(
             log, source = session.state.records, "the log"
             if prompts is not None or not log.exists():
                 log, source = Path(folder) / "records.db", "an init sample"
-                _answer(session, sampling, asked[:answers], log, console)
-            sample = read_sample(session, log)
+                with console.status(f"answering {len(asked[:answers])} prompts"):
+                    answer_plainly(session.assistant, sampling, asked[:answers], log)
+            sample = read_sample(session.pair, log)
         with console.status("replaying the draft"):
-            forecast = predict(dataclasses.replace(costs, overhead_s=sample.overhead_s), sample, session)
+            forecast = predict(dataclasses.replace(costs, overhead_s=sample.overhead_s), sample, session.pair)
         _keep(session, forecast.costs)
     report = _report(session, forecast, source)
     if as_json:
@@ -123,32 +126,33 @@ class Sample:
     overhead_s: float
 
 
-def _answer(session: Session, sampling: SamplingParams, prompts: Sequence[Prompt], log: Path, console: Console) -> None:
-    """Answer ``prompts`` plainly into ``log``."""
+def answer_plainly(
+    assistant: Assistant, sampling: SamplingParams, prompts: Sequence[Prompt], log: Path, tokens: int = ANSWER_TOKENS
+) -> None:
+    """Answer ``prompts`` into ``log``, at most ``tokens`` each; the assistant's policy should be plain decoding."""
     from adaptive.decoding.params import StopParams
     from adaptive.records.writer import LogWriter
 
-    assistant, stop = session.assistant, StopParams(ANSWER_TOKENS)
-    assistant.log = LogWriter(log)
-    with console.status(f"answering {len(prompts)} prompts"):
+    stop = StopParams(tokens)
+    with LogWriter(log) as writer:
+        assistant.log = writer
         for prompt in prompts:
-            if session.pair.tokenizer.chat_template:
+            if assistant.pair.tokenizer.chat_template:
                 steps = assistant.chat(prompt.messages, sampling, stop)
             else:
                 steps = assistant.complete(prompt.messages[-1].content, sampling, stop)
             for _ in steps:
                 pass
-    assistant.log.close()
     assistant.log = None
 
 
-def read_sample(session: Session, log: Path) -> Sample:
+def read_sample(pair: Pair, log: Path) -> Sample:
     """The newest generations that replay can use. Raises AdaptiveError where there are none."""
     from adaptive.records.log import Log
     from trainers.dataset import examples, read_log
 
-    assert session.pair.draft is not None
-    found = examples(read_log(log, NEWEST), session.pair.draft.context_length)
+    assert pair.draft is not None
+    found = examples(read_log(log, NEWEST), pair.draft.context_length)
     found = [example for example in found if example.replayable]
     if not found:
         raise AdaptiveError(f"{log} holds no answer to learn acceptance from; give prompts with --prompts")
@@ -162,13 +166,13 @@ def read_sample(session: Session, log: Path) -> Sample:
     return Sample(tuple(found), max(1e-6, statistics.median(overheads)) if overheads else 1e-6)
 
 
-def predict(costs: CostTable, sample: Sample, session: Session) -> Forecast:
+def predict(costs: CostTable, sample: Sample, pair: Pair) -> Forecast:
     """Rates of every length: tokens of a round at that length, by replay, over its seconds."""
     from adaptive.control.costs import LONGEST, CostModel
     from trainers.replay import acceptance_rate, mean_acceptance_length, replay
 
-    assert session.pair.draft is not None
-    replays = replay(session.pair.draft.model, sample.examples)  # type: ignore[attr-defined]
+    assert pair.draft is not None
+    replays = replay(pair.draft.model, sample.examples)  # type: ignore[attr-defined]
     model = CostModel(costs)
     model.at(int(statistics.mean(len(e.prompt) + len(e.output) / 2 for e in sample.examples)))
     lengths = range(LONGEST + 1)

@@ -25,6 +25,8 @@ KEEP = 0.993
 WEIGHT = 4.0
 # What is left at a swap of the draft.
 KEEP_AT_SWAP = 0.1
+# Drafted tokens after which the table is made anew: a bin moves by a percent a token.
+CALIBRATE_EVERY = 8
 # Weight of one token in the running mean of what follows a token of some confidence.
 FOLLOW_STEP = 0.02
 
@@ -37,6 +39,7 @@ class Calibration:
         self.rejected = [0.0] * len(CENTRES)
         self.follow = [min(0.9, 0.3 + 0.6 * c) for c in CENTRES]
         self.table = list(CENTRES)
+        self.stale = 0  # tokens observed since the table was made
 
     def accept(self, confidence: float) -> float:
         """Probability that a token is accepted, given that all before it were."""
@@ -58,7 +61,8 @@ class Calibration:
         for i in range(min(accepted, len(confidences) - 1)):
             b = bisect.bisect(EDGES, confidences[i])
             self.follow[b] += FOLLOW_STEP * (self.accept(confidences[i + 1]) - self.follow[b])
-        if drafted:
+        self.stale += drafted
+        if self.stale >= CALIBRATE_EVERY:
             self.calibrate()
 
     def swapped(self) -> None:
@@ -69,6 +73,7 @@ class Calibration:
 
     def calibrate(self) -> None:
         """Posterior means of all bins, then isotonic regression (pool adjacent violators, weighted)."""
+        self.stale = 0
         blocks: list[tuple[float, float, int]] = []  # mean, weight, bins
         for a, r, centre in zip(self.accepted, self.rejected, CENTRES, strict=True):
             weight = a + r + WEIGHT

@@ -43,6 +43,9 @@ BUDGET = 4.0
 # Rounds without a plain one after which one is decoded plainly, so that its cost stays known: it is
 # what speculation is compared with. Too often costs the speed-up of those rounds.
 PLAIN_EVERY = 200
+# Rounds for which the best length by position is kept: its inputs move by a percent a round. Fewer cost
+# time at every round, more are late.
+REFRESH = 6
 # Weight of one answer in the running mean of their lengths, and the mean to begin with (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
 # Tokens to catch up with that are not worth a thought.
@@ -73,6 +76,8 @@ class GoodputLength(LengthPolicy):
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
         self.speculating = True
         self.rate = 0.0  # tokens per second to be expected now
+        self.best, self.predicted = 1, 0.0  # by acceptance at each position: length, tokens per second
+        self.age = 0  # rounds since these were computed
         self.plain_s = 1.0  # seconds of a plain round now
         self.answer_tokens = ANSWER_TOKENS
         self.this_answer = 0
@@ -96,8 +101,10 @@ class GoodputLength(LengthPolicy):
         if limit <= 0:
             return 0
         self.plain_s = costs.round(0)
-        best, predicted = self._best_fixed()
-        speculative = self._speculative_rate(best, predicted)
+        if self.age == 0:
+            self.best, self.predicted = self._best_fixed()
+        self.age = (self.age + 1) % REFRESH
+        speculative = self._speculative_rate()
         self.rate = max(1 / self.plain_s, speculative)
         self.speculating = speculative > 1 / self.plain_s and self._worth_catching_up(speculative, limit)
         if self.speculating:
@@ -106,7 +113,7 @@ class GoodputLength(LengthPolicy):
                 return 0
         elif self.budget < min(BUDGET, self._cost_of_trying()):
             return 0
-        return min(limit, self.longest if self.attentive else best)
+        return min(limit, self.longest if self.attentive else self.best)
 
     def _cost_of_trying(self) -> float:
         """What one drafted token costs if it is rejected, in plain rounds."""
@@ -127,11 +134,11 @@ class GoodputLength(LengthPolicy):
                 break
         return best, rate
 
-    def _speculative_rate(self, length: int, predicted: float) -> float:
+    def _speculative_rate(self) -> float:
         """Tokens per second of speculation lately, shrunk towards the prediction."""
         speed = self.costs.speed
-        weight = RATE_WEIGHT * self.costs.round(length) / speed
-        return self.recent.rate(predicted * speed, weight) / speed
+        weight = RATE_WEIGHT * self.costs.round(self.best) / speed
+        return self.recent.rate(self.predicted * speed, weight) / speed
 
     def _worth_catching_up(self, rate: float, limit: int) -> bool:
         """Whether the rest of the answer will save the time of feeding the draft what it has not seen."""
@@ -172,6 +179,7 @@ class GoodputLength(LengthPolicy):
                 self.acceptance.observe(outcome.drafted, outcome.accepted)
             if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
                 self.acceptance.changed()
+                self.age = 0
             if self.waiting > FEW_WAITING and not self.speculating:
                 seconds += costs.draft(0, self.waiting)
             # What it really took, if that was less: costs that are believed too high are found out by tries.
@@ -188,7 +196,7 @@ class GoodputLength(LengthPolicy):
         self.acceptance.begin(scope.session, "model", scope.temperature)
         if self.this_answer:
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
-        self.this_answer = 0
+        self.this_answer = self.age = 0
         self.finished = None
 
     def swapped(self) -> None:
@@ -196,4 +204,5 @@ class GoodputLength(LengthPolicy):
         self.acceptance.swapped()
         self.calibration.swapped()
         self.recent.forget()
+        self.age = 0
         self.budget = BUDGET

@@ -1,0 +1,178 @@
+"""The controller on the clock: ``auto`` against every fixed length, interleaved, on the bundled pair.
+
+Every prompt is answered once in each way, in an order that turns with the prompt, so that a slow
+moment of the machine falls on all ways alike. Greedy: the text is the same in every way. Prints, for
+every kind of prompts, tokens per second by way, ``auto`` over the best fixed length, the speed-up
+that ``adaptive calibrate`` predicted from other prompts of the kind over the measured one, and
+``auto`` over plain decoding with a draft of random weights.
+
+    python benchmarks/controller_live.py [--kinds math code roleplay] [--prompts 24] [--tokens 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from adaptive.assistant import Assistant
+from adaptive.control.costs import CostTable
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.measure import attentive_on, measure
+from adaptive.control.policy import Advice, FixedLength, LengthPolicy, Scope
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.pair import BUNDLED, Pair, load_pair
+from adaptive.records.types import Round
+from adaptive.settings import load_settings
+from cli.calibrate import Forecast, answer_plainly, predict, read_sample
+from cli.prompts import Prompt, read_prompts
+from trainers.dataset import repeated_ngrams
+
+GREEDY = SamplingParams(temperature=0.0)
+# Prompts at the end of each file from which calibration takes its sample.
+SAMPLE = 16
+
+
+class Timed(LengthPolicy):
+    """A policy, and the seconds that asking it takes."""
+
+    def __init__(self, inner: LengthPolicy) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.attentive = inner.attentive
+        self.seconds = 0.0
+
+    def _timed(self, call: Callable[[], object]) -> object:
+        began = time.perf_counter()
+        result = call()
+        self.seconds += time.perf_counter() - began
+        return result
+
+    def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
+        """Timed."""
+        return self._timed(lambda: self.inner.next_length(limit, waiting, context))  # type: ignore[return-value]
+
+    def advise(self, position: int, confidence: float) -> Advice:
+        """Timed."""
+        return self._timed(lambda: self.inner.advise(position, confidence))  # type: ignore[return-value]
+
+    def observe(self, outcome: Round) -> None:
+        """Timed."""
+        self._timed(lambda: self.inner.observe(outcome))
+
+    def begin(self, scope: Scope) -> None:
+        """Timed."""
+        self._timed(lambda: self.inner.begin(scope))
+
+
+@dataclasses.dataclass
+class Way:
+    """One way of decoding, and the seconds of every answer."""
+
+    name: str
+    assistant: Assistant
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    tokens: int = 0
+    spent: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second over all answers."""
+        return self.tokens / sum(self.seconds)
+
+
+def interleaved(ways: list[Way], prompts: list[Prompt], tokens: int) -> float:
+    """Answer every prompt in every way; the share of repeated 8-grams in the answers."""
+    stop, repeated = StopParams(max_new_tokens=tokens), []
+    for number, prompt in enumerate(prompts):
+        turn = number % len(ways)
+        for way in ways[turn:] + ways[:turn]:
+            for _ in way.assistant.chat(prompt.messages, GREEDY, stop):
+                pass
+            done = way.assistant.last
+            assert done is not None
+            way.seconds.append(done.timings.predicted_s)
+            way.tokens += len(done.output) - 1
+            way.spent += sum(r.draft_s + r.verify_s for r in done.rounds)
+        repeated.append(repeated_ngrams(np.array(done.output)))
+    return float(np.concatenate(repeated).mean())
+
+
+def forecast(pair: Pair, costs: CostTable, prompts: list[Prompt], tokens: int) -> Forecast:
+    """What ``adaptive calibrate --prompts`` says about these prompts."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "records.db"
+        answer_plainly(Assistant(pair, FixedLength(0), None), GREEDY, prompts, log, tokens)
+        sample = read_sample(pair, log)
+    return predict(dataclasses.replace(costs, overhead_s=sample.overhead_s), sample, pair)
+
+
+def one_kind(pair: Pair, kind: str, prompts: list[Prompt], args: argparse.Namespace) -> None:
+    """All ways on the prompts of one kind."""
+    costs = measure(pair, GREEDY, thorough=True)
+    expected = forecast(pair, costs, prompts[-SAMPLE:], args.tokens)
+    policy = Timed(GoodputLength(expected.costs, attentive=attentive_on(pair)))
+    lengths = sorted({*args.lengths, 0, expected.draft_length})
+    ways = [Way(f"{k}", Assistant(pair, FixedLength(k), None)) for k in lengths]
+    auto = Way("auto", Assistant(pair, policy, None))
+    repeated = interleaved([*ways, auto], prompts[: args.prompts], args.tokens)
+    by_length = dict(zip(lengths, ways, strict=True))
+    best = max(lengths, key=lambda k: by_length[k].rate)
+    plain = by_length[0].rate
+    advised = by_length[expected.draft_length].rate / plain
+    paired = statistics.median(b / a for a, b in zip(auto.seconds, by_length[best].seconds, strict=True))
+    print(
+        f"{kind}: {args.prompts} prompts, {auto.tokens} tokens, {repeated:.0%} of 8-grams repeated\n  tokens/s  "
+        + "  ".join(f"{w.name}: {w.rate:.0f}" for w in [*ways, auto])
+        + f"\n  auto / best fixed ({best}): {auto.rate / by_length[best].rate:.3f} (median of prompts {paired:.3f})"
+        f"   auto / plain: {auto.rate / plain:.3f}"
+        f"\n  predicted {expected.speed_up:.3f} at length {expected.draft_length}, measured {advised:.3f}, "
+        f"predicted / measured {expected.speed_up / advised:.3f} (auto: {expected.speed_up * plain / auto.rate:.3f})"
+        f"\n  choosing: {policy.seconds / auto.spent:.2%} of the rounds' time",
+        flush=True,
+    )
+
+
+def useless(args: argparse.Namespace) -> None:
+    """``auto`` with a draft of random weights against plain decoding."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BUNDLED / "draft")).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(BUNDLED / "draft").save_pretrained(folder)
+        pair = load_pair(load_settings({"target": str(BUNDLED / "target"), "draft": folder}))
+        policy = GoodputLength(measure(pair, GREEDY), attentive=attentive_on(pair))
+        ways = [Way("plain", Assistant(pair, FixedLength(0), None)), Way("auto", Assistant(pair, policy, None))]
+        prompts = read_prompts(BUNDLED / "prompts" / f"{args.kinds[0]}.jsonl")[: 2 * args.prompts]
+        interleaved(ways, prompts, args.tokens)
+    plain, auto = ways
+    paired = statistics.median(b / a for a, b in zip(auto.seconds, plain.seconds, strict=True))
+    print(
+        f"random draft: plain {plain.rate:.0f}, auto {auto.rate:.0f} tokens/s; "
+        f"auto / plain {auto.rate / plain.rate:.3f} (median of prompts {paired:.3f})"
+    )
+
+
+def main() -> None:
+    """Every kind, then the random draft."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", default=["math", "code", "roleplay"])
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6])
+    args = parser.parse_args()
+    pair = load_pair(load_settings({}))
+    for kind in args.kinds:
+        one_kind(pair, kind, read_prompts(BUNDLED / "prompts" / f"{kind}.jsonl"), args)
+    useless(args)
+
+
+if __name__ == "__main__":
+    main()
