@@ -72,7 +72,7 @@ def run_loop(
         other.rollback(0)
         penalties = Penalties(params, VOCAB, torch.device("cpu"))
         request = Request(PROMPT, params, StopParams(max_new_tokens=5), frozenset(), record=False)
-        drafter = kind(other, 64, VOCAB, params, penalties, generator)
+        drafter = kind(other, draft, VOCAB, params, penalties, generator)
         sampler = TargetSampler(params, penalties, generator)
         decoding = Decoding(request, one, 64, drafter, sampler, policy, NoText())  # type: ignore[arg-type]
         for _ in decoding.steps():
