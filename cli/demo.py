@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KIND = "math"
 # Prompts that are measured, and other prompts whose answers are learned from. Fewer of the first make
 # the figures noisy, more of the second take longer than a tour should.
-JUDGED, LEARNED = 24, 140
+JUDGED, LEARNED = 24, 200
 TOKENS = 120
 DRAFT_LENGTH = 4
 TEMPERATURE = 0.7
