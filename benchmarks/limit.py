@@ -37,14 +37,18 @@ STREAM = 1 << 29
 REPEATS = 15
 
 
+# What is timed by: wall clock, or the process's own time where other programs use the machine.
+clock: Callable[[], float] = time.perf_counter
+
+
 def seconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
     """The median of several calls."""
     call()
     times = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = clock()
         call()
-        times.append(time.perf_counter() - began)
+        times.append(clock() - began)
     return statistics.median(times)
 
 
@@ -101,10 +105,11 @@ def show_model(name: str, engine: Engine, speed: float) -> None:
 
 
 class Timed:
-    """An engine or one of its sequences that adds up the seconds spent in its forward."""
+    """An engine or one of its sequences that adds up the seconds spent in its forward, by both clocks."""
 
-    def __init__(self, inner: Any, clock: Timed | None = None) -> None:
-        self.inner, self.clock, self.seconds = inner, clock or self, 0.0
+    def __init__(self, inner: Any, owner: Timed | None = None) -> None:
+        self.inner, self.owner = inner, owner or self
+        self.seconds = self.processor = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -113,9 +118,10 @@ class Timed:
         return Timed(self.inner.sequence(), self)
 
     def extend(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         logits: torch.Tensor = self.inner.extend(tokens, rows)
-        self.clock.seconds += time.perf_counter() - began
+        self.owner.processor += time.process_time() - used
+        self.owner.seconds += time.perf_counter() - began
         return logits
 
 
@@ -129,6 +135,8 @@ class Breakdown:
     target_model: float = 0.0
     verifying: float = 0.0
     rest: float = 0.0
+    processor: float = 0.0
+    processor_of_models: float = 0.0
 
 
 def breakdown(pair: Pair, prompts: list[Prompt], length: int, sampling: SamplingParams) -> Breakdown:
@@ -139,9 +147,13 @@ def breakdown(pair: Pair, prompts: list[Prompt], length: int, sampling: Sampling
     assistant = Assistant(dataclasses.replace(pair, **timed), FixedLength(length), None)
     for prompt in prompts:
         draft_model.seconds = target_model.seconds = before = 0.0
+        used = models = 0.0
         for number, _ in enumerate(assistant.chat(prompt.messages, sampling, StopParams(100, ignore_eos=True))):
             if number == 0:  # the prompt's own pass is over
                 before = target_model.seconds
+                used, models = time.process_time(), target_model.processor + draft_model.processor
+        total.processor += time.process_time() - used
+        total.processor_of_models += target_model.processor + draft_model.processor - models
         done = assistant.last
         assert done is not None
         total.rounds += len(done.rounds)
@@ -170,7 +182,10 @@ def show_round(pair: Pair, prompts: list[Prompt], length: int) -> None:
         print(f"a round of {length}, {name}: {whole / b.rounds * 1e3:.3f} ms ({b.rounds} rounds)")
         for part, taken in parts.items():
             print(f"  {part:22} {taken / b.rounds * 1e3:8.3f} ms {taken / whole:6.1%}")
-        print(f"  neither model's forward: {1 - (b.draft_model + b.target_model) / whole:.1%}")
+        print(
+            f"  neither model's forward: {1 - (b.draft_model + b.target_model) / whole:.1%}, "
+            f"of the processor's time {1 - b.processor_of_models / b.processor:.1%}"
+        )
 
 
 def show_context(pair: Pair, length: int) -> None:
@@ -262,9 +277,19 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4)
     parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts" / "roleplay.jsonl")
     parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--passes-only", action="store_true", help="bandwidth, floors and bare passes, no more")
     parser.add_argument("--memory-tokens", type=int, default=10_000)
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count one thread's own time, not the clock's: for a machine that other programs are using",
+    )
     args = parser.parse_args()
 
+    global clock
+    if args.processor_time:
+        torch.set_num_threads(1)
+        clock = time.process_time
     named = {name: value for name in ("target", "draft", "dtype") if (value := getattr(args, name))}
     pair = load_pair(load_settings(named))
     assert pair.draft is not None
@@ -273,6 +298,8 @@ def main() -> None:
     print(f"memory reads {speed / 1e9:.1f} GB/s on {torch.get_num_threads()} thread(s)")
     show_model("target", pair.target, speed)
     show_model("draft", pair.draft, speed)
+    if args.passes_only:
+        return
     show_round(pair, prompts, args.length)
     show_context(pair, args.length)
     show_second_turn(pair, args.length)
