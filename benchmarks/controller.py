@@ -34,7 +34,8 @@ LENGTHS = tuple(range(DEPTH + 1))
 # Changes of kind in the middle of a workload: from text that the draft knows to text that it does not,
 # and back.
 SWITCHES = (
-    ("code_instructions", "tool_calls"),
+    ("code_instructions", "gsm8k_train"),
+    ("gsm8k_train", "code_instructions"),
     ("tool_calls", "roleplay"),
     ("gsm8k_train+useless", "code_instructions"),
 )

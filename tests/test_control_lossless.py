@@ -133,6 +133,7 @@ def test_what_was_learned_is_there_in_the_next_session(tmp_path: Path) -> None:
     for _ in range(50):
         policy.acceptance.observe(4, 2)
         policy.calibration.observe([0.9, 0.8, 0.3], 3, 2)
+    policy.calibration.calibrate()
     save(tmp_path / "controller.json", remembered(policy, "cpu", "0003"))
     again = load(tmp_path / "controller.json", "cpu")
     assert again.costs == CHEAP

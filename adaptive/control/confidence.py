@@ -27,8 +27,12 @@ WEIGHT = 4.0
 KEEP_AT_SWAP = 0.1
 # Drafted tokens after which the table is made anew: a bin moves by a percent a token.
 CALIBRATE_EVERY = 8
-# Weight of one token in the running mean of what follows a token of some confidence.
-FOLLOW_STEP = 0.02
+# Least weight of one token in the running mean of what follows a token of some confidence, and tokens
+# that the first guess of it counts for.
+FOLLOW_STEP, FOLLOW_WEIGHT = 0.02, 8.0
+# What is left when the text has become of another kind: confidence means nearly the same there, so more
+# than at a swap.
+KEEP_AT_CHANGE = 0.3
 
 
 class Calibration:
@@ -38,6 +42,7 @@ class Calibration:
         self.accepted = [0.0] * len(CENTRES)
         self.rejected = [0.0] * len(CENTRES)
         self.follow = [min(0.9, 0.3 + 0.6 * c) for c in CENTRES]
+        self.followed = [0.0] * len(CENTRES)  # tokens in each running mean
         self.table = list(CENTRES)
         self.stale = 0  # tokens observed since the table was made
 
@@ -60,15 +65,25 @@ class Calibration:
         # The position after an accepted token shows what follows it, whether it was proposed or not.
         for i in range(min(accepted, len(confidences) - 1)):
             b = bisect.bisect(EDGES, confidences[i])
-            self.follow[b] += FOLLOW_STEP * (self.accept(confidences[i + 1]) - self.follow[b])
+            self.followed[b] += 1
+            step = max(FOLLOW_STEP, 1 / (self.followed[b] + FOLLOW_WEIGHT))
+            self.follow[b] += step * (self.accept(confidences[i + 1]) - self.follow[b])
         self.stale += drafted
         if self.stale >= CALIBRATE_EVERY:
             self.calibrate()
 
     def swapped(self) -> None:
         """The draft is another one."""
-        self.accepted = [n * KEEP_AT_SWAP for n in self.accepted]
-        self.rejected = [n * KEEP_AT_SWAP for n in self.rejected]
+        self._forget(KEEP_AT_SWAP)
+
+    def changed(self) -> None:
+        """The text is of another kind than it was."""
+        self._forget(KEEP_AT_CHANGE)
+
+    def _forget(self, kept: float) -> None:
+        self.accepted = [n * kept for n in self.accepted]
+        self.rejected = [n * kept for n in self.rejected]
+        self.followed = [min(n, 1 / FOLLOW_STEP) * kept for n in self.followed]
         self.calibrate()
 
     def calibrate(self) -> None:

@@ -179,6 +179,7 @@ class GoodputLength(LengthPolicy):
                 self.acceptance.observe(outcome.drafted, outcome.accepted)
             if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
                 self.acceptance.changed()
+                self.calibration.changed()
                 self.age = 0
             if self.waiting > FEW_WAITING and not self.speculating:
                 seconds += costs.draft(0, self.waiting)

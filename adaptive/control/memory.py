@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive.control.acceptance import Acceptance, Counts
-from adaptive.control.confidence import Calibration
+from adaptive.control.confidence import FOLLOW_STEP, Calibration
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
 
@@ -97,6 +97,7 @@ def load(file: Path, device: str) -> Memory:
         bins = len(calibration.table)
         for part in ("accepted", "rejected", "follow"):
             setattr(calibration, part, _numbers(content["calibration"][part], bins))
+        calibration.followed = [1 / FOLLOW_STEP] * bins  # as settled as it was left
         calibration.calibrate()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return empty
