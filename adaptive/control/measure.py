@@ -56,9 +56,7 @@ class Bench:
         for sequence in (self.target, self.draft):
             sequence.reserve(context + LONGEST + 2)
         generator = torch.Generator(pair.draft.device)
-        self.drafter = ModelDrafter(
-            self.draft, pair.draft, pair.target.vocab_size, params, penalties, generator
-        )
+        self.drafter = ModelDrafter(self.draft, pair.draft, pair.target.vocab_size, params, penalties, generator)
         penalties.start(torch.tensor(self.committed))
         self.sampler = TargetSampler(params, penalties, torch.Generator(pair.target.device))
         self.advise = (lambda position, confidence: Advice.MORE) if attentive else None
