@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Session:
-    """An assistant ready to answer, and where its pair's state lives."""
+    """An assistant ready to answer, and where its pair's state lives.
+
+    ``refused`` holds the adapter that was found unusable and has been said to be, under "adapter".
+    """
 
     assistant: Assistant
     pair: Pair
     state: PairState
     store: AdapterStore
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 def load_with_progress(settings: Settings, console: Console) -> Pair:
@@ -94,12 +98,15 @@ def use_current_adapter(session: Session, console: Console) -> bool:
 
     A damaged or foreign adapter is said in one line and passed over.
     """
-    if session.pair.draft is None or session.store.current_id() == session.assistant.adapter:
+    current = session.store.current_id()
+    if session.pair.draft is None or current in (session.assistant.adapter, session.refused.get("adapter", "")):
         return False
     manifest, problems = session.store.usable(session.pair.identity.base)
     for problem in problems:
         console.print(f"[yellow]adapter:[/] {problem}")
     name = manifest.id if manifest else None
+    if problems and current is not None:
+        session.refused["adapter"] = current  # said once, not before every turn
     if name == session.assistant.adapter:
         return False
     session.assistant.use_adapter(name, session.store.path(name) if name else None)

@@ -258,13 +258,13 @@ def overlap(draft: LlamaForCausalLM, target: LlamaForCausalLM, documents: list[l
 
 
 def write_prompts(chats: list[Chat], folder: Path) -> None:
-    """The held-out prompts of each kind, which neither model has seen, at most 240 a kind."""
+    """The held-out prompts of each kind, which neither model has seen, at most 320 a kind."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
         if kind not in PROMPT_KINDS:
             continue
         prompts = list(dict.fromkeys(c.messages[0]["content"] for c in chats if c.kind == kind and c.held_out))
-        lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts[:240]]
+        lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts[:320]]
         (folder / f"{kind}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
