@@ -63,7 +63,8 @@ class Settings(BaseSettings):
     distill: str = "idle"
     distill_after: int = Field(100, ge=1)
     distill_idle_seconds: float = Field(5.0, ge=0)
-    distill_seconds: float = Field(600.0, gt=0)
+    distill_seconds: float | None = Field(None, gt=0)
+    distill_nice: int = Field(19, ge=0, le=19)
 
     def model_post_init(self, context: Any) -> None:
         """Refuse impossible sampling before any model is loaded. Raises AdaptiveError."""

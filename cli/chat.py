@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from adaptive.records.types import Message
+    from adaptive.service.trainer import Trainer
     from adaptive.settings import Settings
     from cli.session import Session
 
 HELP = """[bold]/help[/]      this list
 [bold]/stats[/]     what this session and the log say about speed and acceptance
+[bold]/training[/]  what background training does now, and why
 [bold]/reset[/]     forget the conversation and start a new session
 [bold]/sessions[/]  earlier sessions; resume one with: adaptive chat --session NAME
 [bold]/exit[/]      leave (so does ctrl-D)
@@ -33,8 +35,11 @@ def chat(
     settings: Settings,
     session: Annotated[Optional[str], typer.Option(help="Name of the session; an earlier one is resumed.")] = None,
     system: Annotated[Optional[str], typer.Option(help="System message of the conversation.")] = None,
+    distill: Annotated[
+        Optional[str], typer.Option(help="When to train: idle, always, off, or a window like 22:00-06:00.")
+    ] = None,
 ) -> None:
-    """Talk with the assistant. What it says is logged, and makes the draft better at the next distillation.
+    """Talk with the assistant. What it says is logged, and the draft learns from it while you read and type.
 
     Example: adaptive chat --target Qwen/Qwen2.5-14B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --quantize nf4
 
@@ -42,24 +47,35 @@ def chat(
     """
     from rich.console import Console
 
+    from adaptive.service.trainer import background
+    from adaptive.settings import load_settings
     from cli.session import open_session
 
     console = Console(highlight=False)
-    with open_session(settings, console) as opened:
-        Conversation(settings, opened, console, session, system).run()
+    if distill is not None:
+        settings = load_settings({**settings.model_dump(), "distill": distill})
+    with open_session(settings, console) as opened, background(settings, opened.state) as trainer:
+        Conversation(settings, opened, console, session, system, trainer).run()
 
 
 class Conversation:
     """The messages so far, and the loop that asks and answers."""
 
     def __init__(
-        self, settings: Settings, opened: Session, console: Console, name: str | None, system: str | None
+        self,
+        settings: Settings,
+        opened: Session,
+        console: Console,
+        name: str | None,
+        system: str | None,
+        trainer: Trainer,
     ) -> None:
         from adaptive.assistant import sampling_params
         from adaptive.decoding.params import StopParams
 
         self.opened = opened
         self.console = console
+        self.trainer = trainer
         self.sampling = sampling_params(settings, opened.pair)
         self.limits = StopParams(settings.max_new_tokens)
         self.name = name or opened.assistant.session
@@ -88,6 +104,7 @@ class Conversation:
         from cli.session import use_current_adapter
 
         self._greet()
+        self.trainer.idle()
         for text in lines_from_person():
             if text.startswith("/"):
                 if not self._command(text.split()[0]):
@@ -95,10 +112,13 @@ class Conversation:
                 continue
             if use_current_adapter(self.opened, self.console):
                 self.console.print(f"[green]now drafting with adapter {self.opened.assistant.adapter or 'none'}[/]")
+            self.trainer.busy()
             try:
                 self._answer(text)
             except AdaptiveError as error:  # a prompt past the context, say: the conversation goes on
                 self.console.print(f"[red]{error}[/]")
+            finally:
+                self.trainer.idle()
 
     def _greet(self) -> None:
         pair, assistant = self.opened.pair, self.opened.assistant
@@ -125,6 +145,7 @@ class Conversation:
         if assistant.log is not None and assistant.log.problem:
             self.console.print(f"[red]log:[/] {assistant.log.problem}")
         assert assistant.last is not None
+        self.trainer.answered(assistant.adapter, tuple(assistant.last.rounds))
         self.messages = [*asked, Message("assistant", assistant.last.text)]
         stopped = "stopped · " if assistant.last.finish_reason == "cancelled" else ""
         self.console.print(f"[dim]{stopped}{figures(assistant)}[/]")
@@ -138,6 +159,11 @@ class Conversation:
 
             self.messages, self.name = self._beginning(), uuid.uuid4().hex[:12]
             self.console.print(f"[dim]new session {self.name}[/]")
+        elif name == "/training":
+            status = self.trainer.status
+            self.console.print(f"{status.activity}: {status.reason}")
+            if status.last_round:
+                self.console.print(f"[dim]last round: {status.last_round}[/]")
         elif name in ("/stats", "/sessions"):
             self._from_log(name)
         else:
@@ -186,7 +212,7 @@ def lines_from_person() -> Iterator[str]:
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.formatted_text import HTML
 
-    completer = WordCompleter(["/help", "/stats", "/reset", "/sessions", "/exit"], sentence=True)
+    completer = WordCompleter(["/help", "/stats", "/training", "/reset", "/sessions", "/exit"], sentence=True)
     prompt: PromptSession[str] = PromptSession(HTML("<b>› </b>"), completer=completer)
     while True:
         try:

@@ -31,6 +31,10 @@ def serve(
     cache_mb: Annotated[
         Optional[int], typer.Option(help="Megabytes for the caches of conversations.", rich_help_panel=SERVER)
     ] = None,
+    distill: Annotated[
+        Optional[str],
+        typer.Option(help="When to train: idle, always, off, or a window like 22:00-06:00.", rich_help_panel=SERVER),
+    ] = None,
     threads: Annotated[
         Optional[int], typer.Option(help="Threads of the models on a CPU.", rich_help_panel=SERVER)
     ] = None,
@@ -55,6 +59,7 @@ def serve(
         "queue": queue,
         "cache_mb": cache_mb,
         "threads": threads,
+        "distill": distill,
     }
     said = {name: value for name, value in given.items() if value is not None}
     settings = load_settings({**settings.model_dump(), **said})

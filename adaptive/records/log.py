@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,10 @@ from adaptive.records.types import Generation, Message, Round
 # Generations read at a time: each page is one short read, so that a slow reader never keeps the
 # writer from emptying the WAL. Larger costs memory (about 100 kB a generation), smaller costs queries.
 PAGE = 64
+
+
+# Plain steps that tell what one costs: enough for a median, few enough to follow a change of machine.
+PLAIN_STEPS = 500
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,14 @@ class Log:
             GenerationFigures(number, session, created, adapter, tokens, seconds, rounds.get(number, ()))
             for number, session, created, adapter, tokens, seconds in heads
         )
+
+    def plain_step_seconds(self) -> float | None:
+        """Median seconds of one token decoded plainly, over the newest such steps; None where there is none."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                "SELECT verify_s FROM rounds WHERE drafted = 0 ORDER BY generation DESC LIMIT ?", (PLAIN_STEPS,)
+            ).fetchall()
+        return statistics.median(seconds for (seconds,) in rows) if rows else None
 
     def purge(self, *, older_than_s: float | None = None, session: str | None = None, everything: bool = False) -> int:
         """Delete generations for good and return how many: by age in seconds, by session, both, or all.

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from adaptive.assistant import render_chat, sampling_params
 from adaptive.errors import AdaptiveError
+from adaptive.service.dashboard import add_dashboard
 from adaptive.service.engine import EngineThread, Opened
 from adaptive.service.guard import Guard
 from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, Piece, Prompt, QueueFullError
@@ -31,6 +32,7 @@ from adaptive.service.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
 
 # Seconds that a client told 429 or 503 is asked to wait: about one answer.
@@ -44,10 +46,11 @@ class NotReadyError(Exception):
 class Api:
     """Turns requests into jobs and their events into responses."""
 
-    def __init__(self, engine: EngineThread, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineThread, settings: Settings, metrics: Metrics, trainer: Trainer) -> None:
         self.engine = engine
         self.settings = settings
         self.metrics = metrics
+        self.trainer = trainer
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def session(self) -> Opened:
@@ -219,6 +222,7 @@ def create_app(api: Api) -> FastAPI:
     app = FastAPI(title="adaptive", docs_url=None, redoc_url=None)
     _completions(app, api)
     _state(app, api)
+    add_dashboard(app, api.trainer)
     _errors(app, api)
     key = api.settings.api_key.get_secret_value() if api.settings.api_key else None
     app.add_middleware(Guard, key=key, max_body=int(api.settings.max_body_mb * 1e6))
@@ -261,6 +265,7 @@ def _state(app: FastAPI, api: Api) -> None:
     async def metrics() -> Response:
         api.metrics.running.set(int(engine.slot.busy))
         api.metrics.waiting.set(len(engine.queue))
+        api.metrics.training.set(int(api.trainer.status.activity in ("training", "paused")))
         return Response(api.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/props")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import logging
 import threading
 import time
@@ -131,10 +132,14 @@ class EngineThread:
     def _run(self) -> None:
         try:
             with self._open() as session:
+                if session.pair.draft is not None:
+                    # An adapter is read by PEFT, which takes seconds to import: not while somebody waits.
+                    importlib.import_module("peft")
                 self.session = session
                 self.adapter = session.assistant.adapter
                 if self.state == "loading":
                     self.state = "ready"
+                    self._tell_idle()
                     logger.info("ready: %s, adapter %s", session.pair.identity.id, self.adapter or "none")
                 while self.state == "ready":
                     self._turn(session)
@@ -164,8 +169,11 @@ class EngineThread:
             self._running = None
             self.slot = Slot(False, None, 0, 0, None)
             if not len(self.queue):
-                for listener in self._listeners:
-                    listener.idle()
+                self._tell_idle()
+
+    def _tell_idle(self) -> None:
+        for listener in self._listeners:
+            listener.idle()
 
     def _use_promoted(self, session: Opened) -> None:
         """Swap, if another adapter was promoted. A store that cannot be read now leaves things as they are."""

@@ -22,6 +22,7 @@ from adaptive.service.app import Api, create_app
 from adaptive.service.engine import EngineThread, Opened
 from adaptive.service.guard import LOOPBACK
 from adaptive.service.metrics import Metrics
+from adaptive.service.trainer import background
 from adaptive.settings import Settings
 from adaptive.state import PairState
 
@@ -46,13 +47,14 @@ def serve(
     settings = with_key(settings)
     with only_server(state, settings) as note:
         listening = _listen(settings.host, settings.port)
-        with contextlib.closing(listening):
+        with contextlib.closing(listening), background(settings, state) as trainer:
             url = _url(settings.host, listening.getsockname()[1])
             note(url)
             logger.info("listening on %s", url)
             metrics = Metrics()
             engine = EngineThread(open_session, swap, metrics, settings.queue)
-            app = create_app(Api(engine, settings, metrics))
+            engine.listen(trainer)
+            app = create_app(Api(engine, settings, metrics, trainer))
             config = uvicorn.Config(
                 app, log_config=None, access_log=False, timeout_graceful_shutdown=int(GRACE_S) + 2, lifespan="off"
             )

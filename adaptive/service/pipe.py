@@ -1,0 +1,60 @@
+"""What the server and the training process say to each other, one line at a time.
+
+To the worker's standard input: first an ``Order``, then ``busy``, ``idle`` and ``stop`` as they come;
+the end of the input means that the server is no more. From its standard output: ``Report`` lines.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+BUSY, IDLE, STOP = "busy", "idle", "stop"
+
+# done: the round is over, whatever the gate said. refused: it could not be tried, for a reason that
+# more records or another process's end will mend. stopped: it was asked to end early. memory: it
+# ended because others needed the memory.
+Stage = Literal["loading", "training", "done", "refused", "stopped", "memory"]
+
+LAST: tuple[Stage, ...] = ("done", "refused", "stopped", "memory")
+
+
+@dataclass(frozen=True)
+class Order:
+    """One round: the settings as plain JSON values, the folder of the pair's state, and whether to begin paused."""
+
+    settings: dict[str, Any]
+    state: str
+    paused: bool
+
+    def line(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def of(cls, line: str) -> Order:
+        """The inverse of ``line``."""
+        return cls(**json.loads(line))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a round stands. ``share`` is how much of it is done, 0 to 1; ``adapter`` the one it made."""
+
+    stage: Stage
+    message: str
+    share: float = 0.0
+    loss: float | None = None
+    acceptance: float | None = None
+    adapter: str | None = None
+    promoted: bool = False
+
+    def line(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def of(cls, line: str) -> Report:
+        """The inverse of ``line``. Raises ValueError or TypeError for anything else."""
+        return cls(**json.loads(line))

@@ -1,0 +1,323 @@
+"""When to train: starts the training process, pauses it for a request, and says at any time what it does and why.
+
+In: what the engine does (``busy``, ``idle``, ``answered``) and the log. Out: a worker process a round, a
+``TrainerStatus`` for people, and a rollback where live acceptance fell. Used by ``serve`` and ``chat``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from adaptive.errors import AdaptiveError
+from adaptive.pair import sources
+from adaptive.records.log import Log
+from adaptive.records.types import Round
+from adaptive.service.pipe import BUSY, IDLE, LAST, STOP, Order, Report
+from adaptive.service.watch import Watch
+from adaptive.settings import Settings, training_window
+from adaptive.state import PairState
+from checkpoints.store import AdapterStore
+
+logger = logging.getLogger("adaptive.trainer")
+
+# Seconds between two looks at the log and the clock. Nothing here is urgent: ``busy`` does not wait for it.
+LOOK_S = 0.5
+# Seconds after a crash before the next try, doubled with each crash in a row, at most the second figure.
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 3600.0
+# Answers of the log that live acceptance is measured by after a restart: several hundred rounds.
+REMEMBERED = 200
+# Memory of a round beyond the machine's spare: the libraries, and per byte of draft weights in float32
+# the weights, a layer's gradients, the adapter with its optimiser and the logits of a batch.
+LIBRARY_BYTES = 600 << 20
+PER_WEIGHT_BYTE = 4
+# Seconds for a worker to end after being told to stop: a pass of a large draft, and writing a candidate.
+STOP_S = 5.0
+
+Activity = Literal["off", "waiting", "training", "paused", "backing off"]
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """What the trainer does now, and why, in words; where the round stands; how the last one ended."""
+
+    activity: Activity
+    reason: str
+    policy: str
+    new_generations: int
+    share: float | None
+    acceptance: float | None
+    last_round: str | None
+    rounds: int
+    crashes: int
+
+
+class Trainer:
+    """Starts rounds and watches over them on a thread of its own. ``busy`` and ``idle`` may come from any."""
+
+    def __init__(self, settings: Settings, state: PairState, draft_bytes: int) -> None:
+        """``draft_bytes`` is the size of the draft's float32 weights, 0 where there is no draft."""
+        self.settings = settings
+        self.state = state
+        self.store = AdapterStore(state.adapters)
+        self.rounds = self.crashes = 0
+        self._need = LIBRARY_BYTES + PER_WEIGHT_BYTE * draft_bytes
+        self._has_draft = draft_bytes > 0
+        self._watch = Watch()
+        self._lock = threading.Lock()  # over the worker's input, and over who is busy
+        self._process: subprocess.Popen[str] | None = None
+        self._report: Report | None = None
+        self._paused = self._stopping = False
+        self._busy = True  # until the models are loaded
+        self._quiet_since = time.monotonic()
+        self._last_round: str | None = None
+        self._seen = self._newest = 0
+        self._failures = 0
+        self._not_before = 0.0
+        self._reason = "starting"
+        self._activity: Activity = "waiting"
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for something to train on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the round that runs; its best draft so far stays as a candidate if it can be written in time."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def busy(self) -> None:
+        """Somebody waits for an answer: the worker pauses before its next pass."""
+        with self._lock:
+            self._busy = True
+            if self._process is not None and not self._paused and self.settings.distill != "always":
+                self._paused = True
+                self._say(BUSY)
+
+    def idle(self) -> None:
+        """Nobody waits any more; the worker goes on when that has lasted a while."""
+        with self._lock:
+            self._busy = False
+            self._quiet_since = time.monotonic()
+
+    def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
+        """An answer has ended."""
+        self._watch.observe(adapter, [outcome.accepted for outcome in rounds])
+
+    @property
+    def status(self) -> TrainerStatus:
+        """What it does now, and why."""
+        report, running = self._report, self._process is not None
+        activity: Activity = ("paused" if self._paused else "training") if running else self._activity
+        reason = self._reason
+        if running:
+            reason = report.message if report else "starting the training process"
+            if self._paused:
+                reason = f"somebody waits for an answer, or did a moment ago; {reason}"
+        return TrainerStatus(
+            activity=activity,
+            reason=reason,
+            policy=self.settings.distill,
+            new_generations=max(0, self._newest - self._seen),
+            share=report.share if running and report else None,
+            acceptance=report.acceptance if running and report else None,
+            last_round=self._last_round,
+            rounds=self.rounds,
+            crashes=self.crashes,
+        )
+
+    def _run(self) -> None:
+        with Log(self.state.records) as log:
+            with contextlib.suppress(AdaptiveError):
+                self._remember(log)
+            while not self._closing.wait(LOOK_S):
+                try:
+                    self._look(log)
+                except Exception as error:  # whatever happens here, answers go on
+                    self._activity, self._reason = "waiting", f"{type(error).__name__}: {error}"
+        self._end_worker()
+
+    def _remember(self, log: Log) -> None:
+        """What was trained on, and how the drafts in use did, before this start."""
+        trained = [manifest.trained_on.last_id or 0 for manifest in self.store.list()]
+        self._seen = max(trained, default=0)
+        for figures in log.figures()[-REMEMBERED:]:
+            self._watch.observe(figures.adapter, [c.accepted for c in figures.rounds for _ in range(c.rounds)])
+
+    def _look(self, log: Log) -> None:
+        self._roll_back_if_worse()
+        self._newest = log.last_id()
+        if self._process is not None:
+            self._attend()
+            return
+        waits_for = self._wait_for()
+        if waits_for is None:
+            self._begin()
+        else:
+            self._activity, self._reason = waits_for
+
+    def _wait_for(self) -> tuple[Activity, str] | None:
+        """What training waits for, in words; None when a round can begin."""
+        new, quiet = self._newest - self._seen, time.monotonic() - self._quiet_since
+        if not self._has_draft:
+            return "off", "there is no draft to train"
+        if self.settings.distill == "off":
+            return "off", "switched off (distill is off)"
+        if time.monotonic() < self._not_before:
+            return "backing off", f"{self._last_round}; next try in {self._not_before - time.monotonic():.0f} s"
+        if new < self.settings.distill_after:
+            return "waiting", f"{new} new answers of the {self.settings.distill_after} that a round needs"
+        if not self._in_window():
+            return "waiting", f"{new} new answers; rounds run {self.settings.distill} only"
+        if self.settings.distill != "always" and (self._busy or quiet < self.settings.distill_idle_seconds):
+            return "waiting", f"{new} new answers; the assistant is in use"
+        available = _available_memory()
+        if available < self._need:
+            return (
+                "waiting",
+                f"{available / 1e6:.0f} MB of memory are available and a round needs {self._need / 1e6:.0f}",
+            )
+        return None
+
+    def _in_window(self) -> bool:
+        window = training_window(self.settings.distill)
+        if window is None:
+            return True
+        now = time.localtime()
+        minute, (begin, end) = 60 * now.tm_hour + now.tm_min, window
+        return begin <= minute < end if begin <= end else minute >= begin or minute < end
+
+    def _begin(self) -> None:
+        """Start a worker. Its standard error goes to ``trainer.log``, anew each round."""
+        settings = self.settings.model_dump(mode="json", exclude={"api_key", "api_key_file"})
+        # A folder called trainers where the user stands must not be taken for ours.
+        environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+        with (self.state.root / "trainer.log").open("w") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "trainers.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                encoding="utf-8",
+                env=environment,
+                start_new_session=True,  # ctrl-C is for us, and we tell it
+            )
+        logger.info("a round begins: %d new answers", self._newest - self._seen)
+        with self._lock:
+            self._process, self._report, self._stopping = process, None, False
+            self._paused = self._busy and self.settings.distill != "always"
+            self._say(Order(settings, str(self.state.root), self._paused).line().rstrip("\n"))
+        threading.Thread(target=self._read, args=(process,), name="trainer-reports", daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with contextlib.suppress(ValueError, TypeError):
+                self._report = Report.of(line)
+
+    def _attend(self) -> None:
+        """Let a paused worker go on, end one outside of its window, and take note when it has ended."""
+        process = self._process
+        assert process is not None
+        with self._lock:
+            quiet = time.monotonic() - self._quiet_since
+            if self._paused and not self._busy and quiet >= self.settings.distill_idle_seconds:
+                self._paused = False
+                self._say(IDLE)
+            if not self._stopping and not self._in_window():
+                self._stopping = True
+                self._say(STOP)
+        if process.poll() is not None:
+            self._conclude(process)
+
+    def _conclude(self, process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + 1.0
+        while (self._report is None or self._report.stage not in LAST) and time.monotonic() < deadline:
+            time.sleep(0.01)  # its last line may still be in the pipe
+        report = self._report
+        with self._lock:
+            self._process, self._report, self._paused = None, None, False
+        if process.returncode == 0 and report is not None and report.stage in LAST:
+            self._failures = 0
+            self.rounds += report.stage == "done"
+            self._last_round = report.message
+            if report.stage in ("done", "refused"):
+                self._seen = self._newest
+            elif report.stage == "memory":
+                self._not_before = time.monotonic() + FIRST_BACKOFF_S
+            logger.info("round: %s", report.message)
+            return
+        self.crashes += 1
+        self._failures += 1
+        pause = min(FIRST_BACKOFF_S * 2 ** (self._failures - 1), LONGEST_BACKOFF_S)
+        self._not_before = time.monotonic() + pause
+        self._last_round = f"the training process {self._why(process.returncode)}"
+        logger.warning("%s; next try in %.0f s", self._last_round, pause)
+
+    def _why(self, status: int) -> str:
+        if status < 0:
+            return f"was killed by signal {-status}"
+        with contextlib.suppress(OSError, IndexError):
+            lines = (self.state.root / "trainer.log").read_text(encoding="utf-8", errors="replace").split("\n")
+            return f"failed: {[line for line in lines if line.strip()][-1].strip()[:300]}"
+        return f"failed with status {status}"
+
+    def _roll_back_if_worse(self) -> None:
+        current = self.store.current_id()
+        reason = None if current is None else self._watch.verdict(self.store.show(current))
+        if reason is not None and current == self.store.current_id():
+            self.store.rollback(reason)
+            logger.warning("adapter %s is rolled back: %s", current, reason)
+
+    def _end_worker(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        with self._lock:
+            self._say(STOP)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _say(self, line: str) -> None:
+        """Tell the worker; one that has just died is noticed elsewhere. Called with the lock held."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+
+
+@contextlib.contextmanager
+def background(settings: Settings, state: PairState) -> Iterator[Trainer]:
+    """A trainer for the pair of ``settings``, which begins to look when it is first told ``idle``."""
+    draft = sources(settings)[1]
+    # Weights on disk are mostly in 16 bit; in training they are float32.
+    size = 2 * sum(file.stat().st_size for file in draft.folder.glob("*.safetensors")) if draft else 0
+    trainer = Trainer(settings, state, size)
+    trainer.start()
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def _available_memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,85 @@
+"""A served pair learns from what it is asked while nobody asks, and gets rid of a draft that is bad."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from conftest import BUNDLED, save_random_adapter
+from service_server import Server
+
+from adaptive.pair import pair_identity
+from adaptive.settings import load_settings
+from checkpoints.manifest import TrainedOn
+from checkpoints.store import AdapterStore, NewAdapter
+
+PATIENCE_S = 240.0
+ANSWERS = 72
+
+
+def until(what: Callable[[], bool], server: Server) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, server.said[-2000:]
+        time.sleep(0.1)
+
+
+def ask(http: httpx.Client, prompt: str) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 40, "seed": 1, "temperature": 0.7}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def publish_random_adapter(store: AdapterStore, folder: Path) -> str:
+    """An adapter that fits and is bad, as a candidate."""
+    made = save_random_adapter(BUNDLED / "draft", folder)
+
+    def write(place: Path) -> None:
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            shutil.copyfile(made / name, place / name)
+
+    base = pair_identity(load_settings({})).base
+    return store.publish(write, NewAdapter(base, TrainedOn(None, None, 0, 0))).id
+
+
+def test_a_server_learns_while_idle_and_rolls_a_forced_bad_adapter_back(tmp_path: Path) -> None:
+    lines = (BUNDLED / "prompts" / "math.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines[:ANSWERS]]
+    settings = tmp_path / "adaptive.toml"
+    settings.write_text(f"distill_after = {ANSWERS}\ndistill_idle_seconds = 0.3\ndistill_nice = 0\n")
+    server = Server(tmp_path / "home", "--config", str(settings)).wait_until_ready()
+    try:
+        with server.http() as http:
+            before = [ask(http, prompt) for prompt in prompts]
+            assert {answer["adapter"] for answer in before} == {None}
+            until(lambda: http.get("/adaptive/trainer").json()["rounds"] == 1, server)
+            store = AdapterStore(next(server.home.glob("*/adapters")))
+            learned = store.current_id()
+            assert learned is not None, http.get("/adaptive/trainer").json()["last_round"]
+            until(lambda: http.get("/props").json()["adapter"] == learned, server)
+            assert ask(http, prompts[0])["adapter"] == learned
+
+            bad = publish_random_adapter(store, tmp_path / "bad")
+            rounds = sum(ask(http, prompt)["speculative_decoding"]["num_spec_steps"] for prompt in prompts[:12])
+            assert rounds >= 60  # enough to know how good the draft in use is
+            store.promote(bad, "forced by the test")
+            until(lambda: http.get("/props").json()["adapter"] == bad, server)
+            rounds = 0
+            for prompt in prompts:
+                answer = ask(http, prompt)
+                if answer["adapter"] != bad:
+                    break
+                rounds += answer["speculative_decoding"]["num_spec_steps"]
+                time.sleep(0.1)
+            assert rounds <= 300
+            until(lambda: http.get("/props").json()["adapter"] == learned, server)
+            assert store.show(bad).status == "rolled_back"
+    finally:
+        server.stop()

@@ -1,0 +1,181 @@
+"""Background training: a real worker process on a tiny pair, paused, killed, starved and left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_factory import published
+from test_trainer import small_draft, speak, target, write_log
+from test_trainer_command import tokenizer
+
+from adaptive.decoding.params import SamplingParams
+from adaptive.pair import pair_identity
+from adaptive.records.log import Log
+from adaptive.records.types import Round
+from adaptive.service.pipe import Order, Report
+from adaptive.service.trainer import Trainer
+from adaptive.settings import Settings
+from adaptive.state import PairState, open_state
+from checkpoints.store import AdapterStore
+
+# Seconds for what takes a few on an idle machine.
+PATIENCE_S = 120.0
+ANSWERS = 80
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A pair whose log holds ANSWERS answers."""
+
+    settings: Settings
+    state: PairState
+
+
+@pytest.fixture
+def taught(tmp_path: Path) -> Taught:
+    for name, model in (("target", target()), ("draft", small_draft())):
+        model.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    settings = Settings(
+        target=str(tmp_path / "target"),
+        draft=str(tmp_path / "draft"),
+        home=tmp_path / "home",
+        device="cpu",
+        distill_after=50,
+        distill_idle_seconds=0.2,
+        distill_nice=0,
+        distill_seconds=8.0,
+    )
+    state = open_state(settings.state_dir, pair_identity(settings).id)
+    write_log(state.records, speak(target(), ANSWERS, SamplingParams(temperature=0.7)))
+    return Taught(settings, state)
+
+
+@contextmanager
+def training(taught: Taught, draft_bytes: int = 1, **changes: object) -> Iterator[Trainer]:
+    trainer = Trainer(taught.settings.model_copy(update=changes), taught.state, draft_bytes)
+    trainer.start()
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def until(what: Callable[[], bool], trainer: Trainer) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, trainer.status
+        time.sleep(0.02)
+
+
+def worker_of(trainer: Trainer) -> int:
+    until(lambda: trainer.status.activity in ("training", "paused"), trainer)
+    assert trainer._process is not None
+    return trainer._process.pid
+
+
+def test_a_round_waits_until_nobody_asks_pauses_for_a_request_and_is_judged(taught: Taught) -> None:
+    with training(taught) as trainer:
+        until(lambda: "in use" in trainer.status.reason, trainer)
+        trainer.idle()
+        until(lambda: trainer.status.acceptance is not None, trainer)
+        trainer.busy()
+        assert trainer.status.activity == "paused"
+        time.sleep(0.3)  # the pass that was under way ends
+        paused_at = trainer.status.share
+        time.sleep(0.7)
+        assert trainer.status.share == paused_at
+        trainer.idle()
+        until(lambda: trainer.rounds == 1, trainer)
+        assert trainer.status.last_round
+        until(lambda: "0 new answers" in trainer.status.reason, trainer)
+    manifests = AdapterStore(taught.state.adapters).list()
+    assert [manifest.status for manifest in manifests] in (["promoted"], ["rejected"])
+
+
+def test_a_killed_worker_is_seen_and_nothing_is_lost(taught: Taught) -> None:
+    with training(taught) as trainer:
+        trainer.idle()
+        pid = worker_of(trainer)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: trainer.status.activity == "backing off", trainer)
+        assert "signal 9" in trainer.status.reason
+        assert trainer.crashes == 1
+    with Log(taught.state.records) as log:
+        assert log.count() == ANSWERS
+    assert AdapterStore(taught.state.adapters).current_id() is None
+
+
+def test_a_worker_that_fails_says_why(taught: Taught) -> None:
+    assert taught.settings.draft is not None
+    (Path(taught.settings.draft) / "model.safetensors").write_bytes(b"broken")
+    with training(taught) as trainer:
+        trainer.idle()
+        until(lambda: trainer.status.last_round is not None, trainer)
+        assert "model" in str(trainer.status.last_round)
+
+
+@pytest.mark.parametrize(
+    ("changes", "draft_bytes", "reason"),
+    [
+        ({"distill": "off"}, 1, "switched off"),
+        ({}, 0, "no draft"),
+        ({}, 10**15, "memory"),
+        ({"distill_after": ANSWERS + 1}, 1, "80 new answers of the 81"),
+        ({"distill": "closed"}, 1, "only"),
+    ],
+)
+def test_what_training_waits_for_is_said(
+    taught: Taught, changes: dict[str, object], draft_bytes: int, reason: str
+) -> None:
+    if changes.get("distill") == "closed":
+        hour = time.localtime(time.time() + 6 * 3600).tm_hour
+        changes = {"distill": f"{hour:02d}:00-{hour:02d}:30"}
+    with training(taught, draft_bytes, **changes) as trainer:
+        trainer.idle()
+        until(lambda: reason in trainer.status.reason, trainer)
+        assert trainer.status.activity in ("off", "waiting")
+
+
+def test_a_worker_whose_parent_is_gone_ends(taught: Taught) -> None:
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "trainers.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    settings = taught.settings.model_dump(mode="json", exclude={"api_key", "api_key_file"})
+    order = Order(settings, str(taught.state.root), paused=True)
+    out, _ = worker.communicate(order.line(), timeout=PATIENCE_S)
+    assert worker.returncode == 0
+    assert Report.of(out.splitlines()[-1]).stage == "stopped"
+
+
+def live(trainer: Trainer, adapter: str | None, rate: float, rounds: int, seed: int) -> None:
+    """Answers of 20 rounds with four drafted tokens, each accepted at ``rate`` as long as all before it were."""
+    rng = np.random.default_rng(seed)
+    for _ in range(rounds // 20):
+        accepted = [int(min(4, rng.geometric(1 - rate) - 1)) for _ in range(20)]
+        trainer.answered(adapter, tuple(Round("model", 4, n, 0.01, 0.02) for n in accepted))
+
+
+def test_a_draft_that_got_worse_goes_back_by_itself_and_a_good_one_stays(taught: Taught) -> None:
+    store = published(taught.state.adapters, 2)
+    with training(taught, distill="off") as trainer:
+        live(trainer, None, 0.6, 400, seed=1)
+        store.promote("0001", "better on held-out records")
+        live(trainer, "0001", 0.6, 300, seed=2)
+        time.sleep(1.5)
+        assert store.current_id() == "0001"
+        store.promote("0002", "forced")
+        live(trainer, "0002", 0.3, 300, seed=3)
+        until(lambda: store.current_id() == "0001", trainer)
+    assert store.show("0002").status == "rolled_back"
+    assert "live acceptance fell" in store.show("0002").reason
