@@ -13,7 +13,7 @@ import sys
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli import adapters, bench, calibrate, chat, demo, distill, doctor, generate, history, records, serve
+from cli import adapters, bench, calibrate, chat, config, demo, distill, doctor, generate, history, records, serve
 
 app = typer.Typer(
     name="adaptive",
@@ -33,6 +33,7 @@ app.command()(history.history)
 app.add_typer(adapters.app, name="adapters")
 app.command()(doctor.doctor)
 app.add_typer(records.app, name="records")
+app.add_typer(config.app, name="config")
 
 
 def run() -> None:

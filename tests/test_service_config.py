@@ -1,0 +1,40 @@
+"""``adaptive config show`` says where each value came from, and never a key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from adaptive.errors import AdaptiveError
+from adaptive.settings import load_settings, training_window
+from cli.main import app
+
+
+def test_every_value_names_its_source_and_the_key_stays_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "adaptive.toml"
+    file.write_text('port = 9001\ndistill = "22:00-06:00"\n')
+    monkeypatch.setenv("ADAPTIVE_API_KEY", "very-secret")
+    monkeypatch.setenv("ADAPTIVE_PORT", "9002")
+    found = CliRunner().invoke(app, ["config", "show", "--json"])
+    assert found.exit_code == 0, found.output
+    settings = json.loads(found.stdout)
+    assert settings["port"] == {"value": 9002, "source": "ADAPTIVE_PORT"}
+    assert settings["distill"] == {"value": "22:00-06:00", "source": "adaptive.toml"}
+    assert settings["queue"]["source"] == "default"
+    table = CliRunner().invoke(app, ["config", "show"])
+    assert "very-secret" not in found.output + table.output
+    assert "ADAPTIVE_PORT" in table.output
+
+
+@pytest.mark.parametrize("policy", ["sometimes", "25:00-06:00", "22:00", "22:00-6:00"])
+def test_a_training_policy_that_means_nothing_is_refused(policy: str) -> None:
+    with pytest.raises(AdaptiveError, match="distill"):
+        load_settings({"distill": policy})
+
+
+def test_a_window_is_minutes_after_midnight() -> None:
+    assert training_window("22:30-06:00") == (1350, 360)
+    assert training_window("idle") is None
