@@ -167,7 +167,7 @@ class Tour:
                 Tally("plain", 0),
                 Tally("speculative", DRAFT_LENGTH),
                 Tally(f"speculative, adapter {adapter}", DRAFT_LENGTH, adapter),
-                Tally("  and its length by the controller", None, adapter),
+                Tally("  with the controller", None, adapter),
             ]
             self._compare(session, tallies)
             self._plot(session)

@@ -346,6 +346,17 @@ def test_killed_while_training_log_and_store_stay_valid_and_the_next_run_works(t
     outcome = distill(log, store, BASE, small_draft(), Recipe(**{**SHORT.to_json(), "epochs": 4}), promotion="force")
     assert outcome.manifest is not None
     assert store.usable(BASE)[0] == outcome.manifest
+    print(
+        f"killed while training: {len(store.list())} adapters, all whole; "
+        f"the next round published {outcome.manifest.id}"
+    )
+
+
+@pytest.mark.long
+def test_twenty_kills_while_training(tmp_path: Path, log: Path) -> None:
+    for turn in range(20):
+        (tmp_path / str(turn)).mkdir()
+        test_killed_while_training_log_and_store_stay_valid_and_the_next_run_works(tmp_path / str(turn), log)
 
 
 def test_the_adapter_is_plain_peft_that_others_load(tmp_path: Path, log: Path) -> None:
