@@ -6,6 +6,7 @@ tables for people who query them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import stat
@@ -133,7 +134,10 @@ def _make_private(path: Path) -> None:
     for folder in reversed(missing):
         folder.mkdir(mode=0o700, exist_ok=True)
     # SQLite gives -wal and -shm the mode of the main file, so that one must be private first.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    # One that exists is not opened here: closing it would drop the locks that every other connection of
+    # this process holds on it, and then another process's reader takes the WAL away from under a writer.
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         path.chmod(0o600)
 
