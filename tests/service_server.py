@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-# Seconds for a server to be ready on a busy machine; an idle one takes a tenth.
+# Seconds for a server to be ready on a busy machine; an idle one takes a tenth. While it imports, it may not answer.
 START_S = 120.0
 
 
@@ -44,15 +44,16 @@ class Server:
         return next(self.home.glob("*/records.db"))
 
     def wait_until_ready(self) -> Server:
-        """Until ``/health`` is 200."""
+        """Until ``/health`` is 200; a server that does not come to that is killed."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:
-            status = httpx.get(f"{self.url}/health").status_code
+            status = httpx.get(f"{self.url}/health", timeout=START_S).status_code
             if self.health[-1:] != [status]:
                 self.health.append(status)
             if status == 200:
                 return self
             time.sleep(0.02)
+        self.kill()
         raise AssertionError(f"the server did not start: {self.said}")
 
     def http(self) -> httpx.Client:
@@ -82,4 +83,5 @@ class Server:
             if found:
                 return found.group(1)
             time.sleep(0.02)
+        self.kill()
         raise AssertionError(f"the server did not listen: {self.said}")

@@ -212,7 +212,7 @@ def test_more_than_may_wait_are_told_429_and_the_others_are_answered(server: Ser
 def test_a_wrong_key_a_large_body_and_a_second_server_are_refused(server: Server, client: openai.OpenAI) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
         for path in ("/v1/models", "/metrics", "/slots", "/no/such/place"):
-            got = httpx.get(server.url + path, headers=headers)
+            got = httpx.get(server.url + path, headers=headers, timeout=60)
             assert got.status_code == 401
             assert got.json()["error"]["type"] == "authentication_error"
     with pytest.raises(openai.AuthenticationError):
@@ -266,14 +266,31 @@ def test_metrics_count_what_was_drafted_and_accepted(server: Server, client: ope
     assert metric("spec_decode_num_accepted_tokens_per_pos_total") == after[1]
 
 
+def test_the_page_is_whole_in_itself_and_its_data_is_behind_the_key(server: Server) -> None:
+    page, script = (httpx.get(server.url + path, timeout=60) for path in ("/", "/plotly.js"))
+    assert page.status_code == script.status_code == 200
+    assert "http" not in page.text.replace("http-equiv", "")
+    assert httpx.get(f"{server.url}/adaptive/history", timeout=60).status_code == 401
+    assert httpx.post(f"{server.url}/adaptive/adapters/rollback", timeout=60).status_code == 401
+    with server.http() as http, Log(server.records) as log:
+        found = http.get("/adaptive/history?by=day").json()
+        assert found["totals"]["generations"] == log.count()
+        assert http.get("/adaptive/trainer").json()["activity"] == "waiting"
+        assert http.get("/adaptive/adapters").json() == []
+        for path in ("rollback", "0077/promote", "x/promote"):
+            refused = http.post(f"/adaptive/adapters/{path}")
+            assert refused.status_code == 400, path
+            assert refused.json()["error"]["message"]
+
+
 def test_a_killed_server_starts_again_with_every_answer_it_gave(tmp_path: Path) -> None:
     home = tmp_path / "killed"
     one = Server(home).wait_until_ready()
-    client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0, timeout=60)
     try:
         # Without a key only this machine's own names are answered to.
-        assert httpx.get(f"{one.url}/slots", headers={"Host": "evil.example"}).status_code == 403
-        assert httpx.get(f"{one.url}/slots", headers={"Origin": "https://evil.example"}).status_code == 403
+        assert httpx.get(f"{one.url}/slots", headers={"Host": "evil.example"}, timeout=60).status_code == 403
+        assert httpx.get(f"{one.url}/slots", headers={"Origin": "https://evil.example"}, timeout=60).status_code == 403
         given = [ask(client, seed=n).choices[0].message.content for n in range(3)]
         stream = ask(client, stream=True, **ENDLESS)
         next(iter(stream))
@@ -281,7 +298,7 @@ def test_a_killed_server_starts_again_with_every_answer_it_gave(tmp_path: Path) 
         one.kill()
     again = Server(home).wait_until_ready()
     try:
-        client = openai.OpenAI(base_url=f"{again.url}/v1", api_key="none", max_retries=0)
+        client = openai.OpenAI(base_url=f"{again.url}/v1", api_key="none", max_retries=0, timeout=60)
         given.append(ask(client).choices[0].message.content)
         stream = ask(client, stream=True, **ENDLESS)
         next(iter(stream))
