@@ -154,7 +154,7 @@ def test_distillation_raises_held_out_acceptance_and_is_promoted(tmp_path: Path,
     assert acceptance_rate(replay(model, held_out)) == pytest.approx(outcome.verdict.recent.acceptance_after.mean)
 
 
-def test_greedy_records_teach_the_argmax(tmp_path: Path) -> None:
+def test_greedy_records_teach_the_draft_too(tmp_path: Path) -> None:
     log = write_log(tmp_path / "records.db", speak(target(), 100, SamplingParams()))
     outcome = distill(log, AdapterStore(tmp_path / "adapters"), BASE, small_draft(), SHORT)
     assert outcome.verdict is not None
@@ -226,12 +226,14 @@ def test_supervision_survives_the_way_through_the_dataset(log: Path, spoken: lis
             np.testing.assert_array_equal(getattr(example.supervision, name), getattr(one.supervision, name)[:n])
 
 
-def test_auto_takes_the_loss_that_each_record_rewards(spoken: list[Generation]) -> None:
+def test_auto_takes_the_distribution_at_the_records_temperature_and_text_where_there_is_none(
+    spoken: list[Generation],
+) -> None:
     greedy = speak(target(), 1, SamplingParams())[0]
     from dataclasses import replace
 
     from trainers.dataset import Example
-    from trainers.losses import cross_entropy, kl_tv
+    from trainers.losses import cross_entropy, jensen_shannon
 
     def example(g: Generation) -> Example:
         return Example(1, "", g.prompt, g.output, g.sampling, False, g.supervision)
@@ -240,11 +242,11 @@ def test_auto_takes_the_loss_that_each_record_rewards(spoken: list[Generation]) 
     logits = torch.randn(120, VOCAB)
     found = position_losses(logits, both, "auto")
     first, second, third = logits.split(40)
-    torch.testing.assert_close(found[:40], cross_entropy(first, torch.from_numpy(greedy.output).long()))
-    s = spoken[0].supervision
-    assert s is not None
-    kept = (torch.from_numpy(a) for a in (s.ids.astype(np.int64), s.logprobs, s.rest))
-    torch.testing.assert_close(found[40:80], kl_tv(second, *kept, 0.7))
+    for part, values, one, temperature in ((first, found[:40], greedy, 1.0), (second, found[40:80], spoken[0], 0.7)):
+        assert one.supervision is not None
+        s = one.supervision
+        kept = (torch.from_numpy(a) for a in (s.ids.astype(np.int64), s.logprobs, s.rest))
+        torch.testing.assert_close(values, jensen_shannon(part, *kept, temperature))
     torch.testing.assert_close(found[80:], cross_entropy(third, torch.from_numpy(spoken[1].output).long()))
 
 

@@ -23,6 +23,15 @@ from trainers.lora import AdapterState, default_learning_rate, snapshot
 from trainers.recipe import LossName, Recipe
 from trainers.replay import Stopped
 
+# A round's length where none is asked for: so many times over the training set, and at least so many
+# steps, since a hundred generations are not learned in the steps that a dozen passes over them make.
+# Longer rounds gain little (and stop by themselves once held-out acceptance turns).
+DEFAULT_EPOCHS = 12
+DEFAULT_STEPS = 240
+
+# The loss that ``auto`` stands for wherever the target's distribution was stored.
+AUTO = "js"
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -63,7 +72,7 @@ def fit(
     weights = [p for p in model.parameters() if p.requires_grad]
     rate = recipe.learning_rate or default_learning_rate(int(model.config.get_text_config().hidden_size))
     optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
-    clock = _Clock(recipe, steps=max(1, math.ceil(recipe.epochs * math.ceil(len(train) / recipe.batch))))
+    clock = _Clock(recipe, _steps(len(train), recipe))
     best: AdapterState | None = None
     best_acceptance, best_step, fruitless, stopped, acceptance, loss = to_beat, 0, 0, False, to_beat, math.nan
     next_evaluation = 1 / recipe.evaluations
@@ -87,6 +96,14 @@ def fit(
     except Stopped:
         stopped = True
     return Fit(best, best_acceptance, best_step, clock.step, clock.seconds, stopped)
+
+
+def _steps(generations: int, recipe: Recipe) -> int:
+    """Updates of a round over so many generations."""
+    once = math.ceil(generations / recipe.batch)
+    if recipe.epochs is None:
+        return max(DEFAULT_STEPS, DEFAULT_EPOCHS * once)
+    return max(1, math.ceil(recipe.epochs * once))
 
 
 class _Clock:
@@ -185,12 +202,11 @@ def _precision(device: torch.device, autocast: bool | None) -> AbstractContextMa
 def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: LossName) -> torch.Tensor:
     """Loss (N,) at every output position of ``examples``, from the draft's logits (N, vocab) there.
 
-    ``auto`` chooses by record, as losses should match how tokens are accepted: a greedy record rewards
-    the argmax, so cross-entropy on the target's token; a sampled one rewards the overlap at its
-    temperature, so the KL-TV mixture there. A named distribution loss is taken at temperature 1 for greedy
-    records. Where a record has only text, or a greedy one was bent by penalties, what is known decides.
+    ``auto`` is the Jensen-Shannon divergence at the temperature that the record was sampled at, which
+    did best on sampled and on greedy records alike (docs/distillation.md). Distribution losses are
+    taken at temperature 1 for greedy records. Where only text is known, the loss is cross-entropy.
     """
-    soft = [_wants_distribution(e, name) for e in examples]
+    soft = [e.supervision is not None and name != "cross-entropy" for e in examples]
     parts = logits.split([len(e.output) for e in examples])
     values: list[torch.Tensor | None] = [None] * len(parts)
     hard = [i for i, is_soft in enumerate(soft) if not is_soft]
@@ -201,19 +217,12 @@ def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: Los
             values[i] = value
     chosen = [i for i, is_soft in enumerate(soft) if is_soft]
     if chosen:
-        loss = losses.DISTRIBUTION_LOSSES["kl-tv" if name == "auto" else name]
+        loss = losses.DISTRIBUTION_LOSSES[AUTO if name == "auto" else name]
         wanted = _wanted([examples[i] for i in chosen], logits.device)
         found = loss(torch.cat([parts[i] for i in chosen]), *wanted)
         for i, value in zip(chosen, found.split([len(parts[i]) for i in chosen]), strict=True):
             values[i] = value
     return torch.cat([value for value in values if value is not None])
-
-
-def _wants_distribution(example: Example, name: LossName) -> bool:
-    if example.supervision is None or name == "cross-entropy":
-        return False
-    bent = example.sampling.penalised or bool(example.sampling.logit_bias)
-    return name != "auto" or not example.sampling.greedy or bent
 
 
 def _wanted(

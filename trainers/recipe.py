@@ -15,12 +15,13 @@ Start = Literal["zero", "parent"]
 class Recipe:
     """The choices of one round.
 
-    ``loss`` auto takes what each record rewards: cross-entropy on the target's own token for greedy
-    records, the KL-TV mixture at the record's temperature for sampled ones. ``learning_rate`` None scales
+    ``loss`` auto is Jensen-Shannon where the target's distribution was stored, cross-entropy where
+    only text is known (``fit.position_losses``). ``learning_rate`` None scales
     with the draft's width (``lora.default_learning_rate``). ``start`` zero trains a new adapter over
     the retained records, parent goes on from the one in use. ``buffer`` is how many of the newest
-    generations are retained. A round ends after ``epochs`` or ``max_seconds`` of training, whichever
-    is first, or when ``patience`` evaluations in a row found no better checkpoint.
+    generations are retained. A round ends after ``epochs`` (None: see ``fit.DEFAULT_EPOCHS``) or
+    ``max_seconds`` of training, whichever is first, or when ``patience`` evaluations in a row found no
+    better checkpoint.
     """
 
     loss: LossName = "auto"
@@ -37,7 +38,7 @@ class Recipe:
     weight_decay: float = 0.0
     clip: float = 1.0
     batch: int = 8
-    epochs: float = 12.0
+    epochs: float | None = None
     max_seconds: float | None = None
     evaluations: int = 16
     patience: int = 5
@@ -54,7 +55,7 @@ class Recipe:
             "rank": self.rank,
             "alpha": self.alpha,
             "lr": 1.0 if self.learning_rate is None else self.learning_rate,
-            "epochs": self.epochs,
+            "epochs": 1.0 if self.epochs is None else self.epochs,
             "max-seconds": 1.0 if self.max_seconds is None else self.max_seconds,
             "batch": self.batch,
             "evaluations": self.evaluations,
