@@ -166,7 +166,7 @@ def test_a_second_round_is_judged_against_the_adapter_in_use(
 ) -> None:
     store = AdapterStore(tmp_path / "adapters")
     first = distill(log, store, BASE, small_draft(), SHORT)
-    write_log(log, speak(target(), 60, SamplingParams(temperature=0.7), seed=1))
+    write_log(log, speak(target(), 100, SamplingParams(temperature=0.7), seed=1))
     second = distill(log, store, BASE, small_draft(), Recipe(**{**SHORT.to_json(), "start": "parent", "epochs": 4}))
     assert first.verdict is not None
     if second.verdict is not None:
@@ -174,6 +174,16 @@ def test_a_second_round_is_judged_against_the_adapter_in_use(
         before = second.verdict.older.acceptance_before.mean
         assert before == pytest.approx(first.verdict.recent.acceptance_after.mean, abs=0.02)
     assert store.current_id() is not None
+
+
+def test_a_better_recipe_on_the_same_records_is_judged_on_all_that_was_held_out(tmp_path: Path, log: Path) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    brief = distill(log, store, BASE, small_draft(), Recipe(**{**SHORT.to_json(), "epochs": 1}), promotion="force")
+    longer = distill(log, store, BASE, small_draft(), SHORT)
+    assert brief.verdict is not None
+    assert longer.verdict is not None
+    assert longer.verdict.recent.generations == brief.verdict.recent.generations
+    assert longer.verdict.promote, longer.message
 
 
 def test_records_with_nothing_to_learn_leave_the_draft_in_use(tmp_path: Path) -> None:
@@ -233,7 +243,7 @@ def test_auto_takes_the_distribution_at_the_records_temperature_and_text_where_t
     from dataclasses import replace
 
     from trainers.dataset import Example
-    from trainers.losses import cross_entropy, jensen_shannon
+    from trainers.losses import cross_entropy, kl_tv
 
     def example(g: Generation) -> Example:
         return Example(1, "", g.prompt, g.output, g.sampling, False, g.supervision)
@@ -241,13 +251,13 @@ def test_auto_takes_the_distribution_at_the_records_temperature_and_text_where_t
     both = [example(greedy), example(spoken[0]), replace(example(spoken[1]), supervision=None)]
     logits = torch.randn(120, VOCAB)
     found = position_losses(logits, both, "auto")
-    first, second, third = logits.split(40)
-    for part, values, one, temperature in ((first, found[:40], greedy, 1.0), (second, found[40:80], spoken[0], 0.7)):
-        assert one.supervision is not None
-        s = one.supervision
-        kept = (torch.from_numpy(a) for a in (s.ids.astype(np.int64), s.logprobs, s.rest))
-        torch.testing.assert_close(values, jensen_shannon(part, *kept, temperature))
-    torch.testing.assert_close(found[80:], cross_entropy(third, torch.from_numpy(spoken[1].output).long()))
+    kept: list[torch.Tensor] = []
+    for name in ("ids", "logprobs", "rest"):
+        arrays = [getattr(one.supervision, name) for one in (greedy, spoken[0])]
+        kept.append(torch.cat([torch.from_numpy(a.astype(np.int64) if name == "ids" else a) for a in arrays]))
+    temperatures = torch.tensor([1.0] * 40 + [0.7] * 40)
+    torch.testing.assert_close(found[:80], kl_tv(logits[:80], *kept, temperatures))
+    torch.testing.assert_close(found[80:], cross_entropy(logits[80:], torch.from_numpy(spoken[1].output).long()))
 
 
 def test_too_few_records_say_how_many_there_are_and_how_many_are_needed(

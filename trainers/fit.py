@@ -30,7 +30,7 @@ DEFAULT_EPOCHS = 12
 DEFAULT_STEPS = 240
 
 # The loss that ``auto`` stands for wherever the target's distribution was stored.
-AUTO = "js"
+AUTO = "kl-tv"
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ def _precision(device: torch.device, autocast: bool | None) -> AbstractContextMa
 def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: LossName) -> torch.Tensor:
     """Loss (N,) at every output position of ``examples``, from the draft's logits (N, vocab) there.
 
-    ``auto`` is the Jensen-Shannon divergence at the temperature that the record was sampled at, which
-    did best on sampled and on greedy records alike (docs/distillation.md). Distribution losses are
+    ``auto`` is the KL-TV mixture at the temperature that the record was sampled at, which did best
+    where the draft began far from the target (docs/distillation.md). Distribution losses are
     taken at temperature 1 for greedy records. Where only text is known, the loss is cross-entropy.
     """
     soft = [e.supervision is not None and name != "cross-entropy" for e in examples]

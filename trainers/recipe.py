@@ -15,7 +15,7 @@ Start = Literal["zero", "parent"]
 class Recipe:
     """The choices of one round.
 
-    ``loss`` auto is Jensen-Shannon where the target's distribution was stored, cross-entropy where
+    ``loss`` auto is the KL-TV mixture where the target's distribution was stored, cross-entropy where
     only text is known (``fit.position_losses``). ``learning_rate`` None scales
     with the draft's width (``lora.default_learning_rate``). ``start`` zero trains a new adapter over
     the retained records, parent goes on from the one in use. ``buffer`` is how many of the newest

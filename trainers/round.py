@@ -41,6 +41,10 @@ MIN_TRAIN = 16
 # Fewer leave the choice of the checkpoint to chance. It is no more than a choice: the gate still stands.
 MIN_VALIDATION = 2
 
+# New held-out generations from which on they are judged apart from the older ones. With fewer, only a
+# very large gain would be certain; with more, an adapter for a new kind of use waits longer.
+ENOUGH_RECENT = 12
+
 # Generations replayed at most. Twice as many would narrow the gate's intervals by a third and take
 # as long again as the training of a small round.
 MOST_VALIDATION = 48
@@ -170,14 +174,15 @@ def _recent_and_older(
     """The gate's two sets, from examples in the order of the log.
 
     Recent are the rows of a file where one was given, else the records since those that the adapter
-    in use was trained on, and the newest before them where these are too few to judge by.
+    in use was trained on. Where these are too few to see a gain on, all are judged as one set.
     """
     if from_file:
         recent, older = [e for e in gate if e.id < 0], [e for e in gate if e.id >= 0]
     else:
         last = (in_use.trained_on.last_id or 0) if in_use else 0
-        count = max(sum(e.id > last for e in gate), MIN_GENERATIONS)
-        recent, older = list(gate[-count:]), list(gate[:-count])
+        recent, older = [e for e in gate if e.id > last], [e for e in gate if e.id <= last]
+        if len(recent) < ENOUGH_RECENT:
+            recent, older = list(gate), []
     stride = max(1, -(-len(older) // MOST_OLDER))  # evenly over the past
     return recent[-MOST_RECENT:], older[::stride]
 
