@@ -9,7 +9,7 @@ import dataclasses
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,10 @@ def length_policy(settings: Settings, memory: Memory | None = None, attentive: b
 class Assistant:
     """Answers with one pair. Not for several threads at once; a server gives it one engine thread.
 
-    ``adapter`` is the id of the adapter in use. Finished generations go to ``log``, if there is one.
+    ``adapter`` is the id of the adapter in use. Finished generations go to ``log``, if there is one; each
+    names the adapter that it began with. ``between_rounds``, if set, is called between two rounds of an
+    answer: it may swap, and says whether the draft may be used. ``drafted_by`` tells which adapter drafted
+    which rounds of the last answer: (adapter, its first round), oldest first.
     """
 
     def __init__(self, pair: Pair, policy: LengthPolicy, log: LogWriter | None, cache_bytes: int = 0) -> None:
@@ -61,19 +64,62 @@ class Assistant:
         self.log = log
         self.adapter: str | None = None
         self.last: Decoding | None = None
+        self.between_rounds: Callable[[], bool] | None = None
+        self.drafted_by: list[tuple[str | None, int]] = []
+        self._swap: tuple[str | None, Iterator[None]] | None = None
         self.session = uuid.uuid4().hex[:12]
         self.conversations = Conversations(pair.target, pair.draft, cache_bytes)
         self._ends = _end_tokens(pair)
 
     def use_adapter(self, adapter: str | None, folder: Path | None) -> None:
-        """Swap the draft's adapter between two answers. Raises AdaptiveError if it does not fit."""
+        """Swap the draft's adapter now, wholly. Raises AdaptiveError if it does not fit."""
+        self.begin_swap(adapter, folder)
+        self.finish_swap()
+
+    def begin_swap(self, adapter: str | None, folder: Path | None) -> None:
+        """Read and check another adapter; ``finish_swap`` then merges it, in as many calls as are wanted.
+
+        No draft may be asked for meanwhile. Raises AdaptiveError if the adapter does not fit; the one in
+        use then stays. A swap that is under way is finished first.
+        """
+        self.finish_swap()
         if self.pair.draft is None or adapter == self.adapter:
             return
-        self.pair.draft.apply_adapter(folder)
-        self.adapter = adapter
+        steps = self.pair.draft.swap_adapter(folder)
+        next(steps, None)  # the weights are still the old ones
+        self._swap = adapter, steps
+
+    @property
+    def swapping(self) -> bool:
+        """Whether a swap has begun and is not finished."""
+        return self._swap is not None
+
+    def finish_swap(self, seconds: float = float("inf")) -> bool:
+        """Go on with a swap that has begun, for about ``seconds``; whether the draft is ready for use.
+
+        Raises AdaptiveError where it cannot be finished; the plain draft is then in use.
+        """
+        if self._swap is None:
+            return True
+        adapter, steps = self._swap
+        until = time.perf_counter() + seconds
+        try:
+            for _ in steps:
+                if time.perf_counter() >= until:
+                    return False
+        except BaseException:
+            self._swapped(None)
+            raise
+        self._swapped(adapter)
+        return True
+
+    def _swapped(self, adapter: str | None) -> None:
+        self._swap, self.adapter = None, adapter
         self.policy.swapped()
-        # The draft's caches were made by other weights: start them again, they are cheap to fill.
+        # The caches of other weights are stale. An answer under way keeps its own: to fill it anew could
+        # hold back its next token for seconds. What was drafted from it is verified as ever.
         self.conversations.forget_drafts()
+        self.drafted_by.append((adapter, 0 if self.last is None else len(self.last.rounds)))
 
     def chat(
         self,
@@ -137,6 +183,8 @@ class Assistant:
         self.policy.begin(Scope(session, sampling.temperature))
         request = Request(prompt, sampling, stop, self._end_set(stop), record or supervise)
         decoding = self.last = self._decoding(request, conversation)
+        adapter = self.adapter
+        self.drafted_by = [(adapter, 0)]
         try:
             yield from decoding.steps()
         finally:
@@ -154,7 +202,7 @@ class Assistant:
                         prompt=np.array(prompt, dtype=np.int32),
                         output=np.array(decoding.output, dtype=np.int32),
                         sampling=sampling,
-                        adapter=self.adapter,
+                        adapter=adapter,
                         engine=self.pair.target.name,
                         domain=domain,
                         finish_reason=decoding.finish_reason or "cancelled",
@@ -187,7 +235,14 @@ class Assistant:
         sampler = TargetSampler(sampling, penalties, torch.Generator(target.device).manual_seed(seed))
         stream = TextStream(self.pair.tokenizer, request.stop.stop)
         return Decoding(
-            request, conversation.target.sequence, target.context_length, drafter, sampler, self.policy, stream
+            request,
+            conversation.target.sequence,
+            target.context_length,
+            drafter,
+            sampler,
+            self.policy,
+            stream,
+            self.between_rounds,
         )
 
 

@@ -101,16 +101,15 @@ class Conversation:
 
     def run(self) -> None:
         """Until ctrl-D or /exit."""
-        from cli.session import use_current_adapter
-
         self._greet()
+        self.opened.assistant.between_rounds = self.opened.swapper.between_rounds
         self.trainer.idle()
         for text in lines_from_person():
             if text.startswith("/"):
                 if not self._command(text.split()[0]):
                     return
                 continue
-            if use_current_adapter(self.opened, self.console):
+            if self.opened.swapper.use_promoted():
                 self.console.print(f"[green]now drafting with adapter {self.opened.assistant.adapter or 'none'}[/]")
             self.trainer.busy()
             try:

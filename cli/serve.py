@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
@@ -71,7 +71,7 @@ def serve(
     from adaptive.pair import pair_identity
     from adaptive.service import server
     from adaptive.state import open_state
-    from cli.session import Session, open_session, use_current_adapter
+    from cli.session import Session, open_session
 
     settings = server.with_key(settings)
     state = open_state(settings.state_dir, pair_identity(settings).id)
@@ -83,7 +83,4 @@ def serve(
             torch.set_num_threads(settings.threads)
         return open_session(settings, console, cache_bytes=settings.cache_mb * 10**6)
 
-    def swap(session: Any) -> bool:
-        return use_current_adapter(session, console)
-
-    server.serve(settings, state, opened, swap)
+    server.serve(settings, state, opened)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,21 +14,19 @@ if TYPE_CHECKING:
     from adaptive.pair import Pair
     from adaptive.settings import Settings
     from adaptive.state import PairState
+    from adaptive.swapper import Swapper
     from checkpoints.store import AdapterStore
 
 
 @dataclass(frozen=True)
 class Session:
-    """An assistant ready to answer, and where its pair's state lives.
-
-    ``refused`` holds the adapter that was found unusable and has been said to be, under "adapter".
-    """
+    """An assistant ready to answer, where its pair's state lives, and what brings promoted adapters into use."""
 
     assistant: Assistant
     pair: Pair
     state: PairState
     store: AdapterStore
-    refused: dict[str, str] = field(default_factory=dict)
+    swapper: Swapper
 
 
 def load_with_progress(settings: Settings, console: Console) -> Pair:
@@ -69,14 +67,17 @@ def open_session(settings: Settings, console: Console, cache_bytes: int = 0) -> 
     from adaptive.control.memory import load, remembered, save
     from adaptive.control.policy import FixedLength
     from adaptive.records.writer import LogWriter
+    from adaptive.swapper import Swapper
 
     memory = load(state.controller, where_it_runs(pair))
     policy = length_policy(settings, memory, attentive_on(pair))
     store = AdapterStore(state.adapters)
     log = LogWriter(state.records) if settings.record else None
-    session = Session(Assistant(pair, FixedLength(0), log, cache_bytes), pair, state, store)
+    assistant = Assistant(pair, FixedLength(0), log, cache_bytes)
+    swapper = Swapper(assistant, store, identity.base, lambda said: console.print(f"[yellow]adapter:[/] {said}"))
+    session = Session(assistant, pair, state, store, swapper)
     try:
-        use_current_adapter(session, console)
+        swapper.use_promoted()
         # Only now does the policy come in: what it remembers is in doubt only if the adapter is another one.
         session.assistant.policy = policy
         if session.assistant.adapter != memory.adapter:
@@ -91,23 +92,3 @@ def open_session(settings: Settings, console: Console, cache_bytes: int = 0) -> 
             log.close()
             if log.problem:
                 console.print(f"[red]log:[/] {log.problem}")
-
-
-def use_current_adapter(session: Session, console: Console) -> bool:
-    """Swap to the promoted adapter if it is another one than that in use; True if a swap took place.
-
-    A damaged or foreign adapter is said in one line and passed over.
-    """
-    current = session.store.current_id()
-    if session.pair.draft is None or current in (session.assistant.adapter, session.refused.get("adapter", "")):
-        return False
-    manifest, problems = session.store.usable(session.pair.identity.base)
-    for problem in problems:
-        console.print(f"[yellow]adapter:[/] {problem}")
-    name = manifest.id if manifest else None
-    if problems and current is not None:
-        session.refused["adapter"] = current  # said once, not before every turn
-    if name == session.assistant.adapter:
-        return False
-    session.assistant.use_adapter(name, session.store.path(name) if name else None)
-    return True

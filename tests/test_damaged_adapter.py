@@ -11,7 +11,7 @@ from rich.console import Console
 from adaptive.settings import load_settings
 from checkpoints.manifest import TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
-from cli.session import open_session, use_current_adapter
+from cli.session import open_session
 
 
 def publish_two(store: AdapterStore, draft: Path, base: object, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_damaged_adapter_is_said_and_the_last_good_one_used(tmp_path: Path, ow
     settings = load_settings({"target": str(target), "draft": str(draft), "dtype": "float32"})
     with open_session(settings, Console(file=io.StringIO())) as session:
         publish_two(session.store, draft, session.pair.identity.base, tmp_path)
-        assert use_current_adapter(session, Console(file=io.StringIO()))
+        assert session.swapper.use_promoted()
         assert session.assistant.adapter == "0002"
         weights = session.store.path("0002") / "adapter_model.safetensors"
     damaged = bytearray(weights.read_bytes())
@@ -68,9 +68,9 @@ def test_a_promotion_is_picked_up_between_two_turns(tmp_path: Path, own_home: Pa
     with open_session(settings, console) as session:
         assert session.assistant.adapter is None
         publish_two(AdapterStore(session.state.adapters), draft, session.pair.identity.base, tmp_path)
-        assert use_current_adapter(session, console)
+        assert session.swapper.use_promoted()
         assert session.assistant.adapter == "0002"
-        assert not use_current_adapter(session, console)
+        assert not session.swapper.use_promoted()
         session.store.rollback("the test says so")
-        assert use_current_adapter(session, console)
+        assert session.swapper.use_promoted()
         assert session.assistant.adapter == "0001"

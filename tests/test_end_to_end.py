@@ -15,7 +15,7 @@ from adaptive.records.stats import speculative_stats
 from adaptive.records.types import Round
 from adaptive.settings import load_settings
 from cli.prompts import Prompt, read_prompts
-from cli.session import Session, open_session, use_current_adapter
+from cli.session import Session, open_session
 from trainers.recipe import Recipe
 from trainers.round import distill
 
@@ -52,7 +52,7 @@ def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_hom
         )
         assert outcome.manifest is not None, outcome.message
         assert outcome.manifest.status == "promoted", outcome.message
-        assert use_current_adapter(session, console)
+        assert session.swapper.use_promoted()
         after = speculative_stats(answer(session, judged, record=False))
     # Some 250 rounds on either side: a gain of 10% is far outside their noise, and far below what is usual.
     assert after.mean_acceptance_length > 1.1 * before.mean_acceptance_length

@@ -37,9 +37,9 @@ def ask(http: httpx.Client, prompt: str) -> dict[str, Any]:
     return found
 
 
-def publish_random_adapter(store: AdapterStore, folder: Path) -> str:
-    """An adapter that fits and is bad, as a candidate."""
-    made = save_random_adapter(BUNDLED / "draft", folder)
+def publish_random_adapter(store: AdapterStore, folder: Path, seed: int = 0, draft: Path = BUNDLED / "draft") -> str:
+    """An adapter that is bad, as a candidate; it fits the bundled draft, or another model."""
+    made = save_random_adapter(draft, folder, seed)
 
     def write(place: Path) -> None:
         for name in ("adapter_model.safetensors", "adapter_config.json"):
@@ -81,5 +81,34 @@ def test_a_server_learns_while_idle_and_rolls_a_forced_bad_adapter_back(tmp_path
             assert rounds <= 300
             until(lambda: http.get("/props").json()["adapter"] == learned, server)
             assert store.show(bad).status == "rolled_back"
+    finally:
+        server.stop()
+
+
+def test_an_adapter_promoted_in_the_middle_of_a_stream_is_used_in_it_and_the_text_stays(tmp_path: Path) -> None:
+    server = Server(tmp_path / "home", "--distill", "off").wait_until_ready()
+    body = {"prompt": "Once upon a time", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+    try:
+        with server.http() as http:
+            expected = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            store = AdapterStore(next(server.home.glob("*/records.db")).parent / "adapters")
+            names = [publish_random_adapter(store, tmp_path / str(seed), seed) for seed in (1, 2)]
+            said, in_use, lines = "", set(), 0
+            with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+                for line in stream.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    chunk = json.loads(line.removeprefix("data: "))
+                    said += chunk["choices"][0]["text"]
+                    lines += 1
+                    if lines in (5, 300):
+                        promoted = httpx.post(f"{server.url}/adaptive/adapters/{names[lines > 5]}/promote", timeout=60)
+                        assert promoted.status_code == 200
+                    if lines % 50 == 0:
+                        in_use.add(httpx.get(f"{server.url}/props", timeout=60).json()["adapter"])
+            assert said == expected
+            assert chunk["adapter"] is None  # the one that the answer began with
+            assert names[0] in in_use
+            assert server.said.count("now drafting with adapter") == 2
     finally:
         server.stop()

@@ -207,3 +207,4 @@ class GoodputLength(LengthPolicy):
         self.recent.forget()
         self.age = 0
         self.budget = BUDGET
+        self.finished = None  # the time since the last round is the swap's, not a round's overhead

@@ -7,7 +7,7 @@ front end consumes; the ``Decoding`` that made it then holds all that the log ke
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -147,13 +147,17 @@ class Decoding:
         sampler: TargetSampler,
         policy: LengthPolicy,
         stream: TextStream,
+        between: Callable[[], bool] | None = None,
     ) -> None:
+        """``between`` is called before every round but the prompt's, when nothing is under way and weights may
+        change; it says whether the draft may be used in that round."""
         self.request = request
         self.target = target
         self.drafter = drafter
         self.sampler = sampler
         self.policy = policy
         self.stream = stream
+        self.between = between or (lambda: True)
         self.committed = list(request.prompt)
         self.cached = target.length
         self.room = min(request.stop.max_new_tokens, context_length - len(request.prompt))
@@ -184,7 +188,8 @@ class Decoding:
                 yield from self._commit(verdict)
                 if self.finish_reason is not None:
                     return
-                length = self.policy.next_length(self._limit(), self._waiting(), len(self.committed))
+                limit = self._limit() if self.between() else 0
+                length = self.policy.next_length(limit, self._waiting(), len(self.committed))
                 outcome, verdict, logits = speculative_round(
                     self.target, self.drafter, self.sampler, self.committed, length, advise
                 )

@@ -3,8 +3,8 @@
 In: a folder that PEFT wrote, or None. The delta is merged in place into the model's own weights,
 so that it costs nothing per token, and always from a pristine copy, so that what is in the weights
 depends on the last adapter alone. Only weights that some adapter has touched are copied, to CPU
-memory whatever the device: the accelerator's memory is the scarce one (a large target lives there),
-and a swap happens between two answers, where copying back takes a fraction of a second.
+memory whatever the device: the accelerator's memory is the scarce one (a large target lives there).
+A swap comes in steps of one block of the model each, so that an answer under way can go on between them.
 
 A module whose weights are quantised cannot take a delta without being quantised anew: there the two
 thin matrices stay beside the weights, in a forward hook. (Not by PEFT's own modules: loading those
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,8 +96,18 @@ class MergedAdapter:
     def apply(self, folder: Path | None) -> None:
         """Use the adapter in ``folder``, or the pristine weights for None.
 
-        Call it between rounds only. Raises AdaptiveError, with the weights as they were, where the
-        adapter does not fit this model or is of a kind that is not supported.
+        Call it between rounds only. Raises AdaptiveError: with the weights as they were, where the
+        adapter does not fit this model or is of a kind that is not supported; with the pristine
+        weights, where merging it failed.
+        """
+        for _ in self.steps(folder):
+            pass
+
+    def steps(self, folder: Path | None) -> Iterator[None]:
+        """``apply`` in steps: it is read and checked up to the first one, and one block is merged up to each other.
+
+        Between two steps the weights are neither the old nor the new ones. Closed before its end, it
+        leaves the pristine weights.
         """
         deltas: dict[str, Delta] = {}
         if folder is not None:
@@ -106,34 +116,40 @@ class MergedAdapter:
         inside = {name: delta for name, delta in deltas.items() if name not in beside}
         if folder is not None:
             self._check_shared(folder, inside)
-        changed = self._unhook()
-        changed |= self._merge(inside)
+        yield
+        unhooked = self._unhook()
+        try:
+            for block in _blocks(self._merged | frozenset(inside)):
+                self._merge(block, inside)
+                yield
+        except BaseException as error:  # out of memory, or interrupted: never leave half an adapter in the weights
+            self._merge(self._merged, {})
+            if isinstance(error, (RuntimeError, MemoryError)):
+                raise AdaptiveError(f"adapter {folder} could not be merged ({_line(error)})") from error
+            raise
         for name, delta in beside.items():
             module = self._modules[name]
             self._hooks[name] = module.register_forward_hook(_beside(delta, self._weight(name).device))
         self.active = folder
-        for listener in self.listeners:
-            listener(changed | frozenset(beside))
+        self._tell(unhooked | frozenset(beside))
 
     @torch.no_grad()
-    def _merge(self, deltas: dict[str, Delta]) -> frozenset[str]:
-        """Make every weight pristine plus its delta, if it has one. Returns the modules that changed."""
-        changed = self._merged | frozenset(deltas)
-        try:
-            for name in sorted(changed):
-                weight = self._weight(name)
-                if name not in self._pristine:
-                    self._pristine[name] = weight.detach().to("cpu", copy=True)
-                self._merged |= {name}  # from here on it may differ from the pristine one
-                pristine = self._pristine[name].to(weight.device)
-                weight.copy_(deltas[name].merged(pristine) if name in deltas else pristine)
-        except BaseException:  # out of memory, or interrupted: never leave half an adapter in the weights
-            for name in self._merged:
-                self._weight(name).copy_(self._pristine[name])
-            self._merged, self.active = frozenset(), None
-            raise
-        self._merged = frozenset(deltas)
-        return changed
+    def _merge(self, names: Iterable[str], deltas: dict[str, Delta]) -> None:
+        """Make these modules' weights pristine plus their delta, for those that have one."""
+        names = frozenset(names)
+        for name in sorted(names):
+            weight = self._weight(name)
+            if name not in self._pristine:
+                self._pristine[name] = weight.detach().to("cpu", copy=True)
+            self._merged |= {name}  # from here on it may differ from the pristine one
+            pristine = self._pristine[name].to(weight.device)
+            weight.copy_(deltas[name].merged(pristine) if name in deltas else pristine)
+        self._merged -= names - frozenset(deltas)
+        self._tell(names)
+
+    def _tell(self, changed: frozenset[str]) -> None:
+        for listener in self.listeners if changed else ():
+            listener(changed)
 
     def _weight(self, name: str) -> torch.Tensor:
         weight: torch.Tensor = self._modules[name].get_parameter("weight")
@@ -165,6 +181,14 @@ class MergedAdapter:
         self._hooks.clear()
         self.active = None
         return names
+
+
+def _blocks(names: Iterable[str]) -> list[frozenset[str]]:
+    """Modules by the one that holds them: those of one attention or one feed-forward part together."""
+    blocks: dict[str, set[str]] = {}
+    for name in sorted(names):
+        blocks.setdefault(name.rpartition(".")[0], set()).add(name)
+    return [frozenset(block) for block in blocks.values()]
 
 
 def _beside(
@@ -323,6 +347,6 @@ def _quantised(module: nn.Module) -> bool:
     )
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -7,6 +7,7 @@ it: transformers here, others beside it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -62,4 +63,11 @@ class Engine(Protocol):
 
         Takes effect for the next ``extend`` of any sequence. Raises AdaptiveError, leaving the weights
         as they were, when the adapter does not fit.
+        """
+
+    def swap_adapter(self, folder: Path | None) -> Iterator[None]:
+        """``apply_adapter`` in steps short enough to come between two rounds; it is checked up to the first.
+
+        Between two steps other engines, and sequences of this one that are rolled back, may be used;
+        this one may not be extended. Whoever begins it runs it to its end.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -104,6 +105,10 @@ class TransformersEngine:
     def apply_adapter(self, folder: Path | None) -> None:
         """Merge a LoRA adapter in place, or restore the pristine weights for None."""
         self.adapter.apply(folder)
+
+    def swap_adapter(self, folder: Path | None) -> Iterator[None]:
+        """Merge it in steps; see the protocol."""
+        return self.adapter.steps(folder)
 
 
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:

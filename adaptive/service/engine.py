@@ -1,4 +1,4 @@
-"""The one thread that owns the models: it loads them, answers one job at a time, and swaps adapters between.
+"""The one thread that owns the models: it loads them, answers one job at a time, and swaps adapters in between rounds.
 
 In: jobs, from the HTTP side. Out: each job's events, and what has been observed, for the metrics and
 for the trainer. Nothing else touches the assistant.
@@ -26,7 +26,7 @@ from adaptive.records.types import Round
 from adaptive.service.jobs import Answer, Ask, Done, Failed, FairQueue, Job, Piece
 from adaptive.service.metrics import Metrics
 from adaptive.state import PairState
-from checkpoints.store import AdapterStore
+from adaptive.swapper import Swapper
 
 logger = logging.getLogger("adaptive.service")
 
@@ -54,7 +54,7 @@ class Opened(Protocol):
     def state(self) -> PairState: ...
 
     @property
-    def store(self) -> AdapterStore: ...
+    def swapper(self) -> Swapper: ...
 
 
 class Listener(Protocol):
@@ -67,7 +67,7 @@ class Listener(Protocol):
         """Nobody waits for an answer."""
 
     def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
-        """An answer has ended."""
+        """An answer has ended; ``rounds`` are those of it that this adapter drafted."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,17 @@ class EngineThread:
     def __init__(
         self,
         open_session: Callable[[], contextlib.AbstractContextManager[Opened]],
-        swap: Callable[[Opened], bool],
         metrics: Metrics,
         queue: int,
     ) -> None:
-        """``swap`` brings the promoted adapter into use and says whether that was another one."""
+        """``open_session`` loads the pair; ``queue`` requests may wait."""
         self.state: State = "loading"
         self.failure: BaseException | None = None
         self.session: Opened | None = None
         self.adapter: str | None = None
         self.slot = Slot(False, None, 0, 0, None)
         self.queue = FairQueue(queue)
-        self._open, self._swap = open_session, swap
+        self._open = open_session
         self._metrics = metrics
         self._listeners: list[Listener] = []
         self._running: Job | None = None
@@ -137,6 +136,8 @@ class EngineThread:
                     importlib.import_module("peft")
                 self.session = session
                 self.adapter = session.assistant.adapter
+                session.swapper.on_swap = self._swapped
+                session.assistant.between_rounds = session.swapper.between_rounds
                 if self.state == "loading":
                     self.state = "ready"
                     self._tell_idle()
@@ -154,7 +155,7 @@ class EngineThread:
     def _turn(self, session: Opened) -> None:
         """One job, or one poll of the adapter store."""
         job = self.queue.take(POLL_S)
-        self._use_promoted(session)
+        session.swapper.use_promoted()
         if job is None:
             return
         self._running = job
@@ -171,21 +172,21 @@ class EngineThread:
             if not len(self.queue):
                 self._tell_idle()
 
+    def _tell_answered(self, drafted_by: list[tuple[str | None, int]], rounds: list[Round]) -> None:
+        """Tell each adapter's rounds apart: one may have been swapped in while the answer was under way."""
+        ends = [first for _, first in drafted_by[1:]] + [len(rounds)]
+        for (adapter, first), end in zip(drafted_by, ends, strict=True):
+            for listener in self._listeners:
+                listener.answered(adapter, tuple(rounds[first:end]))
+
     def _tell_idle(self) -> None:
         for listener in self._listeners:
             listener.idle()
 
-    def _use_promoted(self, session: Opened) -> None:
-        """Swap, if another adapter was promoted. A store that cannot be read now leaves things as they are."""
-        began = time.perf_counter()
-        try:
-            if self._swap(session):
-                self.adapter = session.assistant.adapter
-                milliseconds = 1000 * (time.perf_counter() - began)
-                self._metrics.swapped(self.adapter)
-                logger.info("now drafting with adapter %s (swapped in %.0f ms)", self.adapter or "none", milliseconds)
-        except AdaptiveError as error:
-            logger.warning("adapter: %s", error)
+    def _swapped(self) -> None:
+        assert self.session is not None
+        self.adapter = self.session.assistant.adapter
+        self._metrics.swapped(self.adapter)
 
     def _answer_all(self, session: Opened, job: Job) -> None:
         for index in range(len(job.ask.prompts) * job.ask.n):
@@ -228,8 +229,7 @@ class EngineThread:
         self._metrics.answered(done.timings, done.rounds, done.finish_reason)
         if assistant.log is not None and ask.record and not assistant.log.flush(FLUSH_S):
             logger.warning("log: %s", assistant.log.problem or "slow; the answer will be there later")
-        for listener in self._listeners:
-            listener.answered(assistant.adapter, tuple(done.rounds))
+        self._tell_answered(assistant.drafted_by, done.rounds)
         logger.info("%s: %s", ask.client or "client", _line(done))
         if done.finish_reason != "cancelled":
             job.emit(
@@ -242,7 +242,7 @@ class EngineThread:
                     rounds=tuple(done.rounds),
                     timings=done.timings,
                     supervision=done.supervision,
-                    adapter=assistant.adapter,
+                    adapter=assistant.drafted_by[0][0],
                 )
             )
 

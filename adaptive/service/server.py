@@ -37,7 +37,6 @@ def serve(
     settings: Settings,
     state: PairState,
     open_session: Callable[[], contextlib.AbstractContextManager[Opened]],
-    swap: Callable[[Opened], bool],
 ) -> None:
     """Serve until SIGTERM or ctrl-C. ``open_session`` loads the pair, on the engine's thread.
 
@@ -52,7 +51,7 @@ def serve(
             note(url)
             logger.info("listening on %s", url)
             metrics = Metrics()
-            engine = EngineThread(open_session, swap, metrics, settings.queue)
+            engine = EngineThread(open_session, metrics, settings.queue)
             engine.listen(trainer)
             app = create_app(Api(engine, settings, metrics, trainer))
             config = uvicorn.Config(

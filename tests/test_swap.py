@@ -1,0 +1,121 @@
+"""An adapter swapped in between two rounds of an answer: the text stays the target's, the figures stay apart."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import BUNDLED, save_random_adapter
+from rich.console import Console
+from test_service_learning import publish_random_adapter
+
+from adaptive import swapper
+from adaptive.control.policy import FixedLength
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.errors import AdaptiveError
+from adaptive.records.log import Log
+from adaptive.settings import load_settings
+from cli.session import Session, open_session
+
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+LONG = StopParams(160, ignore_eos=True)
+PROMPT = "Once upon a time there was a small boat that"
+
+
+@pytest.fixture
+def session(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    monkeypatch.setattr(swapper, "LOOK_S", 0.0)
+    monkeypatch.setattr(swapper, "SLICE_S", 0.0)  # one step of a swap between two rounds
+    settings = load_settings({"dtype": "float32", "draft_length": "4"})
+    with open_session(settings, Console(file=io.StringIO())) as opened:
+        opened.assistant.between_rounds = opened.swapper.between_rounds
+        yield opened
+
+
+def alone(session: Session) -> list[int]:
+    """What the target says without a draft."""
+    policy, session.assistant.policy = session.assistant.policy, FixedLength(0)
+    said = [step.token for step in session.assistant.complete(PROMPT, GREEDY, LONG, record=False)]
+    session.assistant.policy = policy
+    return said
+
+
+def test_swaps_between_rounds_change_no_token_and_each_adapters_rounds_are_known(
+    session: Session, tmp_path: Path
+) -> None:
+    expected = alone(session)
+    names = [publish_random_adapter(session.store, tmp_path / str(seed), seed) for seed in (1, 2)]
+    plan: dict[int, str | None] = {30: names[0], 70: names[1], 110: None}
+    said, assistant = [], session.assistant
+    for step in assistant.complete(PROMPT, GREEDY, LONG):
+        said.append(step.token)
+        wanted = plan.get(len(said), "")
+        if wanted:
+            session.store.promote(wanted, "the test says so")
+        elif wanted is None:
+            session.store.rollback("the test says so")
+            session.store.rollback("the test says so")
+    assert said == expected
+    assert [adapter for adapter, _ in assistant.drafted_by] == [None, *names, None]
+    assert session.swapper.swaps == 3
+    assert assistant.last is not None
+    rounds = assistant.last.rounds
+    firsts = [first for _, first in assistant.drafted_by[1:]]
+    assert all(rounds[first].drafted for first in firsts)
+    # In slices: each swap let the answer go on without a draft for some rounds.
+    assert all(not rounds[first - 1].drafted for first in firsts)
+    assert assistant.log is not None
+    assert assistant.log.flush()
+    with Log(session.state.records) as log:
+        assert [g.generation.adapter for g in log.generations()] == [None]
+    # The caches of before are gone, so that the next answer is drafted from what this draft makes itself.
+    assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
+
+
+def test_a_swap_that_the_answer_was_too_short_for_is_finished_before_the_next(session: Session, tmp_path: Path) -> None:
+    name = publish_random_adapter(session.store, tmp_path / "adapter")
+    expected, assistant = alone(session), session.assistant
+    steps = assistant.complete(PROMPT, GREEDY, LONG)
+    next(steps)
+    session.store.promote(name, "the test says so")
+    while not assistant.swapping:
+        next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    assert assistant.adapter is None
+    assert session.swapper.use_promoted()
+    assert assistant.adapter == name
+    assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
+
+
+def test_an_adapter_that_does_not_fit_is_passed_over_in_the_middle_of_an_answer(
+    session: Session, tmp_path: Path
+) -> None:
+    expected = alone(session)
+    foreign = publish_random_adapter(session.store, tmp_path / "adapter", draft=BUNDLED / "target")
+    session.store.promote(foreign, "the test says so")
+    assert [step.token for step in session.assistant.complete(PROMPT, GREEDY, LONG)] == expected
+    assert session.assistant.adapter is None
+    assert session.swapper.swaps == 0
+
+
+def test_a_merge_that_fails_midway_leaves_the_plain_draft(session: Session, tmp_path: Path) -> None:
+    assistant = session.assistant
+    draft = assistant.pair.draft
+    assert draft is not None
+    expected = [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)]
+    assert assistant.last is not None
+    accepted = assistant.last.accepted
+    assistant.begin_swap("0001", save_random_adapter(BUNDLED / "draft", tmp_path / "adapter"))
+
+    def burst(changed: frozenset[str]) -> None:
+        draft.adapter.listeners.remove(burst)  # type: ignore[attr-defined]
+        raise MemoryError("no room")
+
+    draft.adapter.listeners.append(burst)  # type: ignore[attr-defined]
+    with pytest.raises(AdaptiveError, match="could not be merged"):
+        assistant.finish_swap()
+    assert assistant.adapter is None
+    assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
+    assert assistant.last.accepted == accepted
