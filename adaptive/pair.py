@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaptive.errors import AdaptiveError
+from adaptive.gguf_pair import find_gguf, gguf_tokenizer, is_gguf_name, load_gguf
 from adaptive.settings import Quantisation, Settings
 from checkpoints.manifest import BaseDraft
 
@@ -32,11 +33,15 @@ IDENTITY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """Where one model comes from. ``id`` is what the user typed, ``folder`` where it lies on disk."""
+    """Where one model comes from. ``id`` is what the user typed, ``folder`` where it lies on disk.
+
+    ``gguf`` is the file for llama.cpp, None for a checkpoint for transformers.
+    """
 
     id: str
     folder: Path
     quantize: Quantisation
+    gguf: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,42 @@ def sources(settings: Settings) -> tuple[Source, Source | None]:
     else:
         target, draft = settings.target, settings.draft or ""
     return (
-        Source(target, _folder(target, settings.revision), settings.quantize),
-        Source(draft, _folder(draft, settings.draft_revision), settings.draft_quantize) if draft else None,
+        _source(target, settings.revision, settings.quantize, "--quantize"),
+        _source(draft, settings.draft_revision, settings.draft_quantize, "--draft-quantize") if draft else None,
     )
+
+
+def trained_draft(settings: Settings) -> Source | None:
+    """The checkpoint that training starts from and adapters belong to: the draft, or what stands for a GGUF draft.
+
+    None without a draft, and for a GGUF draft without ``draft_checkpoint``. Raises AdaptiveError as ``sources``.
+    """
+    return _trained(sources(settings)[1], settings)
+
+
+def _trained(draft: Source | None, settings: Settings) -> Source | None:
+    name = settings.draft_checkpoint
+    if draft is None or draft.gguf is None:
+        if name is not None:
+            raise AdaptiveError(
+                f"--draft-checkpoint {name} goes with a GGUF draft, and the draft is "
+                f"{f'the checkpoint {draft.id} itself' if draft else 'none'}; leave it out"
+            )
+        return draft
+    if name is None:
+        return None
+    if is_gguf_name(name):
+        raise AdaptiveError(f"--draft-checkpoint is {name}; it must be the Hugging Face checkpoint of the GGUF draft")
+    return Source(name, _folder(name, settings.draft_revision), "none")
+
+
+def _source(name: str, revision: str | None, quantize: Quantisation, option: str) -> Source:
+    if not is_gguf_name(name):
+        return Source(name, _folder(name, revision), quantize)
+    if quantize != "none":
+        raise AdaptiveError(f"{option} {quantize} is for checkpoints; a GGUF file is quantised as it is, leave it out")
+    file = find_gguf(name, revision)
+    return Source(name, file.parent, quantize, file)
 
 
 def _folder(name: str, revision: str | None) -> Path:
@@ -114,29 +152,49 @@ def weights_hash(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def _weights_hash(source: Source) -> str:
+    """``weights_hash``, also of a GGUF file: its size, first and last megabyte."""
+    if source.gguf is None:
+        return weights_hash(source.folder)
+    size = source.gguf.stat().st_size
+    digest = hashlib.sha256(f"{size}".encode())
+    with source.gguf.open("rb") as stream:
+        digest.update(stream.read(IDENTITY_BYTES))
+        stream.seek(max(0, size - IDENTITY_BYTES))
+        digest.update(stream.read(IDENTITY_BYTES))
+    return digest.hexdigest()[:16]
+
+
 def pair_identity(settings: Settings) -> PairIdentity:
     """Names the pair from both ids and hashes, without loading weights."""
-    return _identity(*sources(settings))
+    target, draft = sources(settings)
+    return _identity(target, draft, _trained(draft, settings))
 
 
-def _identity(target: Source, draft: Source | None) -> PairIdentity:
-    target_hash = weights_hash(target.folder)
-    draft_hash = weights_hash(draft.folder) if draft else "none"
+def _identity(target: Source, draft: Source | None, trained: Source | None) -> PairIdentity:
+    """``trained`` is the checkpoint that adapters belong to; a GGUF draft without one has adapters of its own file."""
+    target_hash = _weights_hash(target)
+    draft_hash = _weights_hash(draft) if draft else "none"
     both = hashlib.sha256(f"{target_hash}{draft_hash}".encode()).hexdigest()[:8]
     names = [re.sub(r"[^\w.-]+", "-", Path(s.id).name) if s else "none" for s in (target, draft)]
     base = BaseDraft(draft.id if draft else "none", draft_hash)
+    if trained is not None and trained is not draft:
+        base = BaseDraft(trained.id, _weights_hash(trained))
     return PairIdentity(f"{names[0]}--{names[1]}-{both}", base)
 
 
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     """The target's tokenizer, found to agree with the draft's. Raises AdaptiveError where they differ."""
-    return _tokenizer(*sources(settings), settings.trust_remote_code)
+    target, draft = sources(settings)
+    return _tokenizer(target, draft, _trained(draft, settings), settings.trust_remote_code)
 
 
-def _tokenizer(target: Source, draft: Source | None, trust: bool) -> PreTrainedTokenizerBase:
+def _tokenizer(target: Source, draft: Source | None, trained: Source | None, trust: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     def read(source: Source) -> PreTrainedTokenizerBase:
+        if source.gguf is not None:
+            return gguf_tokenizer(source.gguf)
         try:
             loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
         except Exception as error:
@@ -151,6 +209,13 @@ def _tokenizer(target: Source, draft: Source | None, trust: bool) -> PreTrainedT
             raise AdaptiveError(
                 f"target {target.id} and draft {draft.id} have different tokenizers: {difference}; "
                 "a draft must come from the target's own family"
+            )
+    if trained is not None and trained is not draft:
+        difference = tokenizer_difference(tokenizer, read(trained))
+        if difference:
+            raise AdaptiveError(
+                f"draft checkpoint {trained.id} has another tokenizer than the target {target.id}: {difference}; "
+                "name the checkpoint that the GGUF draft was made from"
             )
     return tokenizer
 
@@ -181,21 +246,26 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
 
     Raises AdaptiveError for anything missing, broken or incompatible, before any weights are read.
     """
-    from adaptive.engines.transformers import TransformersEngine
-
     tell = on_progress or (lambda what, share: None)
     tell("tokenizers", 0.0)
     target, draft = sources(settings)
-    identity = _identity(target, draft)
-    tokenizer = _tokenizer(target, draft, settings.trust_remote_code)
+    trained = _trained(draft, settings)
+    identity = _identity(target, draft, trained)
+    tokenizer = _tokenizer(target, draft, trained, settings.trust_remote_code)
     sizes = [_bytes(source) for source in (target, draft)]
     border = sizes[0] / sum(sizes)
-    with _weights_progress(lambda share: tell("target", border * share)):
-        target_engine = TransformersEngine(_load(target, settings, settings.device))
+    target_engine = _engine(target, settings, settings.device, lambda share: tell("target", border * share))
     draft_engine = None
     if draft is not None:
-        with _weights_progress(lambda share: tell("draft", border + (1 - border) * share)):
-            draft_engine = TransformersEngine(_load(draft, settings, settings.draft_device or settings.device))
+        draft_engine = _engine(
+            draft,
+            settings,
+            settings.draft_device or settings.device,
+            lambda share: tell("draft", border + (1 - border) * share),
+        )
+        if trained is not None and trained is not draft:
+            tell("checkpoint", 1.0)
+            _check_checkpoint(settings, identity, draft_engine, trained)
     tell("ready", 1.0)
     warnings = []
     if sizes[1] > sizes[0]:
@@ -204,6 +274,34 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             "drafting costs more than it can save; swap them, or take a smaller draft"
         )
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings))
+
+
+def _engine(source: Source, settings: Settings, device: str, tell: Callable[[float], None]) -> Engine:
+    """The engine that runs this kind of file."""
+    if source.gguf is not None:
+        return load_gguf(source.gguf, settings, device, tell)
+    from adaptive.engines.transformers import TransformersEngine
+
+    with _weights_progress(tell):
+        return TransformersEngine(_load(source, settings, device))
+
+
+def _check_checkpoint(settings: Settings, identity: PairIdentity, engine: Engine, trained: Source) -> None:
+    """That the draft's file and its checkpoint are one model. Found true once, it is not looked at again: that
+    takes loading the checkpoint."""
+    from adaptive.engines.llamacpp import LlamaCppEngine
+    from adaptive.gguf_pair import check_checkpoint
+
+    state = settings.state_dir / identity.id
+    seen = state / f"checkpoint-{identity.base.weights}"
+    if seen.exists():
+        return
+    assert isinstance(engine, LlamaCppEngine)
+    with _weights_progress(lambda share: None):
+        model = _load(trained, settings.model_copy(update={"dtype": "float32"}), "cpu")
+    check_checkpoint(engine, model, trained.id)
+    if state.is_dir():
+        seen.touch()
 
 
 @contextlib.contextmanager
@@ -233,6 +331,8 @@ def _weights_progress(tell: Callable[[float], None]) -> Iterator[None]:
 
 
 def _bytes(source: Source | None) -> int:
+    if source is not None and source.gguf is not None:
+        return source.gguf.stat().st_size
     return sum(file.stat().st_size for file in source.folder.glob("*.safetensors")) if source else 0
 
 
@@ -262,7 +362,12 @@ def _load(source: Source, settings: Settings, device: str) -> PreTrainedModel:
 
 def load_draft_for_training(settings: Settings) -> PreTrainedModel:
     """A fresh float32 copy of the draft, unquantised, on the device it decodes on."""
-    draft = sources(settings)[1]
+    draft = trained_draft(settings)
+    if draft is None and settings.draft is not None:
+        raise AdaptiveError(
+            f"draft {settings.draft} is a GGUF file, which cannot be trained; name the Hugging Face checkpoint it was "
+            "made from with --draft-checkpoint"
+        )
     if draft is None:
         raise AdaptiveError("there is no draft to train; name one with --draft")
     plain = Source(draft.id, draft.folder, "none")

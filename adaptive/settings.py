@@ -32,6 +32,7 @@ class Settings(BaseSettings):
 
     target: str | None = None
     draft: str | None = None
+    draft_checkpoint: str | None = None
     home: Path | None = None
     device: str = "auto"
     draft_device: str | None = None

@@ -13,7 +13,21 @@ import sys
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli import adapters, bench, calibrate, chat, config, demo, distill, doctor, generate, history, records, serve
+from cli import (
+    adapters,
+    bench,
+    calibrate,
+    chat,
+    config,
+    demo,
+    distill,
+    doctor,
+    export,
+    generate,
+    history,
+    records,
+    serve,
+)
 
 app = typer.Typer(
     name="adaptive",
@@ -31,6 +45,7 @@ app.command()(calibrate.calibrate)
 app.command()(bench.bench)
 app.command()(history.history)
 app.add_typer(adapters.app, name="adapters")
+app.command()(export.export)
 app.command()(doctor.doctor)
 app.add_typer(records.app, name="records")
 app.add_typer(config.app, name="config")

@@ -21,9 +21,15 @@ RUNNING = "Running"
 
 SHARED: dict[str, Any] = {
     "target": Annotated[
-        Optional[str], typer.Option(help="Target model: a folder or a hub id.", rich_help_panel=MODELS)
+        Optional[str], typer.Option(help="Target model: a folder, a hub id, or a GGUF file.", rich_help_panel=MODELS)
     ],
-    "draft": Annotated[Optional[str], typer.Option(help="Draft model: a folder or a hub id.", rich_help_panel=MODELS)],
+    "draft": Annotated[
+        Optional[str], typer.Option(help="Draft model: a folder, a hub id, or a GGUF file.", rich_help_panel=MODELS)
+    ],
+    "draft_checkpoint": Annotated[
+        Optional[str],
+        typer.Option(help="Checkpoint of a GGUF draft, for training: a folder or a hub id.", rich_help_panel=MODELS),
+    ],
     "device": Annotated[Optional[str], typer.Option(help="auto, cpu, cuda, cuda:1, mps.", rich_help_panel=MODELS)],
     "draft_device": Annotated[
         Optional[str], typer.Option(help="Device of the draft, if another.", rich_help_panel=MODELS)

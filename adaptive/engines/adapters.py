@@ -217,6 +217,28 @@ def _read(folder: Path, modules: dict[str, nn.Module], pristine: dict[str, torch
     return deltas
 
 
+def read_lora(folder: Path) -> dict[str, Delta]:
+    """The deltas of the adapter in ``folder`` by module name, for whoever has no modules to check them against.
+
+    ``transposed`` marks those of embeddings. Raises AdaptiveError where it cannot be read or is not plain LoRA.
+    """
+    config = _config(folder)
+    deltas: dict[str, Delta] = {}
+    for name, parts in _tensors(folder, {}, {}).items():
+        rank, scaling = _scale(config, name)
+        embedding = "lora_embedding_A" in parts
+        names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
+        missing = next((one for one in names if one not in parts), None)
+        if missing or parts[names[0]].shape[0] != rank or parts[names[1]].shape[1] != rank:
+            raise AdaptiveError(f"adapter {folder}: {name} does not have two matrices of rank {rank}")
+        deltas[name] = Delta(
+            parts[names[0]], parts[names[1]], scaling, parts.get("lora_magnitude_vector"), transposed=embedding
+        )
+    if not deltas:
+        raise AdaptiveError(f"adapter {folder} holds no LoRA weights")
+    return deltas
+
+
 def _config(folder: Path) -> LoraConfig:
     """The adapter's configuration. Raises AdaptiveError for anything that a merge could not express."""
     from peft import LoraConfig, PeftConfig

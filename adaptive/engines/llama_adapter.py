@@ -1,0 +1,55 @@
+"""A LoRA adapter of PEFT on a GGUF file: written as a GGUF adapter, and swapped in place.
+
+In: a folder that PEFT wrote. Out: what the contexts of one model use. llama.cpp keeps the two thin
+matrices beside each weight, which works on any quantisation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaptive.engines.llama_model import LlamaModel, complaint
+from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    from adaptive.engines.llamacpp import LlamaCppSequence
+
+
+class LlamaAdapter:
+    """The adapter of one model: none at first, then the last one applied. ``active`` is its folder."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        self.model = model
+        self.active: Path | None = None
+        self._pointer: Any = None
+
+    def use(self, context: Any) -> None:
+        """Make ``context`` compute with the adapter in use."""
+        library = self.model.library
+        count = 0 if self._pointer is None else 1
+        adapters = (library.llama_adapter_lora_p_ctypes * 1)(self._pointer)
+        library.llama_set_adapters_lora(context, adapters, count, (ctypes.c_float * 1)(1.0))
+
+    def apply(self, folder: Path | None, sequences: Iterable[LlamaCppSequence]) -> None:
+        """Use the adapter in ``folder``, or none. Raises AdaptiveError, with all as it was, where it does not fit."""
+        fresh = None if folder is None else self._load(folder)
+        old, self._pointer, self.active = self._pointer, fresh, folder
+        for sequence in sequences:
+            sequence.use_adapter()
+        if old is not None:
+            self.model.library.llama_adapter_lora_free(old)
+
+    def _load(self, folder: Path) -> Any:
+        from adaptive.engines.gguf_adapter import write_adapter
+
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "adapter.gguf"
+            write_adapter(folder, self.model, file)
+            pointer = self.model.library.llama_adapter_lora_init(self.model.pointer, str(file).encode())
+        if not pointer:
+            raise AdaptiveError(f"adapter {folder} cannot be used on {self.model.path}: {complaint()}")
+        return pointer

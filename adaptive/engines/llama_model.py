@@ -1,0 +1,155 @@
+"""llama.cpp's library through ``llama-cpp-python``: whether it is here, and a GGUF file opened with it.
+
+In: a path. Out: a ``LlamaModel``, which owns the C object and knows the file's metadata. Only this module
+and ``llamacpp`` call the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from adaptive.errors import AdaptiveError
+
+MAGIC = b"GGUF"
+# ggml's log level from which a line says why something failed.
+ERROR = 4
+# Bytes of the longest metadata value that is read: chat templates reach some 10 kB.
+LONGEST_VALUE = 1 << 20
+INSTALL = "pip install 'adaptive[llamacpp]' (it is compiled for this machine, which takes some minutes)"
+
+_complaints: list[str] = []
+_listeners: list[Any] = []  # the library keeps bare pointers to them
+
+
+@cache
+def binding() -> Any:
+    """The module ``llama_cpp``, quiet, with its backend started.
+
+    Raises AdaptiveError where it is not installed or its library cannot be loaded.
+    """
+    try:
+        import llama_cpp
+    except ModuleNotFoundError as error:
+        if error.name != "llama_cpp":
+            raise AdaptiveError(f"llama-cpp-python lacks {error.name}; {INSTALL}") from error
+        raise AdaptiveError(f"a GGUF file needs the llama.cpp engine, which is not installed; {INSTALL}") from None
+    except Exception as error:  # a library built for another machine fails in many ways
+        raise AdaptiveError(
+            f"llama-cpp-python does not load here ({_line(error)}); install it anew: {INSTALL}"
+        ) from error
+
+    @llama_cpp.llama_log_callback
+    def listen(level: int, text: bytes, data: object) -> None:
+        if level == ERROR:
+            _complaints.append(text.decode("utf-8", "replace").strip())
+
+    llama_cpp.llama_log_set(listen, None)
+    _listeners.append(listen)
+    llama_cpp.llama_backend_init()
+    return llama_cpp
+
+
+def complaint() -> str:
+    """What the library last gave as the reason of a failure, in its words."""
+    said = next((line for line in reversed(_complaints) if "failed to load model" not in line), "")
+    reason = said.rpartition(": ")[2] if said else "the library gives no reason"
+    _complaints.clear()
+    return reason
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether ``path`` is a file that begins as a GGUF file does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+class LlamaModel:
+    """A GGUF file opened by llama.cpp. ``vocabulary_only`` leaves the weights on disk.
+
+    ``pointer`` and ``vocab`` are the library's own; they live as long as this object.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        vocabulary_only: bool = False,
+        gpu: bool = False,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Raises AdaptiveError for a file that llama.cpp cannot load, with its reason."""
+        self.library = library = binding()
+        self.path = path
+        if not is_gguf(path):
+            raise AdaptiveError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+        params = library.llama_model_default_params()
+        params.vocab_only = vocabulary_only
+        # -1 takes all layers to the accelerator; 0 keeps everything in main memory.
+        params.n_gpu_layers = -1 if gpu and library.llama_supports_gpu_offload() else 0
+
+        def told(share: float, data: object) -> bool:
+            if on_progress is not None:
+                on_progress(share)
+            return True
+
+        callback = library.llama_progress_callback(told)
+        params.progress_callback = callback
+        _complaints.clear()
+        self.pointer = library.llama_model_load_from_file(str(path).encode(), params)
+        if not self.pointer:
+            raise AdaptiveError(f"{path} cannot be loaded by llama.cpp: {complaint()}")
+        weakref.finalize(self, library.llama_model_free, self.pointer)
+        self.vocab = library.llama_model_get_vocab(self.pointer)
+        self.vocab_size: int = library.llama_vocab_n_tokens(self.vocab)
+
+    def metadata(self, key: str) -> str | None:
+        """The value of a metadata key as text; ``{arch}.`` at its beginning stands for the architecture."""
+        if key.startswith("{arch}."):
+            key = f"{self.architecture}.{key.removeprefix('{arch}.')}"
+        buffer = ctypes.create_string_buffer(LONGEST_VALUE)
+        length = self.library.llama_model_meta_val_str(self.pointer, key.encode(), buffer, LONGEST_VALUE)
+        return buffer.value.decode("utf-8", "replace") if length >= 0 else None
+
+    def number(self, key: str, default: int) -> int:
+        """A whole number among the metadata, ``default`` where it is not there."""
+        value = self.metadata(key)
+        return int(value) if value is not None and value.isdigit() else default
+
+    @property
+    def architecture(self) -> str:
+        """What llama.cpp calls the model's family: ``llama``, ``qwen2``."""
+        return self.metadata("general.architecture") or "unknown"
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of context that the model was trained for."""
+        return int(self.library.llama_model_n_ctx_train(self.pointer))
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key heads of a layer."""
+        return self.library.llama_model_n_head(self.pointer), self.library.llama_model_n_head_kv(self.pointer)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """What two files of one model have in common: width, layers, heads, vocabulary."""
+        queries, keys = self.heads
+        return {
+            "width": self.library.llama_model_n_embd(self.pointer),
+            "layers": self.library.llama_model_n_layer(self.pointer),
+            "query heads": queries,
+            "key heads": keys,
+            "tokens": self.vocab_size,
+        }
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

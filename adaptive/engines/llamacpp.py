@@ -1,0 +1,232 @@
+"""A GGUF file as an engine: llama.cpp does the arithmetic, the loop stays ours.
+
+A sequence is one context of the library, with room for the text at hand; it grows by a new context
+that takes the old one's state over. Tokens go in and logits come out as arrays: nothing here runs
+once a token in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaptive.decoding.params import SamplingParams
+from adaptive.engines.llama_adapter import LlamaAdapter
+from adaptive.engines.llama_model import LlamaModel, complaint
+from adaptive.errors import AdaptiveError
+
+# Tokens in one pass of the library. Larger keeps larger buffers and leaves ctrl-C unheard for longer,
+# smaller reads the weights more often during a prompt.
+BATCH = 512
+# Rows of logits in one pass: their buffer is the largest of a context (vocabulary times 4 bytes a row).
+# A verification of the longest draft needs 65.
+ROWS = 128
+# Tokens that a context has room for at least. Smaller and a chat's first turns build it anew, larger
+# takes memory that most answers do not need.
+CAPACITY = 1024
+# Where the file recommends nothing: as for a checkpoint that does not.
+FALLBACK_TEMPERATURE = 0.7
+
+
+class LlamaCppSequence:
+    """One text in a context of llama.cpp."""
+
+    def __init__(self, engine: LlamaCppEngine) -> None:
+        self.engine = engine
+        self.length = 0
+        self.capacity = 0
+        self._written = 0  # tokens that the library may hold, more than ``length`` after an interrupted pass
+        self._context: Any = None
+        self._close: weakref.finalize[Any, Any] | None = None
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        self._tokens = np.zeros(BATCH, dtype=np.int32)
+        self._flags = np.zeros(BATCH, dtype=np.int8)
+        library = engine.llama.library
+        self._batch = library.llama_batch()
+        self._batch.token = self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        self._batch.logits = self._flags.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        self._decode, self._logits = library.llama_decode, library.llama_get_logits
+        self._remove = library.llama_memory_seq_rm
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values that there is room for."""
+        return self.capacity * self.engine.bytes_per_token
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in all; what is held stays."""
+        if length <= self.capacity:
+            return
+        limit = self.engine.context_length
+        room = min(limit, max(CAPACITY, 1 << (min(length, limit) - 1).bit_length()))
+        self._replace(max(room, length))
+
+    def _replace(self, capacity: int) -> None:
+        """A new context with room for ``capacity`` tokens, which takes over what the old one holds."""
+        self.rollback(self.length)
+        library = self.engine.llama.library
+        state, size = None, 0
+        if self.length:
+            size = library.llama_state_seq_get_size(self._context, 0)
+            state = (ctypes.c_uint8 * size)()
+            size = library.llama_state_seq_get_data(self._context, state, size, 0)
+        self.close()
+        self._context = self.engine.new_context(capacity)
+        self._close = weakref.finalize(self, library.llama_free, self._context)
+        self._memory = library.llama_get_memory(self._context)
+        self.capacity = capacity
+        self.engine.adapter.use(self._context)
+        if state is not None and library.llama_state_seq_set_data(self._context, state, size, 0) != size:
+            self.length = self._written = 0
+            raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp could not move its cache; give the prompt again")
+
+    def close(self) -> None:
+        """Give the context back."""
+        if self._close is not None:
+            self._close()
+        self._context = self._close = None
+        self._views.clear()
+        self.capacity = 0
+
+    def use_adapter(self) -> None:
+        """The engine's adapter is another one: tell the context."""
+        if self._context is not None:
+            self.engine.adapter.use(self._context)
+
+    def extend(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
+        """Append tokens (n,) and return logits (rows, vocab), float32, of the last rows; see the protocol."""
+        count = len(tokens)
+        if self.length + count > self.capacity:
+            self.reserve(self.length + count)
+        if self._written > self.length:
+            self.rollback(self.length)
+        given = tokens.numpy() if tokens.device.type == "cpu" else tokens.cpu().numpy()
+        if count <= BATCH and rows <= ROWS:
+            return self._pass(given, rows) if count else torch.empty(0, self.engine.vocab_size)
+        plain = count - rows
+        found = []
+        at = 0
+        while at < count:
+            end = min(at + BATCH, count, max(plain, at) + ROWS)
+            found.append(self._pass(given[at:end], max(0, end - max(plain, at))))
+            at = end
+        return torch.cat(found)
+
+    def _pass(self, tokens: np.ndarray[Any, Any], rows: int) -> torch.Tensor:
+        """One call of the library: at most BATCH tokens, logits (rows, vocab) of the last ones."""
+        count = len(tokens)
+        self._tokens[:count] = tokens
+        self._flags[: count - rows] = 0
+        self._flags[count - rows : count] = 1
+        self._batch.n_tokens = count
+        self._written = self.length + count
+        status = self._decode(self._context, self._batch)
+        if status:
+            raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp failed with status {status}: {complaint()}")
+        self.length = self._written
+        if not rows:
+            return torch.empty(0, self.engine.vocab_size)
+        address = ctypes.addressof(self._logits(self._context).contents)
+        view = self._views.get((address, rows))
+        if view is None:
+            buffer = (ctypes.c_float * (rows * self.engine.vocab_size)).from_address(address)
+            view = torch.from_numpy(np.ctypeslib.as_array(buffer).reshape(rows, -1))
+            self._views[address, rows] = view
+        return view.clone()  # the next pass writes there
+
+    def rollback(self, length: int) -> None:
+        """Forget everything after the first ``length`` tokens."""
+        length = min(length, self.length)
+        if length < self._written:
+            self._remove(self._memory, 0, length, -1)
+        self.length = self._written = length
+
+
+class LlamaCppEngine:
+    """A GGUF file, loaded by llama.cpp. Not for several threads at once.
+
+    ``threads`` are those of every pass; ``gpu`` takes the layers to the accelerator that the library was
+    built for, if it was.
+    """
+
+    name = "llama.cpp"
+
+    def __init__(self, model: LlamaModel, end_tokens: frozenset[int], threads: int, gpu: bool = False) -> None:
+        """Raises AdaptiveError for a model whose state cannot be rolled back."""
+        library = model.library
+        if library.llama_model_is_recurrent(model.pointer) or library.llama_model_is_hybrid(model.pointer):
+            raise AdaptiveError(
+                f"{model.path} has recurrent layers ({model.architecture}), whose state cannot be rolled back after a "
+                "rejected token; speculative decoding needs a model with attention layers only"
+            )
+        self.llama = model
+        self.threads = threads
+        self.gpu = gpu
+        self.vocab_size = model.vocab_size
+        self.context_length = model.context_length
+        self.device = torch.device("cpu")  # where the logits are
+        self.end_tokens = end_tokens
+        self.sampling = _recommended_sampling(model)
+        self.adapter = LlamaAdapter(model)
+        self._sequences: weakref.WeakSet[LlamaCppSequence] = weakref.WeakSet()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that keys and values of one token take, in 16 bits."""
+        queries, keys = self.llama.heads
+        size = self.llama.number("{arch}.attention.key_length", self.llama.shape["width"] // max(1, queries))
+        return 2 * 2 * self.llama.shape["layers"] * keys * size
+
+    def sequence(self) -> LlamaCppSequence:
+        """A new empty sequence."""
+        sequence = LlamaCppSequence(self)
+        self._sequences.add(sequence)
+        return sequence
+
+    def new_context(self, capacity: int) -> Any:
+        """A context of the library with room for ``capacity`` tokens of one text."""
+        library = self.llama.library
+        params = library.llama_context_default_params()
+        params.n_ctx = capacity
+        params.n_batch = params.n_ubatch = min(BATCH, capacity)
+        params.n_outputs_max = min(ROWS, params.n_batch)
+        params.n_seq_max = 1
+        params.n_threads = params.n_threads_batch = self.threads
+        params.swa_full = True  # a window that forgets cannot take a token back
+        params.offload_kqv = params.op_offload = self.gpu
+        params.no_perf = True
+        context = library.llama_init_from_model(self.llama.pointer, params)
+        if not context:
+            raise AdaptiveError(
+                f"{self.llama.path}: llama.cpp cannot make a context of {capacity} tokens: {complaint()}; "
+                "choose a smaller --max-new-tokens or free memory"
+            )
+        return context
+
+    def apply_adapter(self, folder: Path | None) -> None:
+        """Use a LoRA adapter (a PEFT folder), or the file's own weights for None; see the protocol."""
+        self.adapter.apply(folder, self._sequences)
+
+
+def _recommended_sampling(model: LlamaModel) -> SamplingParams:
+    """The sampling that the file's metadata recommend, if they do."""
+
+    def said(key: str, default: float) -> float:
+        value = model.metadata(f"general.sampling.{key}")
+        try:
+            return default if value is None else float(value)
+        except ValueError:
+            return default
+
+    return SamplingParams(
+        temperature=said("temp", FALLBACK_TEMPERATURE),
+        top_k=int(said("top_k", 0)),
+        top_p=said("top_p", 1.0),
+        min_p=said("min_p", 0.0),
+        repetition_penalty=said("penalty_repeat", 1.0),
+    )

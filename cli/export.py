@@ -1,0 +1,119 @@
+"""``adaptive export``: the models of a pair as GGUF files, for llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+    from adaptive.pair import Source
+    from adaptive.settings import Settings
+
+FORMATS = ("gguf",)
+
+
+@shared_options("target", "draft", "revision", "draft_revision", "trust_remote_code")
+def export(
+    settings: Settings,
+    folder: Annotated[Path, typer.Argument(help="Where the files go.")],
+    format_: Annotated[str, typer.Option("--format", help="gguf.")] = "gguf",
+    encoding: Annotated[str, typer.Option(help="Weights as f32, f16, bf16 or q8_0.")] = "bf16",
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write the pair's models (the bundled pair's, if none is named) as GGUF files for llama.cpp.
+
+    Example: adaptive export gguf
+
+    Example: adaptive export gguf --encoding q8_0 --target ./my-target --draft ./my-draft
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from adaptive.pair import sources
+
+    if format_ not in FORMATS:
+        raise AdaptiveError(f"--format is {format_!r}; it must be {' or '.join(FORMATS)}")
+    pair = {role: source for role, source in zip(("target", "draft"), sources(settings), strict=True) if source}
+    written: dict[str, Path] = {}
+    for role, source in pair.items():
+        if source.gguf is not None:
+            raise AdaptiveError(f"{role} {source.id} is a GGUF file already")
+        written[role] = folder / f"{Path(source.id).name}-{encoding}.gguf"
+    if written.get("draft") == written["target"]:
+        written = {role: file.with_name(f"{role}-{file.name}") for role, file in written.items()}
+    for file in written.values():
+        check_free(file, force)
+    console = Console(stderr=True)
+    columns = (TextColumn("writing {task.description:7}"), BarColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        for role, source in pair.items():
+            task = progress.add_task(role, total=1.0)
+            write_checkpoint(source, None, written[role], encoding, settings, _mover(progress, task))
+    if as_json:
+        typer.echo(json.dumps({role: str(file) for role, file in written.items()}))
+        return
+    for file in written.values():
+        typer.echo(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
+    typer.echo(f"Next: {next_command(written, pair.get('draft'))}")
+
+
+def next_command(written: dict[str, Path], draft: Source | None) -> str:
+    """What a person most likely wants to type now."""
+    command = f"adaptive chat --target {written['target']}"
+    if draft is not None:
+        command += f" --draft {written['draft']} --draft-checkpoint {draft.id}"
+    return command
+
+
+def check_free(file: Path, force: bool) -> None:
+    """Raise AdaptiveError where there is a file already and ``force`` is not set."""
+    if file.is_dir():
+        raise AdaptiveError(f"{file} is a folder; name a file")
+    if file.exists() and not force:
+        raise AdaptiveError(f"{file} is there already; choose another name, or --force to write over it")
+
+
+def write_checkpoint(
+    source: Source,
+    adapter: Path | None,
+    file: Path,
+    encoding: str,
+    settings: Settings,
+    on_progress: Callable[[float], None] | None = None,
+) -> None:
+    """Write the checkpoint ``source``, with ``adapter`` merged into it if there is one, as a GGUF file.
+
+    The delta is added in float32 before the weights are encoded, so that it is rounded once.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    from adaptive.engines.adapters import MergedAdapter
+    from adaptive.engines.gguf_write import ENCODINGS, write_model
+
+    if encoding not in ENCODINGS:
+        raise AdaptiveError(f"--encoding is {encoding!r}; it must be one of {', '.join(ENCODINGS)}")
+    trust = settings.trust_remote_code
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        source.folder, dtype="auto" if adapter is None else "float32", trust_remote_code=trust
+    )
+    if adapter is not None:
+        MergedAdapter(model).apply(adapter)
+    write_model(model, tokenizer, file, encoding, Path(source.id).name, on_progress)  # type: ignore[arg-type]
+
+
+def _mover(progress: object, task: object) -> Callable[[float], None]:
+    return lambda share: progress.update(task, completed=share)  # type: ignore[attr-defined, no-any-return]

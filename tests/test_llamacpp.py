@@ -1,0 +1,189 @@
+"""The llama.cpp engine: the same text as llama.cpp alone, whatever is drafted."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import BUNDLED, save_random_adapter
+from gguf_pair import decode_alone, engine, write_bundled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from adaptive.assistant import Assistant, encode_chat
+from adaptive.control.policy import FixedLength
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.engines.gguf_adapter import write_adapter
+from adaptive.engines.llamacpp import BATCH, ROWS, LlamaCppEngine
+from adaptive.pair import Pair, PairIdentity
+from adaptive.records.types import Message
+from checkpoints.manifest import BaseDraft
+
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> LlamaCppEngine:
+    return engine(write_bundled("target", folder, "f32"))
+
+
+@pytest.fixture(scope="module")
+def draft(folder: Path) -> LlamaCppEngine:
+    return engine(write_bundled("draft", folder, "f32"))
+
+
+@pytest.fixture
+def pair(target: LlamaCppEngine, draft: LlamaCppEngine) -> Pair:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    return Pair(PairIdentity("gguf", BaseDraft("draft", "0")), target, draft, tokenizer, ())
+
+
+def answer(pair: Pair, prompt: str, length: int, sampling: SamplingParams | None = None, tokens: int = TOKENS) -> Any:
+    assistant = Assistant(pair, FixedLength(length), None)
+    for _ in assistant.chat(
+        (Message("user", prompt),), sampling or SamplingParams(), StopParams(tokens, ignore_eos=True)
+    ):
+        pass
+    assert assistant.last is not None
+    return assistant.last
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 9])
+def test_greedy_output_equals_llama_cpp_alone(pair: Pair, prompts: list[str], length: int) -> None:
+    for prompt in prompts[::7]:
+        alone, _ = decode_alone(pair.target.llama.path, encode_chat(pair, (Message("user", prompt),)), TOKENS)  # type: ignore[attr-defined]
+        assert answer(pair, prompt, length).output == alone
+
+
+def test_greedy_output_equals_llama_cpp_alone_with_an_adapter(
+    pair: Pair, draft: LlamaCppEngine, prompts: list[str], tmp_path: Path
+) -> None:
+    draft.apply_adapter(save_random_adapter(BUNDLED / "draft", tmp_path / "adapter"))
+    try:
+        for prompt in prompts[::7]:
+            alone, _ = decode_alone(pair.target.llama.path, encode_chat(pair, (Message("user", prompt),)), TOKENS)  # type: ignore[attr-defined]
+            assert answer(pair, prompt, 4).output == alone
+    finally:
+        draft.apply_adapter(None)
+
+
+def test_a_draft_of_its_own_weights_is_always_accepted(target: LlamaCppEngine, pair: Pair, prompts: list[str]) -> None:
+    same = dataclasses.replace(pair, draft=engine(target.llama.path))
+    done = answer(same, prompts[0], 4)
+    assert sum(r.accepted for r in done.rounds) >= 0.97 * sum(r.drafted for r in done.rounds)
+
+
+def test_sampled_output_does_not_depend_on_where_the_cache_was_rolled_back(pair: Pair, prompts: list[str]) -> None:
+    assistant = Assistant(pair, FixedLength(4), None)
+    messages, sampling = (Message("user", prompts[3]),), SamplingParams(temperature=0.8, top_p=0.95, seed=5)
+    outputs = []
+    for _ in range(2):  # the second finds the prompt in its cache
+        for _ in assistant.chat(messages, sampling, StopParams(TOKENS, ignore_eos=True)):
+            pass
+        assert assistant.last is not None
+        outputs.append(assistant.last.output)
+    assert outputs[0] == outputs[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=12), st.integers(0, 2**31))
+def test_rollback_leaves_what_never_having_seen_the_rest_would(
+    draft: LlamaCppEngine, moves: list[tuple[int, int]], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sequence, held = draft.sequence(), torch.empty(0, dtype=torch.long)
+    for appended, removed in moves:
+        tokens = torch.randint(3, draft.vocab_size, (appended,), generator=generator)
+        sequence.extend(tokens, 1)
+        held = torch.cat([held, tokens])[: max(1, len(held) + appended - removed)]
+        sequence.rollback(len(held))
+        assert sequence.length == len(held)
+    probe = torch.randint(3, draft.vocab_size, (3,), generator=generator)
+    fresh = draft.sequence()
+    fresh.extend(held, 0)
+    torch.testing.assert_close(sequence.extend(probe, 3), fresh.extend(probe, 3), atol=2e-3, rtol=0)
+
+
+def test_logits_are_those_of_transformers_also_in_long_and_grown_passes(draft: LlamaCppEngine) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(BUNDLED / "draft", dtype=torch.float32)
+    tokens = torch.randint(3, draft.vocab_size, (2 * BATCH + 300,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = reference(tokens[None]).logits[0]
+    sequence = draft.sequence()
+    sequence.reserve(16)
+    assert sequence.extend(tokens[:10], 0).shape == (0, draft.vocab_size)
+    rows = 2 * ROWS + 7
+    found = sequence.extend(tokens[10:], rows)
+    assert sequence.length == len(tokens)
+    assert sequence.nbytes >= len(tokens) * draft.bytes_per_token
+    torch.testing.assert_close(found, expected[-rows:], atol=0.05, rtol=0)
+    grown = draft.sequence()
+    grown.extend(tokens[:900], 0)
+    grown.reserve(1500)  # beyond the first context: its state moves to a larger one
+    torch.testing.assert_close(grown.extend(tokens[900:905], 5), expected[900:905], atol=0.05, rtol=0)
+
+
+def test_logits_stay_what_they_are_when_the_next_pass_runs(draft: LlamaCppEngine) -> None:
+    sequence = draft.sequence()
+    first = sequence.extend(torch.tensor([5, 6, 7]), 2)
+    kept = first.clone()
+    sequence.extend(torch.tensor([8, 9]), 2)
+    assert torch.equal(first, kept)
+
+
+def test_a_pass_that_was_interrupted_is_forgotten(draft: LlamaCppEngine) -> None:
+    sequence, fresh = draft.sequence(), draft.sequence()
+    tokens = torch.arange(10, 30)
+    sequence.extend(tokens, 0)
+    sequence.extend(torch.tensor([40, 41]), 1)
+    sequence.length = 20  # as an exception between the library's work and ours leaves it
+    fresh.extend(tokens, 0)
+    probe = torch.tensor([50, 51])
+    torch.testing.assert_close(sequence.extend(probe, 2), fresh.extend(probe, 2), atol=1e-3, rtol=0)
+
+
+def test_an_adapter_predicts_as_peft_does(folder: Path, prompts: list[str], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    drafting = engine(write_bundled("draft", folder, "bf16"))
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "draft")
+    tokens = torch.tensor(tokenizer.encode("\n".join(prompts))[:1500])
+    adapter = save_random_adapter(BUNDLED / "draft", tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(BUNDLED / "draft", dtype=torch.float32)
+    sequence = drafting.sequence()
+    before = sequence.extend(tokens, len(tokens)).argmax(-1)
+    drafting.apply_adapter(adapter)
+    sequence.rollback(0)  # the sequence that was there takes the adapter too
+    after = sequence.extend(tokens, len(tokens)).argmax(-1)
+    with torch.inference_mode():
+        expected = PeftModel.from_pretrained(plain, str(adapter))(tokens[None]).logits[0].argmax(-1)
+    assert (after == expected).float().mean() >= 0.98
+    assert (before == expected).float().mean() < 0.9  # else the adapter would prove nothing
+    drafting.apply_adapter(None)
+    sequence.rollback(0)
+    assert torch.equal(sequence.extend(tokens, len(tokens)).argmax(-1), before)
+
+
+def test_llama_cpp_itself_reads_the_adapter_file(
+    folder: Path, draft: LlamaCppEngine, prompts: list[str], tmp_path: Path
+) -> None:
+    adapter = save_random_adapter(BUNDLED / "draft", tmp_path / "adapter")
+    write_adapter(adapter, draft.llama, tmp_path / "adapter.gguf")
+    prompt = AutoTokenizer.from_pretrained(BUNDLED / "draft").encode(prompts[0])
+    _, theirs = decode_alone(draft.llama.path, prompt, 5, tmp_path / "adapter.gguf")
+    sequence = draft.sequence()
+    draft.apply_adapter(adapter)
+    try:
+        ours = sequence.extend(torch.tensor(prompt), 1)
+    finally:
+        draft.apply_adapter(None)
+    torch.testing.assert_close(ours[0], theirs[0], atol=2e-3, rtol=0)
