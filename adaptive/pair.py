@@ -273,6 +273,11 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             f"the draft ({sizes[1] / 1e6:.0f} MB of weights) is larger than the target ({sizes[0] / 1e6:.0f} MB): "
             "drafting costs more than it can save; swap them, or take a smaller draft"
         )
+    if draft is not None and trained is None:
+        warnings.append(
+            f"the draft {draft.id} decodes but cannot learn; name the Hugging Face checkpoint it was made from with "
+            "--draft-checkpoint"
+        )
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings))
 
 

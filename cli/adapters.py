@@ -15,6 +15,7 @@ from cli.options import shared_options
 from cli.state import find_state
 
 if TYPE_CHECKING:
+    from adaptive.pair import Source
     from adaptive.settings import Settings
     from checkpoints.manifest import HeldOut, Manifest
     from checkpoints.store import AdapterStore
@@ -25,7 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-PAIR = ("target", "draft", "revision", "draft_revision")
+PAIR = ("target", "draft", "draft_checkpoint", "revision", "draft_revision")
 Name = Annotated[str, typer.Argument(metavar="ID", help="Id of an adapter, as 7 or 0007; current is the one in use.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -144,23 +145,32 @@ def prune(settings: Settings, keep: Annotated[int, typer.Option(help="How many o
 def export(
     settings: Settings,
     name: Name,
-    folder: Annotated[Optional[Path], typer.Argument(help="Where the PEFT folder goes.")] = None,
+    folder: Annotated[Optional[Path], typer.Argument(help="Where the PEFT folder, or the GGUF file, goes.")] = None,
     merged: Annotated[
-        Optional[Path], typer.Option(metavar="DIR", help="Write the draft with the adapter merged in, as a checkpoint.")
+        Optional[Path],
+        typer.Option(metavar="PATH", help="Write the draft with the adapter merged in, as a checkpoint."),
     ] = None,
+    format_: Annotated[str, typer.Option("--format", help="peft, or gguf for llama.cpp.")] = "peft",
+    encoding: Annotated[str, typer.Option(help="Weights of a merged GGUF file: f32, f16, bf16 or q8_0.")] = "bf16",
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
 ) -> None:
-    """Copy an adapter as a PEFT folder, or write the merged draft as a checkpoint of its own.
+    """Copy an adapter as a PEFT folder, or write the merged draft as a checkpoint of its own; or both for llama.cpp.
 
     Example: adaptive adapters export current my-adapter
 
     Example: adaptive adapters export 7 --merged my-draft
+
+    Example: adaptive adapters export current my-adapter.gguf --format gguf
     """
     store = open_store(settings)
     if (folder is None) == (merged is None):
-        raise AdaptiveError("name one folder to export to: `export ID FOLDER`, or `export ID --merged DIR`")
+        raise AdaptiveError("name one folder or file to export to: `export ID PATH`, or `export ID --merged PATH`")
+    if format_ not in ("peft", "gguf"):
+        raise AdaptiveError(f"--format is {format_!r}; it must be peft or gguf")
     manifest = store.verify(_resolve(store, name))
-    if folder is not None:
+    if format_ == "gguf":
+        _export_gguf(settings, store.path(manifest.id), manifest, folder, merged, encoding, force)
+    elif folder is not None:
         store.export(manifest.id, folder, force)
         typer.echo(f"adapter {manifest.id} is in {folder}, for PEFT and anything that reads it")
     elif merged is not None:
@@ -183,21 +193,12 @@ def as_object(manifest: Manifest, current: str | None) -> dict[str, Any]:
 def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destination: Path, force: bool) -> None:
     """Write the draft with ``adapter`` in its weights, in the draft's own dtype, with its tokenizer.
 
-    The draft is the one named with --draft, else the one the adapter was trained for. Raises
-    AdaptiveError where that is not there any more, or holds other weights.
+    Raises AdaptiveError as ``base_of`` does.
     """
-    from adaptive.pair import sources, weights_hash
     from checkpoints.folder import check_destination
 
     check_destination(destination, force)
-    name = settings.draft or manifest.base.id
-    source = sources(settings.model_copy(update={"target": settings.target or name, "draft": name}))[1]
-    assert source is not None
-    if weights_hash(source.folder) != manifest.base.weights:
-        raise AdaptiveError(
-            f"{source.folder} holds other weights than adapter {manifest.id} was trained for ({manifest.base.id}); "
-            "name that checkpoint with --draft"
-        )
+    source = base_of(settings, manifest)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from adaptive.engines.adapters import MergedAdapter
@@ -210,6 +211,70 @@ def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destinat
         AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust).save_pretrained(destination)
     except OSError as error:
         raise AdaptiveError(f"{destination} cannot be written ({error.strerror}); choose another folder") from error
+
+
+def base_of(settings: Settings, manifest: Manifest) -> Source:
+    """The checkpoint that an adapter belongs to: that of --draft or --draft-checkpoint, else the one in the manifest.
+
+    Raises AdaptiveError where that is not there any more, or holds other weights.
+    """
+    from adaptive.pair import sources, trained_draft, weights_hash
+
+    named = trained_draft(settings) if settings.draft is not None else None
+    if named is None:
+        here = {"target": manifest.base.id, "draft": None, "draft_checkpoint": None}
+        named = sources(settings.model_copy(update=here))[0]
+    if weights_hash(named.folder) != manifest.base.weights:
+        raise AdaptiveError(
+            f"{named.folder} holds other weights than adapter {manifest.id} was trained for ({manifest.base.id}); "
+            "name that checkpoint with --draft"
+        )
+    return named
+
+
+def _export_gguf(
+    settings: Settings,
+    adapter: Path,
+    manifest: Manifest,
+    file: Path | None,
+    merged: Path | None,
+    encoding: str,
+    force: bool,
+) -> None:
+    """Write an adapter or a merged draft for llama.cpp's own programs, and say what to type there."""
+    from cli.export import check_free, write_checkpoint
+
+    destination = file or merged
+    assert destination is not None
+    check_free(destination, force)
+    source = base_of(settings, manifest)
+    if merged is not None:
+        write_checkpoint(source, adapter, merged, encoding, settings)
+        typer.echo(f"the draft with adapter {manifest.id} is in {merged}; with llama.cpp's server:")
+        typer.echo(server_command(settings, merged))
+        return
+    from transformers import AutoConfig
+
+    from adaptive.engines.gguf_adapter import Base, write_adapter
+
+    config = AutoConfig.from_pretrained(source.folder).get_text_config()
+    heads = config.num_attention_heads, config.num_key_value_heads
+    write_adapter(adapter, Base(config.model_type, config.num_hidden_layers, heads), destination)
+    typer.echo(f"adapter {manifest.id} is in {destination}; with llama.cpp's server, on the draft itself:")
+    typer.echo(f"llama-server --model {_gguf(settings.draft, 'DRAFT.gguf')} --lora {destination}")
+    typer.echo("As a draft llama-server takes no adapter; write the merged one (--merged FILE --format gguf).")
+
+
+def server_command(settings: Settings, draft: Path) -> str:
+    """What starts llama.cpp's server with this draft, at our usual draft length."""
+    return (
+        f"llama-server --model {_gguf(settings.target, 'TARGET.gguf')} --spec-type draft-simple "
+        f"--spec-draft-model {draft} --spec-draft-n-max 4"
+    )
+
+
+def _gguf(name: str | None, otherwise: str) -> str:
+    return name if name is not None and name.lower().endswith(".gguf") else otherwise
 
 
 def _resolve(store: AdapterStore, name: str) -> str:

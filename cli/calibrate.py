@@ -169,10 +169,10 @@ def read_sample(pair: Pair, log: Path) -> Sample:
 def predict(costs: CostTable, sample: Sample, pair: Pair) -> Forecast:
     """Rates of every length: tokens of a round at that length, by replay, over its seconds."""
     from adaptive.control.costs import LONGEST, CostModel
-    from trainers.replay import acceptance_rate, mean_acceptance_length, replay
+    from trainers.replay import acceptance_rate, mean_acceptance_length, replay_on
 
     assert pair.draft is not None
-    replays = replay(pair.draft.model, sample.examples)  # type: ignore[attr-defined]
+    replays = replay_on(pair.draft, sample.examples)
     model = CostModel(costs)
     model.at(int(statistics.mean(len(e.prompt) + len(e.output) / 2 for e in sample.examples)))
     lengths = range(LONGEST + 1)

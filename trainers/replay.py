@@ -34,6 +34,7 @@ import numpy.typing as npt
 import torch
 
 from adaptive.decoding.sampling import Penalties, transform_logits
+from adaptive.engines.protocol import Engine
 from trainers.batches import collate, context_length, passes, supervised_logits
 from trainers.dataset import Example
 
@@ -127,6 +128,17 @@ def replay(
         draft.train(was_training)
     back = np.argsort(order)
     return [found[i] for i in back]
+
+
+def replay_on(engine: Engine, examples: Sequence[Example]) -> list[Replay]:
+    """``replay`` of the draft that ``engine`` runs, adapter and all, in the order of ``examples``."""
+    found = []
+    for example in examples:
+        tokens = torch.from_numpy(np.concatenate([example.prompt, example.output[:-1]])).long()
+        logits = engine.sequence().extend(tokens.clamp_(max=engine.vocab_size - 1), len(example.output))
+        acceptance = position_acceptance(logits.float(), example)[1:].cpu().numpy()
+        found.append(Replay(example.id, example.domain, acceptance.astype(np.float32), example.limited))
+    return found
 
 
 def position_acceptance(logits: torch.Tensor, example: Example) -> torch.Tensor:

@@ -75,7 +75,7 @@ def write_model(
 
 
 def _heads(config: Any) -> tuple[int, int]:
-    return config.num_attention_heads, config.num_key_value_heads
+    return config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
 
 
 def _kinds() -> dict[str, tuple[Any, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,34 +22,45 @@ if TYPE_CHECKING:
 class LlamaAdapter:
     """The adapter of one model: none at first, then the last one applied. ``active`` is its folder."""
 
-    def __init__(self, model: LlamaModel) -> None:
-        self.model = model
+    def __init__(self, llama: LlamaModel) -> None:
+        self.llama = llama
         self.active: Path | None = None
         self._pointer: Any = None
 
     def use(self, context: Any) -> None:
         """Make ``context`` compute with the adapter in use."""
-        library = self.model.library
+        library = self.llama.library
         count = 0 if self._pointer is None else 1
         adapters = (library.llama_adapter_lora_p_ctypes * 1)(self._pointer)
         library.llama_set_adapters_lora(context, adapters, count, (ctypes.c_float * 1)(1.0))
 
-    def apply(self, folder: Path | None, sequences: Iterable[LlamaCppSequence]) -> None:
-        """Use the adapter in ``folder``, or none. Raises AdaptiveError, with all as it was, where it does not fit."""
+    def steps(self, folder: Path | None, sequences: Iterable[LlamaCppSequence]) -> Iterator[None]:
+        """Use the adapter in ``folder``, or none: it is read and checked up to the first step, and in use after it.
+
+        Raises AdaptiveError, with all as it was, where it does not fit.
+        """
         fresh = None if folder is None else self._load(folder)
+        try:
+            yield
+        except BaseException:  # whoever asked has thought better of it
+            self._free(fresh)
+            raise
         old, self._pointer, self.active = self._pointer, fresh, folder
         for sequence in sequences:
             sequence.use_adapter()
-        if old is not None:
-            self.model.library.llama_adapter_lora_free(old)
+        self._free(old)
+
+    def _free(self, pointer: Any) -> None:
+        if pointer is not None:
+            self.llama.library.llama_adapter_lora_free(pointer)
 
     def _load(self, folder: Path) -> Any:
         from adaptive.engines.gguf_adapter import write_adapter
 
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "adapter.gguf"
-            write_adapter(folder, self.model, file)
-            pointer = self.model.library.llama_adapter_lora_init(self.model.pointer, str(file).encode())
+            write_adapter(folder, self.llama, file)
+            pointer = self.llama.library.llama_adapter_lora_init(self.llama.pointer, str(file).encode())
         if not pointer:
-            raise AdaptiveError(f"adapter {folder} cannot be used on {self.model.path}: {complaint()}")
+            raise AdaptiveError(f"adapter {folder} cannot be used on {self.llama.path}: {complaint()}")
         return pointer

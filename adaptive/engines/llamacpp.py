@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,12 @@ class LlamaCppEngine:
 
     def apply_adapter(self, folder: Path | None) -> None:
         """Use a LoRA adapter (a PEFT folder), or the file's own weights for None; see the protocol."""
-        self.adapter.apply(folder, self._sequences)
+        for _ in self.swap_adapter(folder):
+            pass
+
+    def swap_adapter(self, folder: Path | None) -> Iterator[None]:
+        """``apply_adapter`` in two steps; see the protocol."""
+        return self.adapter.steps(folder, self._sequences)
 
 
 def _recommended_sampling(model: LlamaModel) -> SamplingParams:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adaptive.errors import AdaptiveError
-from adaptive.pair import sources
+from adaptive.pair import trained_draft
 from adaptive.records.log import Log
 from adaptive.records.types import Round
 from adaptive.service.pipe import BUSY, IDLE, LAST, STOP, Order, Report
@@ -306,7 +306,7 @@ class Trainer:
 @contextlib.contextmanager
 def background(settings: Settings, state: PairState) -> Iterator[Trainer]:
     """A trainer for the pair of ``settings``, which begins to look when it is first told ``idle``."""
-    draft = sources(settings)[1]
+    draft = trained_draft(settings)
     # Weights on disk are mostly in 16 bit; in training they are float32.
     size = 2 * sum(file.stat().st_size for file in draft.folder.glob("*.safetensors")) if draft else 0
     trainer = Trainer(settings, state, size)
