@@ -161,8 +161,10 @@ def _replay_one(
         began = time.thread_time()
         policy.observe(Round("model" if drafted else "none", drafted, accepted, noise(draft_s), noise(verify_s)))
         choosing += time.thread_time() - began
-        rounds.append((min(accepted + 1, n - at), draft_s + verify_s + costs.overhead_s, drafted))
-        clock.now += noise(costs.overhead_s)
+        committed = min(accepted + 1, n - at)
+        between_s = costs.overhead_s + committed * costs.token_s
+        rounds.append((committed, draft_s + verify_s + between_s, drafted))
+        clock.now += noise(between_s)
         lag = max(0, 1 + accepted - steps) if steps else lag + accepted + 1
         at += accepted + 1
     return choosing
@@ -180,7 +182,7 @@ def best_per_round(workload: list[Stretch], costs: CostTable) -> float:
             for at in range(n - 1, -1, -1):
                 run = run + 1 if trace.accepted[at] else 0
                 least[at] = min(cost[k] + least[at + k + 1] for k in range(min(run, DEPTH) + 1))
-            tokens, seconds = tokens + n, seconds + least[0]
+            tokens, seconds = tokens + n, seconds + least[0] + n * costs.token_s
     return tokens / seconds
 
 

@@ -112,7 +112,7 @@ def forecast(pair: Pair, costs: CostTable, prompts: list[Prompt], tokens: int) -
         log = Path(folder) / "records.db"
         answer_plainly(Assistant(pair, FixedLength(0), None), GREEDY, prompts, log, tokens)
         sample = read_sample(pair, log)
-    return predict(dataclasses.replace(costs, overhead_s=sample.overhead_s), sample, pair)
+    return predict(costs, sample, pair)
 
 
 def one_kind(pair: Pair, kind: str, prompts: list[Prompt], args: argparse.Namespace) -> None:

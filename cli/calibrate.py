@@ -109,21 +109,13 @@ def calibrate(
                     answer_plainly(session.assistant, sampling, asked[:answers], log)
             sample = read_sample(session.pair, log)
         with console.status("replaying the draft"):
-            forecast = predict(dataclasses.replace(costs, overhead_s=sample.overhead_s), sample, session.pair)
+            forecast = predict(costs, sample, session.pair)
         _keep(session, forecast.costs)
     report = _report(session, forecast, source)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
         _show(Console(highlight=False), forecast, report)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Generations to forecast from, and what their rounds took beside drafting and verifying (seconds)."""
-
-    examples: tuple[Example, ...]
-    overhead_s: float
 
 
 def answer_plainly(
@@ -146,9 +138,8 @@ def answer_plainly(
     assistant.log = None
 
 
-def read_sample(pair: Pair, log: Path) -> Sample:
+def read_sample(pair: Pair, log: Path) -> list[Example]:
     """The newest generations that replay can use. Raises AdaptiveError where there are none."""
-    from adaptive.records.log import Log
     from trainers.dataset import examples, read_log
 
     assert pair.draft is not None
@@ -156,33 +147,27 @@ def read_sample(pair: Pair, log: Path) -> Sample:
     found = [example for example in found if example.replayable]
     if not found:
         raise AdaptiveError(f"{log} holds no answer to learn acceptance from; give prompts with --prompts")
-    overheads = []
-    with Log(log) as opened:
-        for logged in opened.generations(max(0, opened.last_id() - NEWEST), with_supervision=False):
-            rounds = logged.generation.rounds
-            spent = sum(r.draft_s + r.verify_s for r in rounds)
-            if rounds:
-                overheads.append((logged.generation.timings.predicted_s - spent) / len(rounds))
-    return Sample(tuple(found), max(1e-6, statistics.median(overheads)) if overheads else 1e-6)
+    return found
 
 
-def predict(costs: CostTable, sample: Sample, pair: Pair) -> Forecast:
+def predict(costs: CostTable, sample: Sequence[Example], pair: Pair) -> Forecast:
     """Rates of every length: tokens of a round at that length, by replay, over its seconds."""
     from adaptive.control.costs import LONGEST, CostModel
     from trainers.replay import acceptance_rate, mean_acceptance_length, replay_on
 
     assert pair.draft is not None
-    replays = replay_on(pair.draft, sample.examples)
+    replays = replay_on(pair.draft, sample)
     model = CostModel(costs)
-    model.at(int(statistics.mean(len(e.prompt) + len(e.output) / 2 for e in sample.examples)))
+    model.at(int(statistics.mean(len(e.prompt) + len(e.output) / 2 for e in sample)))
     lengths = range(LONGEST + 1)
     seconds = [model.round(k) for k in lengths]
     tokens = [mean_acceptance_length(replays, k) if k else 1.0 for k in lengths]
-    rates = [tokens[k] / seconds[k] for k in lengths]
+    rates = [model.with_tokens(tokens[k] / seconds[k]) for k in lengths]
     best = max(lengths, key=rates.__getitem__)
 
     def at(acceptance: float) -> tuple[int, float]:
-        gains = [sum(acceptance**i for i in range(k + 1)) * seconds[0] / seconds[k] for k in lengths]
+        expected = (sum(acceptance**i for i in range(k + 1)) / seconds[k] for k in lengths)
+        gains = [model.with_tokens(rate) / rates[0] for rate in expected]
         top = max(lengths, key=gains.__getitem__)
         return top, gains[top]
 

@@ -28,6 +28,8 @@ TABLE_ROWS = 30
 
 # Head of the cells that ``cells`` gives, after the row's key.
 COLUMNS = ("generations", "tokens", "tokens/s", "acceptance", "tokens/round", "first")
+# Head of the cells that ``position_cells`` gives.
+POSITION_COLUMNS = ("position", "chosen", "observed", "accepted", "acceptance")
 
 
 class Grouping(str, Enum):
@@ -79,11 +81,14 @@ def history(
     elif as_csv:
         _print_csv(found, by)
     elif html is None:
-        _show(found, state.root.name, by)
+        from rich.console import Console
+
+        _show(found, state.root.name, by, Console(highlight=False))
 
 
 def print_summary(records: Path, console: Console, session: str | None = None) -> None:
-    """The table by adapter of one session (or all) of the log at ``records``, and below it the whole log's."""
+    """One session (or none) of the log at ``records``: its table by adapter, what was drafted and accepted
+    by position, and how chosen lengths and speed went; and below it the whole log's table."""
     from adaptive.records.history import history as history_of
     from adaptive.records.log import Log
 
@@ -92,6 +97,7 @@ def print_summary(records: Path, console: Console, session: str | None = None) -
     if session is not None:
         of_session = [g for g in figures if g.session == session]
         if of_session:
+            _show(history_of(of_session), f"session {session}", Grouping.position, console)
             console.print(_table_of_rows(history_of(of_session), f"session {session}", Grouping.adapter))
         else:
             console.print("this session has no answers in the log yet")
@@ -99,20 +105,19 @@ def print_summary(records: Path, console: Console, session: str | None = None) -
         console.print(_table_of_rows(history_of(figures), "the whole log", Grouping.adapter))
 
 
-def _show(found: History, pair: str, by: Grouping) -> None:
-    from rich.console import Console
+def _show(found: History, pair: str, by: Grouping, console: Console) -> None:
+    from cli.plots import LENGTH_PANELS, PANELS, plot_history
 
-    from cli.plots import plot_history
-
-    console = Console(highlight=False)
     if not found.totals.generations:
         console.print(f"the log of {pair} is empty: talk to it with `adaptive chat`, or see it all in `adaptive demo`")
         return
     if by is Grouping.position:
-        console.print(_table_of_positions(found.positions, pair))
+        console.print(_table_of_positions(found, pair))
+        console.print(f"[dim]{_about_positions(found)}[/]")
     else:
         console.print(_table_of_rows(found, pair, by))
-    plot = plot_history(found.series, found.swaps, console.width, colour=console.is_terminal)
+    panels = LENGTH_PANELS if by is Grouping.position else PANELS
+    plot = plot_history(found.series, found.swaps, console.width, colour=console.is_terminal, panels=panels)
     if plot:
         # Not through rich, which would wrap and restyle what plotext has laid out.
         sys.stdout.write(plot + "\n")
@@ -166,12 +171,33 @@ def cells(row: Figures) -> tuple[str, ...]:
     )
 
 
-def _table_of_positions(positions: Sequence[PositionAcceptance], title: str) -> Table:
-    table = _table(title, "position", ("observed", "accepted", "acceptance"))
-    for p in positions:
-        table.add_row(f"{p.position}", f"{p.observed}", f"{p.accepted}", or_dash(p.acceptance, ".1%"))
-    table.caption = "acceptance of a draft position, given that all before it were accepted"
+def _table_of_positions(found: History, title: str) -> Table:
+    table = _table(title, *POSITION_COLUMNS[:1], POSITION_COLUMNS[1:])
+    for cells_of_row in position_cells(found):
+        table.add_row(*cells_of_row)
     return table
+
+
+def _about_positions(found: History) -> str:
+    totals = found.totals
+    return (
+        "chosen: rounds that drafted so many tokens (0: plain decoding)\n"
+        "acceptance: given that all before it were accepted\n"
+        f"{or_dash(totals.mean_draft_length, '.2f')} tokens drafted a round; "
+        f"{or_dash(totals.tokens_per_second, '.1f')} tokens/s, "
+        f"{or_dash(totals.expected_tokens_per_second, '.1f')} expected by the controller"
+    )
+
+
+def position_cells(found: History) -> list[tuple[str, ...]]:
+    """The cells of POSITION_COLUMNS: plain decoding first, then every draft position."""
+    rounds = sum(found.lengths)
+    chosen = [f"{count / rounds:.1%}" for count in found.lengths]
+    rows: list[tuple[str, ...]] = [("0", chosen[0], "–", "–", "–")] if chosen else []
+    for p in found.positions:
+        accepted = or_dash(p.acceptance, ".1%")
+        rows.append((f"{p.position}", chosen[p.position], f"{p.observed}", f"{p.accepted}", accepted))
+    return rows
 
 
 def or_dash(value: float | None, form: str) -> str:
@@ -187,23 +213,24 @@ def _figures_json(row: Figures) -> dict[str, Any]:
     return values
 
 
-def _position_json(position: PositionAcceptance) -> dict[str, Any]:
+def _position_json(position: PositionAcceptance, lengths: Sequence[int]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return {**asdict(position), "acceptance": position.acceptance}
+    return {**asdict(position), "acceptance": position.acceptance, "rounds": lengths[position.position]}
 
 
 def _print_json(found: History, pair: str, by: Grouping) -> None:
     import json
     from dataclasses import asdict
 
-    positions = [_position_json(p) for p in found.positions]
+    positions = [_position_json(p, found.lengths) for p in found.positions]
     value = {
         "pair": pair,
         "by": by.value,
         "totals": _figures_json(found.totals),
         "rows": positions if by is Grouping.position else [_figures_json(row) for row in found.rows],
         "positions": positions,
+        "lengths": found.lengths,
         "series": [asdict(point) for point in found.series],
         "swaps": [asdict(swap) for swap in found.swaps],
     }
@@ -214,10 +241,18 @@ def _print_csv(found: History, by: Grouping) -> None:
     import csv
 
     if by is Grouping.position:
-        names = ["position", "observed", "accepted", "acceptance"]
-        rows = [_position_json(p) for p in found.positions]
+        names = ["position", "observed", "accepted", "acceptance", "rounds"]
+        rows = [_position_json(p, found.lengths) for p in found.positions]
     else:
-        names = ["generations", "tokens", "tokens_per_second", "first", "last"]
+        names = [
+            "generations",
+            "tokens",
+            "tokens_per_second",
+            "expected_tokens_per_second",
+            "mean_draft_length",
+            "first",
+            "last",
+        ]
         of_speculation = [
             "mean_acceptance_length",
             "draft_acceptance_rate",

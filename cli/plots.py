@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from adaptive.records.history import Point, Swap
 
@@ -13,10 +15,41 @@ HEIGHT = 24
 WIDTH = 110
 
 
+Figure = Callable[[Point], float | None]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of the plots above each other: a figure of every point as a line, and perhaps another as dots."""
+
+    title: str
+    line: Figure
+    dots: Figure | None = None
+
+
+PANELS = (
+    Panel("acceptance, %", lambda p: None if p.acceptance_rate is None else 100 * p.acceptance_rate),
+    Panel("tokens per second", lambda p: p.tokens_per_second),
+)
+LENGTH_PANELS = (
+    Panel("tokens drafted a round", lambda p: p.mean_draft_length),
+    Panel(
+        "tokens per second (dots: as expected by the controller)",
+        lambda p: p.tokens_per_second,
+        lambda p: p.expected_tokens_per_second,
+    ),
+)
+
+
 def plot_history(
-    points: Sequence[Point], swaps: Sequence[Swap], width: int, height: int = HEIGHT, colour: bool = True
+    points: Sequence[Point],
+    swaps: Sequence[Swap],
+    width: int,
+    height: int = HEIGHT,
+    colour: bool = True,
+    panels: Sequence[Panel] = PANELS,
 ) -> str:
-    """Acceptance above tokens per second, over generations, a vertical line at each swap.
+    """``panels`` one above the other, over generations, a vertical line at each swap.
 
     Empty where there are fewer than two points. ``width`` and ``height`` count characters.
     """
@@ -24,38 +57,42 @@ def plot_history(
         return ""
     import plotext
 
-    acceptance = [(p.last_id, 100 * p.acceptance_rate) for p in points if p.acceptance_rate is not None]
-    speed = [(p.last_id, p.tokens_per_second) for p in points if p.tokens_per_second is not None]
-    panels = [("acceptance, %", acceptance), ("tokens per second", speed)]
-    panels = [(title, values) for title, values in panels if values]
-    if not panels:
+    drawn = [panel for panel in panels if _values(panel.line, points)]
+    if not drawn:
         return ""
     plotext.terminal.limit(False, False)  # the caller knows the width, also where no terminal answers
     figure = plotext.figure
     figure.clear()
     figure.plot_size(min(width, WIDTH), height)
     figure.theme("simple" if colour else "colorless")
-    figure.subplots(len(panels), 1)
-    for number, (title, values) in enumerate(panels, start=1):
-        panel = figure.subplot(number, 1)
-        panel.title(title)
-        _draw(panel, values, points, swaps)
-    panel.label("generation", "x")
+    figure.subplots(len(drawn), 1)
+    for number, panel in enumerate(drawn, start=1):
+        plot = figure.subplot(number, 1)
+        plot.title(panel.title)
+        _draw(plot, panel, points, swaps)
+    plot.label("generation", "x")
     text: str = figure.build().string(colorless=not colour)
     return text.rstrip("\n")
 
 
-def _draw(panel: object, values: Sequence[tuple[int, float]], points: Sequence[Point], swaps: Sequence[Swap]) -> None:
-    from typing import Any
+def _values(figure: Figure, points: Sequence[Point]) -> list[tuple[int, float]]:
+    return [(p.last_id, value) for p in points if (value := figure(p)) is not None]
 
-    plot: Any = panel  # plotext has no types
-    plot.draw(plot.signal([x for x, _ in values], [y for _, y in values], marker="hd").lines())
+
+def _draw(plot: Any, panel: Panel, points: Sequence[Point], swaps: Sequence[Swap]) -> None:
+    line = _values(panel.line, points)
+    dots = _values(panel.dots, points) if panel.dots else []
+    plot.draw(plot.signal([x for x, _ in line], [y for _, y in line], marker="hd").lines())
+    if dots:
+        plot.draw(plot.signal([x for x, _ in dots], [y for _, y in dots], marker="•"))
     first, last = points[0].last_id, points[-1].last_id
     ticks = sorted({round(first + (last - first) * step / 6) for step in range(7)})
     plot.ruler("x").ticks(ticks, labels=[str(tick) for tick in ticks])
     plot.ruler("x").lim(first, last)
-    top = max(y for _, y in values) * 1.15 or 1.0
+    top = max(y for _, y in (*line, *dots)) * 1.15 or 1.0
     plot.ruler("y").lim(0, top)
+    heights = [top * step / 4 for step in range(5)]
+    plot.ruler("y").ticks(heights, labels=[f"{height:.0f}" if top > 20 else f"{height:.1f}" for height in heights])
     for swap in swaps:
         # A swap inside the first bucket would stand left of the first point, outside the plot.
         x = max(first, swap.generation - 0.5)

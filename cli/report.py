@@ -11,7 +11,7 @@ from typing import Any
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.history import History
-from cli.history import COLUMNS, cells, or_dash
+from cli.history import COLUMNS, POSITION_COLUMNS, cells, position_cells
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -32,7 +32,8 @@ th:first-child, td:first-child {{ text-align: left; }}
 <h2>By {by}</h2>
 {rows}
 <h2>By draft position</h2>
-<p>Acceptance of each token of a draft, given that all before it were accepted.</p>
+<p>Rounds that drafted exactly so many tokens (0: plain decoding), and the acceptance of each token of a draft,
+given that all before it were accepted.</p>
 {positions}
 </body>
 </html>
@@ -49,18 +50,12 @@ def write_report(found: History, pair: str, by: str, file: Path) -> None:
         pair=html.escape(pair),
         by=by,
         summary=f"{totals.generations} generations, {totals.tokens} tokens; written {time.strftime('%Y-%m-%d %H:%M')}",
-        plot=_plot(found).to_html(full_html=False, include_plotlyjs=True, default_height="640px"),
+        plot=_plot(found).to_html(full_html=False, include_plotlyjs=True, default_height="820px"),
         rows=_table(
             (by, *COLUMNS),
             [(row.key, *cells(row)) for row in (*found.rows, totals)],
         ),
-        positions=_table(
-            ("position", "observed", "accepted", "acceptance"),
-            [
-                (str(p.position), str(p.observed), str(p.accepted), or_dash(p.acceptance, ".1%"))
-                for p in found.positions
-            ],
-        ),
+        positions=_table(POSITION_COLUMNS, position_cells(found)),
     )
     try:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
@@ -75,6 +70,7 @@ def _plot(found: History) -> Any:
     panels = (
         ("acceptance rate", [p.acceptance_rate for p in found.series]),
         ("mean acceptance length", [p.mean_acceptance_length for p in found.series]),
+        ("tokens drafted a round", [p.mean_draft_length for p in found.series]),
         ("tokens per second", [p.tokens_per_second for p in found.series]),
     )
     titles = [title for title, _ in panels]
@@ -93,6 +89,15 @@ def _plot(found: History) -> Any:
             col=1,
         )
         figure.update_yaxes(rangemode="tozero", row=row, col=1)
+    figure.add_scatter(
+        x=[p.last_id for p in found.series],
+        y=[p.expected_tokens_per_second for p in found.series],
+        mode="lines",
+        line_dash="dot",
+        name="expected by the controller",
+        row=len(panels),
+        col=1,
+    )
     for swap in found.swaps:
         label = html.escape(swap.after or "none")
         figure.add_vline(x=swap.generation - 0.5, line_dash="dot", line_color="#888")

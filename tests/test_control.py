@@ -21,7 +21,8 @@ TABLE = CostTable(
     draft_s=0.1,
     catch_up_s=0.005,
     verify_s=tuple(1 + 0.03 * k for k in range(LONGEST + 1)),
-    overhead_s=0.03,
+    overhead_s=0.02,
+    token_s=0.01,
     context_s=0.0,
     context=0,
 )
@@ -77,10 +78,11 @@ class World:
             TABLE.verify_s[drafted] * self.slower,
         )
         self.policy.observe(outcome)
-        self.clock.now += TABLE.overhead_s
+        between = (TABLE.overhead_s + TABLE.token_s * (1 + accepted)) * self.slower
+        self.clock.now += between
         self.waiting = max(0, 1 + accepted - steps) if steps else self.waiting + 1
         self.tokens += accepted + 1
-        self.seconds += outcome.draft_s + outcome.verify_s + TABLE.overhead_s
+        self.seconds += outcome.draft_s + outcome.verify_s + between
         return outcome
 
 
@@ -174,7 +176,17 @@ def test_a_useless_draft_costs_at_most_two_percent(attentive: bool) -> None:
     _, world = goodput(attentive)
     for _ in range(3000):
         world.round([0.02] * 16)
-    assert world.tokens / world.seconds > 0.98 / (TABLE.verify_s[0] + TABLE.overhead_s)
+    assert world.tokens / world.seconds > 0.98 / (TABLE.verify_s[0] + TABLE.overhead_s + TABLE.token_s)
+
+
+@pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.85])
+@pytest.mark.parametrize("attentive", [True, False])
+def test_the_speed_that_is_expected_is_the_speed_that_comes(attentive: bool, acceptance: float) -> None:
+    policy, world = goodput(attentive)
+    expected_s = 0.0
+    for _ in range(2000):
+        expected_s += (1 + world.round([acceptance] * 16).accepted) / policy.expected
+    assert expected_s == pytest.approx(world.seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("attentive", [True, False])

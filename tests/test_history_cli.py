@@ -81,6 +81,9 @@ def test_json_figures_are_those_of_the_rounds(records: Path, adaptive: Run) -> N
     assert [(s["generation"], s["after"]) for s in value["swaps"]] == [(6, "0001")]
     assert [p["position"] for p in value["positions"]] == [1, 2, 3, 4]
     assert len(value["series"]) == 12
+    assert sum(value["lengths"]) == len(ROUNDS)
+    assert [p["rounds"] for p in value["positions"]] == value["lengths"][1:]
+    assert [p["mean_draft_length"] for p in value["series"]] == [4.0] * 12
 
 
 @pytest.mark.parametrize("by", ["adapter", "day", "session", "position"])
@@ -88,7 +91,7 @@ def test_table_and_plot_fit_eighty_columns(records: Path, adaptive: Run, by: str
     status, out, _ = adaptive("history", "--by", by)
     assert status == 0
     assert max(len(line) for line in out.splitlines()) <= 80
-    assert "acceptance, %" in out
+    assert ("tokens drafted a round" if by == "position" else "acceptance, %") in out
     assert "tokens per second" in out
     assert "\x1b" not in out  # no colours outside a terminal
     assert {"session": "[s]2", "adapter": "base draft"}.get(by, "") in out

@@ -80,7 +80,7 @@ def exact_distribution(target: TransformersEngine, params: SamplingParams) -> di
         for place, token in enumerate(continuation):
             penalties = Penalties(params, VOCAB, torch.device("cpu"))
             penalties.start(torch.tensor(PROMPT))
-            penalties.commit(torch.tensor(continuation[:place], dtype=torch.long))
+            penalties.commit(list(continuation[:place]))
             context = torch.tensor([*PROMPT, *continuation[:place]])
             logits = penalties.apply(target.sequence().extend(context, 1), context[:0])
             probability *= float(transform_logits(logits, params).softmax(-1)[0, token])

@@ -21,7 +21,9 @@ def rounds(*pairs: tuple[int, int]) -> tuple[Round, ...]:
 def figures(
     number: int, adapter: str | None = None, *pairs: tuple[int, int], seconds: float = 1.0
 ) -> GenerationFigures:
-    return GenerationFigures(number, "s", float(number), adapter, 11, seconds, count_rounds(rounds(*pairs)))
+    return GenerationFigures(
+        number, "s", float(number), adapter, 11, seconds, 2 * seconds, count_rounds(rounds(*pairs))
+    )
 
 
 def test_figures_of_a_worked_example() -> None:
@@ -48,6 +50,15 @@ def test_a_position_after_a_rejection_is_unobserved_not_rejected() -> None:
     assert [p.acceptance for p in found] == [4 / 5, 2 / 3, 1 / 2]
     (_, never) = acceptance_by_position([RoundCount(2, 0, 7)])
     assert (never.observed, never.acceptance) == (0, None)
+
+
+def test_chosen_lengths_and_the_forecast_stand_beside_what_came_of_them() -> None:
+    # Ten timed tokens in a second each, of which the controller expected two seconds.
+    found = history([figures(1, None, (0, 0), (3, 1)), figures(2, None, (1, 1), (0, 0))])
+    assert found.lengths == (2, 1, 0, 1)
+    assert [p.mean_draft_length for p in found.series] == [1.5, 0.5]
+    assert (found.totals.tokens_per_second, found.totals.expected_tokens_per_second) == (10.0, 5.0)
+    assert found.totals.mean_draft_length == 1.0
 
 
 def test_rows_tell_the_base_draft_from_no_draft_at_all() -> None:

@@ -212,7 +212,7 @@ def test_penalties_apply_to_the_draft_as_they_did_when_the_text_was_made() -> No
     for _ in range(15):
         logits = penalties.apply(next_logits(draft, ids)[None], torch.empty(0, dtype=torch.long))
         ids.append(int(logits.argmax()))
-        penalties.commit(torch.tensor(ids[-1:]))
+        penalties.commit(ids[-1:])
     output = np.array(ids[3:], np.int32)
     example = Example(1, "", np.array(prompt, np.int32), output, params, True, None)
     assert acceptance_rate(replay(draft, [example])) == 1.0

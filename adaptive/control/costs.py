@@ -37,14 +37,16 @@ class CostTable:
 
     ``draft_s`` is one draft step, ``catch_up_s`` what each further token costs that the first step
     has to feed (after plain rounds), ``verify_s[k]`` a verification of k drafted tokens (k + 1 rows;
-    0 is a plain step), ``overhead_s`` the rest of a round, and ``context_s`` what each token of context
-    beyond ``context`` adds to a verification.
+    0 is a plain step), ``overhead_s`` the rest of a round, ``token_s`` what each committed token takes
+    beside (its text, its record, handing it over), and ``context_s`` what each token of context beyond
+    ``context`` adds to a verification.
     """
 
     draft_s: float
     catch_up_s: float
     verify_s: tuple[float, ...]
     overhead_s: float
+    token_s: float
     context_s: float
     context: int
 
@@ -55,7 +57,8 @@ UNMEASURED = CostTable(
     draft_s=0.1,
     catch_up_s=0.01,
     verify_s=tuple(1.0 + 0.03 * k for k in range(LONGEST + 1)),
-    overhead_s=0.02,
+    overhead_s=0.01,
+    token_s=0.01,
     context_s=0.0,
     context=0,
 )
@@ -113,11 +116,11 @@ class CostModel:
         self.draft_s = table.draft_s
         self.catch_up_s = table.catch_up_s
         self.verify_s = list(table.verify_s)
-        self.overhead_s = table.overhead_s
+        self.overhead_s, self.token_s = table.overhead_s, table.token_s
         self.context_s, self.context = table.context_s, table.context
         self.speed = 1.0
         self.speed_steps, self.draft_steps = Steps(SPEED_STEP), Steps(LENGTH_STEP)
-        self.overhead_steps = Steps(LENGTH_STEP)
+        self.between_steps = Steps(LENGTH_STEP)
         self.now = 0.0  # seconds that the present context adds to a verification
 
     def at(self, context: int) -> None:
@@ -133,7 +136,7 @@ class CostModel:
         return self.speed * max(self.verify_s[length] + self.now, 1e-9)
 
     def round(self, length: int, waiting: int = 0) -> float:
-        """Seconds of a whole round of ``length`` drafted tokens."""
+        """Seconds of a whole round of ``length`` drafted tokens, apart from what its committed tokens take."""
         return (self.draft(length, waiting) if length else 0.0) + self.plain(length)
 
     def plain(self, length: int) -> float:
@@ -156,9 +159,18 @@ class CostModel:
             else:  # mostly catching up
                 self.catch_up_s *= factor
 
-    def observe_overhead(self, seconds: float) -> None:
-        """Learn from the time between two rounds, whatever the caller does in it."""
-        self.overhead_s *= self.overhead_steps.factor(seconds, self.speed * self.overhead_s)
+    def with_tokens(self, rate: float) -> float:
+        """Tokens per second where rounds alone would give ``rate``: what every token takes beside comes on top.
+
+        The same is added to every way of decoding, so it never changes which one is best.
+        """
+        return 1 / (1 / rate + self.speed * self.token_s)
+
+    def observe_between(self, seconds: float, tokens: int) -> None:
+        """Learn from the time between two rounds, in which the caller had ``tokens`` tokens to deal with."""
+        factor = self.between_steps.factor(seconds, self.speed * (self.overhead_s + tokens * self.token_s))
+        self.overhead_s *= factor
+        self.token_s *= factor
 
     def _first(self, outcome: Round) -> None:
         """Scale the typical shares to the first round seen, so that steps start near the truth."""
@@ -184,6 +196,7 @@ class CostModel:
             catch_up_s=self.catch_up_s * self.speed,
             verify_s=tuple(v * self.speed for v in self.verify_s),
             overhead_s=self.overhead_s * self.speed,
+            token_s=self.token_s * self.speed,
             context_s=self.context_s * self.speed,
             context=self.context,
         )

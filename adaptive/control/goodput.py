@@ -75,7 +75,7 @@ class GoodputLength(LengthPolicy):
         self.clock = clock
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
         self.speculating = True
-        self.rate = 0.0  # tokens per second to be expected now
+        self.rate = 0.0  # tokens per second of rounds to be expected now, at best
         self.best, self.predicted = 1, 0.0  # by acceptance at each position: length, tokens per second
         self.age = 0  # rounds since these were computed
         self.plain_s = 1.0  # seconds of a plain round now
@@ -83,7 +83,8 @@ class GoodputLength(LengthPolicy):
         self.this_answer = 0
         self.budget = BUDGET  # plain rounds' time that tries may spend
         self.since_plain = 0
-        self.finished: float | None = None  # when the last round of this answer was observed
+        self.finished: float | None = None  # when the last round of this answer came to its end
+        self.committed = 0  # tokens that it committed
         self._start_round(0)
 
     def _start_round(self, waiting: int) -> None:
@@ -96,11 +97,12 @@ class GoodputLength(LengthPolicy):
         self._start_round(waiting)
         costs = self.costs
         if self.finished is not None:
-            costs.observe_overhead(self.clock() - self.finished)
+            costs.observe_between(self.clock() - self.finished, self.committed)
         costs.at(context)
+        self.plain_s = costs.round(0)
+        self.expected = costs.with_tokens(1 / self.plain_s)
         if limit <= 0:
             return 0
-        self.plain_s = costs.round(0)
         if self.age == 0:
             self.best, self.predicted = self._best_fixed()
         self.age = (self.age + 1) % REFRESH
@@ -113,6 +115,7 @@ class GoodputLength(LengthPolicy):
                 return 0
         elif self.budget < min(BUDGET, self._cost_of_trying()):
             return 0
+        self.expected = costs.with_tokens(speculative)
         return min(limit, self.longest if self.attentive else self.best)
 
     def _cost_of_trying(self) -> float:
@@ -162,6 +165,7 @@ class GoodputLength(LengthPolicy):
 
     def observe(self, outcome: Round) -> None:
         """Learn costs, acceptance and calibration from a finished round."""
+        self.finished, self.committed = self.clock(), 1 + outcome.accepted
         steps = len(self.confidences) if self.attentive else outcome.drafted
         costs = self.costs
         costs.observe(outcome, steps, self.waiting)
@@ -190,7 +194,6 @@ class GoodputLength(LengthPolicy):
             self.budget = min(BUDGET, self.budget + TRY_SHARE)
         if not outcome.drafted:
             self.since_plain = 0
-        self.finished = self.clock()
 
     def begin(self, scope: Scope) -> None:
         """Estimates of another session or temperature start from the general ones."""

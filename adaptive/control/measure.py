@@ -6,18 +6,21 @@ a slow moment of the machine falls on all of them; of each length the median cou
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 
 import torch
 
 from adaptive.control.costs import LONGEST, CostTable, from_samples
-from adaptive.control.policy import Advice
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.policy import Advice, FixedLength
 from adaptive.decoding.drafters import ModelDrafter
-from adaptive.decoding.loop import TargetSampler, speculative_round
-from adaptive.decoding.params import SamplingParams
+from adaptive.decoding.loop import Decoding, Request, TargetSampler, speculative_round
+from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Penalties
-from adaptive.decoding.supervision import SupervisionTape
+from adaptive.decoding.supervision import BATCH
+from adaptive.decoding.text import TextStream
 from adaptive.pair import Pair
 from adaptive.records.types import Round
 
@@ -31,6 +34,11 @@ CATCH_UP = 32
 # Rounds of each length and seconds after which no further ones are started. Fewer than 5 rounds leave
 # the median to chance.
 REPEATS, ENOUGH_S, LEAST_REPEATS = 15, 3.0, 5
+# Tokens of the short generation that shows what a token takes beside the models: supervision is digested
+# in batches, of which this makes two.
+TOKENS = 2 * BATCH + 1
+# Rounds over which choosing is timed.
+CHOICES = 50
 
 
 def where_it_runs(pair: Pair) -> str:
@@ -62,17 +70,23 @@ class Bench:
         self.advise = (lambda position, confidence: Advice.MORE) if attentive else None
         self.round(1)
 
-    def round(self, length: int, waiting: int = 0) -> tuple[Round, float]:
-        """A round of ``length`` drafted tokens, undone again; and the seconds of keeping its supervision."""
+    def round(self, length: int, waiting: int = 0) -> Round:
+        """A round of ``length`` drafted tokens, undone again."""
         held = len(self.committed)
         self.target.rollback(held - 1)
         self.draft.rollback(held - 1 - waiting)
-        outcome, verdict, logits = speculative_round(
-            self.target, self.drafter, self.sampler, list(self.committed), length, self.advise
-        )
-        began = time.perf_counter()
-        SupervisionTape().append(logits, verdict.chosen)
-        return outcome, time.perf_counter() - began
+        return speculative_round(self.target, self.drafter, self.sampler, list(self.committed), length, self.advise)[0]
+
+    def beside(self, pair: Pair) -> float:
+        """Seconds that one token of a plain generation takes beside its round: text, record, handing it over."""
+        request = Request(self.committed, self.sampler.params, StopParams(TOKENS), frozenset())
+        self.target.rollback(len(self.committed) - 1)
+        stream = TextStream(pair.tokenizer)
+        plain = Decoding(request, self.target, pair.target.context_length, None, self.sampler, FixedLength(0), stream)
+        for _ in plain.steps():
+            pass
+        spent = sum(r.draft_s + r.verify_s for r in plain.rounds)
+        return (plain.predicted_s - spent) / max(1, len(plain.rounds))
 
 
 def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> CostTable:
@@ -86,30 +100,44 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Cos
     verify: dict[int, list[float]] = {k: [] for k in LENGTHS}
     steps: list[float] = []
     caught_up: list[float] = []
-    kept: list[float] = []
     began = time.perf_counter()
     for repeat in range(REPEATS * (3 if thorough else 1)):
         if repeat >= LEAST_REPEATS and time.perf_counter() - began > ENOUGH_S * (3 if thorough else 1):
             break
         for length in LENGTHS:
-            outcome, tape_s = bench.round(length)
+            outcome = bench.round(length)
             verify[length].append(outcome.verify_s)
-            kept.append(tape_s)
             if length >= 2:
                 steps.append(outcome.draft_s / length)
-        caught_up.append(bench.round(1, waiting=min(CATCH_UP, context - 2))[0].draft_s)
+        caught_up.append(bench.round(1, waiting=min(CATCH_UP, context - 2)).draft_s)
     draft_s = statistics.median(steps)
     medians = {length: statistics.median(seconds) for length, seconds in verify.items()}
     context_s = 0.0
     if thorough and pair.target.context_length > context + FURTHER + LONGEST + 2:
         longer = Bench(pair, sampling, context + FURTHER, attentive)
-        slower = statistics.median(longer.round(0)[0].verify_s for _ in range(LEAST_REPEATS * 3))
+        slower = statistics.median(longer.round(0).verify_s for _ in range(LEAST_REPEATS * 3))
         context_s = max(0.0, slower - medians[0]) / FURTHER
-    return CostTable(
+    table = CostTable(
         draft_s=draft_s,
         catch_up_s=max(0.0, statistics.median(caught_up) - draft_s) / min(CATCH_UP, context - 2),
         verify_s=from_samples(medians),
-        overhead_s=statistics.median(kept),
+        overhead_s=0.0,
+        token_s=max(1e-9, statistics.median(bench.beside(pair) for _ in range(3))),
         context_s=context_s,
         context=context,
     )
+    return dataclasses.replace(table, overhead_s=choosing(table, attentive))
+
+
+def choosing(costs: CostTable, attentive: bool) -> float:
+    """Seconds a round that the default policy takes for its choice, two drafted tokens a round."""
+    policy = GoodputLength(costs, attentive=attentive)
+    outcome = Round("model", 2, 1, 2 * costs.draft_s, costs.verify_s[2])
+    began = time.perf_counter()
+    for number in range(CHOICES):
+        policy.next_length(LONGEST, 0, number)
+        if attentive:
+            policy.advise(1, 0.9)
+            policy.advise(2, 0.5)
+        policy.observe(outcome)
+    return (time.perf_counter() - began) / CHOICES

@@ -19,7 +19,7 @@ from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
 
 # Version of the file's shape; another one is not read.
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _restore(counts: Counts, stored: dict[str, Any]) -> None:
 def _table(stored: dict[str, Any]) -> CostTable:
     single = {f.name: float(stored[f.name]) for f in dataclasses.fields(CostTable) if f.name != "verify_s"}
     verify = tuple(_numbers(stored["verify_s"], LONGEST + 1))
-    if min(*verify, single["draft_s"], single["overhead_s"]) <= 0:
+    if min(*verify, single["draft_s"], single["overhead_s"], single["token_s"]) <= 0:
         raise ValueError("costs must be positive")
     return CostTable(verify_s=verify, **{**single, "context": int(single["context"])})  # type: ignore[arg-type]
 

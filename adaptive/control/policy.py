@@ -34,11 +34,13 @@ class LengthPolicy(ABC):
     """Chooses how many tokens the next round drafts. One policy serves a pair, over all sessions.
 
     ``attentive`` policies are asked at every position, which costs the drafter one probability a
-    token; the others never make it compute one.
+    token; the others never make it compute one. ``expected`` is the tokens per second that the policy
+    expects of the round it has just chosen; 0 where it forecasts nothing.
     """
 
     name: str
     attentive: bool = False
+    expected: float = 0.0
 
     @abstractmethod
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:

@@ -113,4 +113,4 @@ class ModelDrafter:
 
 def _confidence(logits: torch.Tensor, q: torch.Tensor | None) -> float:
     """The largest probability of q (1, vocab); without q (greedy), of the softmax of the logits (1, vocab)."""
-    return float(q.amax() if q is not None else (logits.amax(-1) - logits.logsumexp(-1)).exp())
+    return float((logits.softmax(-1) if q is None else q).amax())

@@ -119,7 +119,7 @@ def speculative_round(
     target.rollback(held + verdict.accepted)
     if drafter is not None:
         drafter.rollback(held + verdict.accepted)
-    sampler.penalties.commit(torch.tensor(verdict.tokens))
+    sampler.penalties.commit(verdict.tokens)
     verified = time.perf_counter()
     outcome = Round(
         drafter=proposal.drafter if proposal else "none",
@@ -167,7 +167,7 @@ class Decoding:
         self.rounds: list[Round] = []
         self.supervision: Supervision | None = None
         self.drafted = self.accepted = 0
-        self.prompt_s = self.predicted_s = 0.0
+        self.prompt_s = self.predicted_s = self.expected_s = 0.0
 
     def steps(self) -> Iterator[Step]:
         """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
@@ -195,6 +195,8 @@ class Decoding:
                 )
                 self.policy.observe(outcome)
                 self.rounds.append(outcome)
+                if self.policy.expected:
+                    self.expected_s += len(verdict.tokens) / self.policy.expected
                 self.drafted += outcome.drafted
                 self.accepted += outcome.accepted
         finally:
@@ -242,6 +244,7 @@ class Decoding:
             prompt_s=self.prompt_s,
             predicted_n=len(self.output),
             predicted_s=self.predicted_s,
+            expected_s=self.expected_s,
         )
 
     @property

@@ -39,11 +39,11 @@ class Verdict:
 
 def verify_greedy(logits: torch.Tensor, drafted: torch.Tensor) -> Verdict:
     """logits (K + 1, vocab) of the target, drafted (K,)."""
-    best = logits.argmax(-1)
+    both = torch.cat([logits.argmax(-1), drafted]).tolist()  # the round's one synchronisation
+    best, proposed = both[: len(logits)], both[len(logits) :]
     # The target's choice stands in every row that is reached: an accepted draft is that choice.
-    reached = (best[:-1] == drafted).int().cumprod(0).sum()
-    *tokens, accepted = torch.cat([best, reached[None]]).tolist()  # the round's one synchronisation
-    return Verdict(accepted, tokens[: accepted + 1], logits.new_zeros(accepted + 1))
+    accepted = next((i for i, (a, b) in enumerate(zip(best, proposed, strict=False)) if a != b), len(proposed))
+    return Verdict(accepted, best[: accepted + 1], logits.new_zeros(accepted + 1))
 
 
 def verify_sampled(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, generator: torch.Generator) -> Verdict:

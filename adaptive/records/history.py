@@ -13,6 +13,7 @@ from adaptive.records.stats import (
     RoundCount,
     SpeculativeStats,
     acceptance_by_position,
+    rounds_by_length,
     stats_of_counts,
 )
 
@@ -29,7 +30,8 @@ NO_DRAFT = "no draft"
 @dataclass(frozen=True)
 class GenerationFigures:
     """The figures of one generation: no text, no tokens. ``seconds`` is the time of ``tokens - 1``
-    output tokens, the first one coming out of the prompt's own pass."""
+    output tokens, the first one coming out of the prompt's own pass; ``expected`` what the draft-length
+    policy expected it to be (0: no forecast)."""
 
     id: int
     session: str
@@ -37,6 +39,7 @@ class GenerationFigures:
     adapter: str | None
     tokens: int
     seconds: float
+    expected: float
     rounds: tuple[RoundCount, ...]
 
     @property
@@ -48,12 +51,16 @@ class GenerationFigures:
 @dataclass(frozen=True)
 class Figures:
     """The figures of several generations. ``first`` and ``last`` are seconds since the epoch (None
-    without generations); ``tokens_per_second`` is None where nothing was timed."""
+    without generations); ``tokens_per_second`` is None where nothing was timed,
+    ``expected_tokens_per_second`` where nothing was forecast, ``mean_draft_length`` (tokens drafted a
+    round, plain rounds counted as 0) where there was no round."""
 
     key: str
     generations: int
     tokens: int
     tokens_per_second: float | None
+    expected_tokens_per_second: float | None
+    mean_draft_length: float | None
     first: float | None
     last: float | None
     speculation: SpeculativeStats
@@ -74,6 +81,8 @@ class Point:
     acceptance_rate: float | None
     mean_acceptance_length: float | None
     tokens_per_second: float | None
+    expected_tokens_per_second: float | None
+    mean_draft_length: float | None
 
 
 @dataclass(frozen=True)
@@ -88,11 +97,12 @@ class Swap:
 
 @dataclass(frozen=True)
 class History:
-    """Everything ``adaptive history`` shows."""
+    """Everything ``adaptive history`` shows. ``lengths[k]`` counts the rounds that drafted k tokens."""
 
     totals: Figures
     rows: tuple[Figures, ...]
     positions: tuple[PositionAcceptance, ...]
+    lengths: tuple[int, ...]
     series: tuple[Point, ...]
     swaps: tuple[Swap, ...]
 
@@ -103,6 +113,7 @@ def history(generations: Sequence[GenerationFigures], by: By = "adapter", points
         totals=summed("all", generations),
         rows=grouped(generations, by),
         positions=acceptance_by_position(count for g in generations for count in g.rounds),
+        lengths=rounds_by_length(count for g in generations for count in g.rounds),
         series=series(generations, points),
         swaps=swaps(generations),
     )
@@ -115,6 +126,8 @@ def summed(key: str, generations: Sequence[GenerationFigures]) -> Figures:
         generations=len(generations),
         tokens=sum(g.tokens for g in generations),
         tokens_per_second=_tokens_per_second(generations),
+        expected_tokens_per_second=_expected(generations),
+        mean_draft_length=_mean_draft_length(generations),
         first=min((g.created for g in generations), default=None),
         last=max((g.created for g in generations), default=None),
         speculation=stats_of_counts(count for g in generations for count in g.rounds),
@@ -172,6 +185,17 @@ def _tokens_per_second(generations: Sequence[GenerationFigures]) -> float | None
     return sum(g.tokens - 1 for g in timed) / sum(g.seconds for g in timed) if timed else None
 
 
+def _expected(generations: Sequence[GenerationFigures]) -> float | None:
+    forecast = [g for g in generations if g.expected > 0]
+    return sum(g.tokens - 1 for g in forecast) / sum(g.expected for g in forecast) if forecast else None
+
+
+def _mean_draft_length(generations: Sequence[GenerationFigures]) -> float | None:
+    counts = [count for g in generations for count in g.rounds]
+    rounds = sum(count.rounds for count in counts)
+    return sum(count.drafted * count.rounds for count in counts) / rounds if rounds else None
+
+
 def _point(bucket: Sequence[GenerationFigures]) -> Point:
     stats = stats_of_counts(count for g in bucket for count in g.rounds)
     return Point(
@@ -183,4 +207,6 @@ def _point(bucket: Sequence[GenerationFigures]) -> Point:
         acceptance_rate=stats.draft_acceptance_rate if stats.num_spec_steps else None,
         mean_acceptance_length=stats.mean_acceptance_length if stats.num_spec_steps else None,
         tokens_per_second=_tokens_per_second(bucket),
+        expected_tokens_per_second=_expected(bucket),
+        mean_draft_length=_mean_draft_length(bucket),
     )

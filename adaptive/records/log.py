@@ -164,7 +164,8 @@ class Log:
         """What ``adaptive.records.history`` needs of every generation, oldest first; no text, no tokens."""
         with self._reading() as connection:
             heads = connection.execute(
-                "SELECT id, session, created, adapter, predicted_n, predicted_s FROM generations ORDER BY id"
+                "SELECT id, session, created, adapter, predicted_n, predicted_s, expected_s FROM generations"
+                " ORDER BY id"
             ).fetchall()
             counts = connection.execute(
                 """SELECT generation, drafted, accepted, count(*) FROM rounds
@@ -175,8 +176,8 @@ class Log:
                 for number, rows in itertools.groupby(counts, key=lambda row: row[0])
             }
         return tuple(
-            GenerationFigures(number, session, created, adapter, tokens, seconds, rounds.get(number, ()))
-            for number, session, created, adapter, tokens, seconds in heads
+            GenerationFigures(number, session, created, adapter, tokens, seconds, expected, rounds.get(number, ()))
+            for number, session, created, adapter, tokens, seconds, expected in heads
         )
 
     def plain_step_seconds(self) -> float | None:

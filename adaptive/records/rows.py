@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ COLUMNS = (
     "prompt_s",
     "predicted_n",
     "predicted_s",
+    "expected_s",
     "rounds_n",
     "draft_n",
     "draft_n_accepted",
@@ -62,6 +64,7 @@ def insert(connection: sqlite3.Connection, generation: Generation) -> int:
             timings.prompt_s,
             timings.predicted_n,
             timings.predicted_s,
+            timings.expected_s,
             len(rounds),
             sum(r.drafted for r in rounds),
             sum(r.accepted for r in rounds),
@@ -107,7 +110,7 @@ def generation_of(row: sqlite3.Row | tuple[object, ...], rounds: Iterable[Round]
         domain=values["domain"],
         finish_reason=values["finish_reason"],
         rounds=tuple(rounds),
-        timings=Timings(*(values[n] for n in ("prompt_n", "cached_n", "prompt_s", "predicted_n", "predicted_s"))),
+        timings=Timings(*(values[field.name] for field in dataclasses.fields(Timings))),
         supervision=None if values["supervision"] is None else decode(values["supervision"]),
     )
 

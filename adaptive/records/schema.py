@@ -71,7 +71,12 @@ def index_session_and_created(connection: sqlite3.Connection) -> None:
     connection.execute("CREATE INDEX generations_by_created ON generations (created)")
 
 
-MIGRATIONS = (create_tables, index_session_and_created)
+def add_expected_seconds(connection: sqlite3.Connection) -> None:
+    """Migration 3. What the draft-length policy expected, beside what it took; 0 in older rows."""
+    connection.execute("ALTER TABLE generations ADD COLUMN expected_s REAL NOT NULL DEFAULT 0")
+
+
+MIGRATIONS = (create_tables, index_session_and_created, add_expected_seconds)
 
 
 @contextmanager

@@ -99,3 +99,11 @@ def acceptance_by_position(counts: Iterable[RoundCount]) -> tuple[PositionAccept
         )
         for position in range(1, longest + 1)
     )
+
+
+def rounds_by_length(counts: Iterable[RoundCount]) -> tuple[int, ...]:
+    """How many rounds drafted exactly 0, 1, 2, … tokens, up to the longest draft."""
+    found: Counter[int] = Counter()
+    for c in counts:
+        found[c.drafted] += c.rounds
+    return tuple(found[k] for k in range(max(found, default=-1) + 1))

@@ -38,6 +38,8 @@ class Timings:
     """Prompt tokens computed now and found in the cache; seconds for the prompt and for the rest.
 
     The first token comes out of the prompt's own pass, so ``predicted_s`` covers ``predicted_n - 1``.
+    ``expected_s`` is what the draft-length policy expected of these before each round; 0 where it
+    forecast nothing.
     """
 
     prompt_n: int
@@ -45,6 +47,7 @@ class Timings:
     prompt_s: float
     predicted_n: int
     predicted_s: float
+    expected_s: float = 0.0
 
     @property
     def per_second(self) -> float:
