@@ -26,6 +26,11 @@ class PairState:
         return self.root / "adapters"
 
     @property
+    def training(self) -> Path:
+        """Where a round of distillation stood when it was interrupted, while one is."""
+        return self.root / "training.safetensors"
+
+    @property
     def controller(self) -> Path:
         """Learned costs and acceptance priors."""
         return self.root / "controller.json"

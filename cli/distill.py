@@ -65,19 +65,26 @@ def distill(
         bool,
         typer.Option("--from-current", help="Go on from the adapter in use, not from zero.", rich_help_panel=TRAINING),
     ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Train other recipes too; the gate sees the best.", rich_help_panel=TRAINING),
+    ] = False,
     no_promote: Annotated[bool, typer.Option("--no-promote", help="Leave the adapter a candidate.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Promote whatever the gate says.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Teach the draft what the target said, and put it into use if that helps on text it was not trained on.
 
-    ctrl-C stops at once and keeps the best draft so far as a candidate.
+    ctrl-C stops at once and keeps the best draft so far as a candidate. The same command again goes on with a
+    round that was interrupted. Under torchrun or accelerate launch, several processes train as one.
 
     Example: adaptive distill
 
     Example: adaptive distill --prompts prompts.jsonl --temperature 0.7
 
     Example: adaptive distill --data chats.jsonl --max-seconds 120
+
+    Example: torchrun --nproc-per-node 2 --no-python adaptive distill
     """
     if no_promote and force:
         raise AdaptiveError("--no-promote and --force contradict each other; give one of them")
@@ -90,15 +97,21 @@ def distill(
 
     from rich.console import Console
 
-    console = Console(stderr=as_json, highlight=False)
+    from trainers import processes
+
+    settings = settings.model_copy(update={"draft_device": processes.join(settings.draft_device or settings.device)})
+    if prompts is not None and processes.count() > 1:
+        raise AdaptiveError("--prompts answers in one process; run `adaptive generate --prompts` first, then distil")
+    console = Console(stderr=as_json, highlight=False, quiet=not processes.first())
     asked = None if prompts is None else _prompts(prompts)
     extra = None if data is None else _chats(settings, data)
     if asked is not None:
         from cli.answer import answer_into_log
 
         answer_into_log(settings, asked, console)
-    outcome = run(settings, recipe, promotion, console, extra)
-    if as_json:
+    outcome = run(settings, recipe, promotion, console, extra, compare)
+    processes.leave()
+    if as_json and processes.first():
         typer.echo(json.dumps(as_object(outcome), indent=2, ensure_ascii=False))
     else:
         show(outcome, settings, console)
@@ -107,11 +120,17 @@ def distill(
 
 
 def run(
-    settings: Settings, recipe: Recipe, promotion: Promotion, console: Console, extra: Dataset | None = None
+    settings: Settings,
+    recipe: Recipe,
+    promotion: Promotion,
+    console: Console,
+    extra: Dataset | None = None,
+    compare: bool = False,
 ) -> DistillOutcome:
     """One round for the pair of ``settings``, with a progress bar on ``console`` and ctrl-C as the brake.
 
-    Raises AdaptiveError for a pair with nothing to learn from, before a model is loaded.
+    ``compare`` trains the recipe's rivals too. Raises AdaptiveError for a pair with nothing to learn from, before
+    a model is loaded.
     """
     # PEFT imports it unasked; without an optional 4-bit kernel it complains, and nothing here is in 4 bit.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -138,6 +157,8 @@ def run(
             should_stop=should_stop,
             extra=extra,
             promotion=promotion,
+            checkpoint=state.training,
+            rivals=recipe.rivals() if compare else (),
         )
 
 
@@ -235,7 +256,9 @@ def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
     from rich.table import Table
 
     for note in outcome.notes:
-        console.print(f"[yellow]adapter:[/] {note}")
+        console.print(f"[yellow]note:[/] {note}")
+    if len(outcome.attempts) > 1:
+        console.print(_attempts_table(outcome))
     if outcome.verdict is not None:
         table = Table(title="Held-out records, 95% intervals", title_justify="left")
         for column in ("", "draft in use", "this adapter", "gain"):
@@ -250,6 +273,25 @@ def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
         f"(best: {outcome.best_step}), {outcome.train_seconds:.0f} s of training, {outcome.seconds:.0f} s in all.[/]"
     )
     console.print(f"Next: {_next_command(outcome, settings)}", soft_wrap=True)
+
+
+def _attempts_table(outcome: DistillOutcome) -> Any:
+    """The recipes of ``--compare`` side by side, on the prompts that chose between them."""
+    from rich.table import Table
+
+    table = Table(title=f"Recipes on {outcome.validation_generations} validation generations", title_justify="left")
+    for column in ("recipe", "acceptance", "steps", "seconds"):
+        table.add_column(column, justify="left" if column == "recipe" else "right")
+    first = outcome.attempts[0].recipe
+    for attempt in outcome.attempts:
+        fit = attempt.fit
+        table.add_row(
+            attempt.recipe.difference(first) or "as asked",
+            f"{fit.acceptance:.3f}" if fit.best is not None else "nothing better",
+            str(fit.steps),
+            f"{fit.seconds:.0f}",
+        )
+    return table
 
 
 def _promoted(outcome: DistillOutcome) -> bool:
@@ -308,4 +350,8 @@ def as_object(outcome: DistillOutcome) -> dict[str, Any]:
         "train_seconds": outcome.train_seconds,
         "seconds": outcome.seconds,
         "notes": list(outcome.notes),
+        "attempts": [
+            {"recipe": a.recipe.to_json(), "validation_acceptance": a.fit.acceptance, "steps": a.fit.steps}
+            for a in outcome.attempts
+        ],
     }

@@ -172,10 +172,10 @@ def from_rows(rows: Iterable[dict[str, Any]]) -> Dataset:
     return Dataset.from_dict({name: [r[name] for r in listed] for name in FEATURES}, features=FEATURES)
 
 
-def read_log(log: Path, newest: int) -> Dataset:
+def read_log(log: Path, newest: int, until: int | None = None) -> Dataset:
     """The ``newest`` generations of the log that have something to learn from (at least two output tokens).
 
-    Raises AdaptiveError where there is no log.
+    Those after id ``until`` are left out. Raises AdaptiveError where there is no log.
     """
     from adaptive.records.log import Log
 
@@ -186,6 +186,8 @@ def read_log(log: Path, newest: int) -> Dataset:
         )
     kept: deque[dict[str, Any]] = deque(maxlen=newest)
     for logged in Log(log).generations(with_supervision=True):
+        if until is not None and logged.id > until:
+            break
         g = logged.generation
         made = row(
             logged.id,

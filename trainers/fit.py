@@ -12,16 +12,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
 
-from trainers import losses
+from trainers import losses, processes
 from trainers.batches import collate, context_length, passes, supervised_logits
 from trainers.dataset import Example
 from trainers.lora import AdapterState, default_learning_rate, snapshot
 from trainers.recipe import LossName, Recipe
 from trainers.replay import Stopped
+from trainers.resume import Checkpoint, Standing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # A round's length where none is asked for: so many times over the training set, and at least so many
 # steps, since a hundred generations are not learned in the steps that a dozen passes over them make.
@@ -59,43 +65,49 @@ class Fit:
 
 
 def fit(
-    model: PeftModel,
+    model: PeftModel | PreTrainedModel,
     train: Sequence[Example],
     evaluate: Callable[[], float],
     to_beat: float,
     recipe: Recipe,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Fit:
-    """Train the adapter on ``model``. ``evaluate`` gives held-out acceptance and may raise Stopped."""
+    """Train what ``model`` lets train: its adapter, or all of a plain draft.
+
+    ``evaluate`` gives held-out acceptance and may raise Stopped. With a ``checkpoint`` that was begun, the
+    round goes on where an interrupted one stood, and can be gone on with from its last evaluation.
+    """
     stop = should_stop or (lambda: False)
     weights = [p for p in model.parameters() if p.requires_grad]
     rate = recipe.learning_rate or default_learning_rate(int(model.config.get_text_config().hidden_size))
     optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
-    clock = _Clock(recipe, _steps(len(train), recipe))
-    best: AdapterState | None = None
-    best_acceptance, best_step, fruitless, stopped, acceptance, loss = to_beat, 0, 0, False, to_beat, math.nan
-    next_evaluation = 1 / recipe.evaluations
+    now = checkpoint.load(weights, optimizer) if checkpoint else None
+    now = now or Standing(best_acceptance=to_beat, acceptance=to_beat, next_evaluation=1 / recipe.evaluations)
+    clock, stopped = _Clock(recipe, _steps(len(train), recipe), now), False
     try:
-        for batch in _batches(train, recipe):
+        for batch in islice(_batches(train, recipe), now.step, None):
             for group in optimizer.param_groups:
                 group["lr"] = rate * _schedule(clock.share, recipe)
             value = _step(model, optimizer, weights, batch, recipe, stop)
-            loss = value if math.isnan(loss) else 0.9 * loss + 0.1 * value
+            now.loss = value if now.loss is None else 0.9 * now.loss + 0.1 * value
             clock.tick()
-            if clock.share >= next_evaluation:
-                next_evaluation = clock.share + 1 / recipe.evaluations - 1e-9
-                acceptance = evaluate()
-                fruitless = 0 if acceptance > best_acceptance else fruitless + 1
-                if acceptance > best_acceptance:
-                    best, best_acceptance, best_step = snapshot(model), acceptance, clock.step
+            if clock.share >= now.next_evaluation:
+                now.next_evaluation = clock.share + 1 / recipe.evaluations - 1e-9
+                now.acceptance = evaluate()
+                now.fruitless = 0 if now.acceptance > now.best_acceptance else now.fruitless + 1
+                if now.acceptance > now.best_acceptance:
+                    now.best, now.best_acceptance, now.best_step = snapshot(model), now.acceptance, now.step
+                if checkpoint is not None:
+                    checkpoint.save(now, weights, optimizer)
             if on_progress is not None:
-                on_progress(Progress(clock.step, clock.steps, loss, acceptance, clock.seconds_left))
-            if clock.share >= 1 or fruitless >= recipe.patience:
+                on_progress(Progress(now.step, clock.steps, now.loss, now.acceptance, clock.seconds_left))
+            if clock.share >= 1 or now.fruitless >= recipe.patience:
                 break
     except Stopped:
         stopped = True
-    return Fit(best, best_acceptance, best_step, clock.step, clock.seconds, stopped)
+    return Fit(now.best, now.best_acceptance, now.best_step, now.step, clock.elapsed, stopped)
 
 
 def _steps(generations: int, recipe: Recipe) -> int:
@@ -107,31 +119,33 @@ def _steps(generations: int, recipe: Recipe) -> int:
 
 
 class _Clock:
-    """How much of the budget, steps or seconds, is used up."""
+    """How much of the budget, steps or seconds, is used up; the same in every process."""
 
-    def __init__(self, recipe: Recipe, steps: int) -> None:
-        self.step, self.steps = 0, steps
+    def __init__(self, recipe: Recipe, steps: int, standing: Standing) -> None:
+        self.steps, self._standing = steps, standing
         self._budget = recipe.max_seconds or math.inf
-        self._began = time.perf_counter()
+        self._began = time.perf_counter() - standing.seconds
 
     def tick(self) -> None:
-        """A step is done."""
-        self.step += 1
+        """A step is done. Seconds include evaluations."""
+        self._standing.step += 1
+        (seconds,) = processes.total([self.elapsed])
+        self._standing.seconds = seconds / processes.count()
 
     @property
-    def seconds(self) -> float:
-        """Seconds since the beginning, evaluations included."""
+    def elapsed(self) -> float:
+        """Seconds of training so far, as this process counts them."""
         return time.perf_counter() - self._began
 
     @property
     def share(self) -> float:
         """Share of the budget that is used up; 1 or more is the end."""
-        return max(self.step / self.steps, self.seconds / self._budget)
+        return max(self._standing.step / self.steps, self._standing.seconds / self._budget)
 
     @property
     def seconds_left(self) -> float:
         """Seconds left at the present pace."""
-        return max(0.0, self.seconds * (1 / self.share - 1)) if self.share > 0 else math.inf
+        return max(0.0, self._standing.seconds * (1 / self.share - 1)) if self.share > 0 else math.inf
 
 
 def _schedule(share: float, recipe: Recipe) -> float:
@@ -158,30 +172,38 @@ def _batches(train: Sequence[Example], recipe: Recipe) -> Iterator[list[Example]
 
 
 def _step(
-    model: PeftModel,
+    model: PeftModel | PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     weights: list[torch.nn.Parameter],
     batch: list[Example],
     recipe: Recipe,
     stop: Callable[[], bool],
 ) -> float:
-    """One update on one batch, in as many passes as memory asks for; its mean loss. Raises Stopped."""
+    """One update on one batch, in as many passes as memory asks for; its mean loss. Raises Stopped.
+
+    Of several processes each takes its part of the batch; the loss is divided by the positions of all.
+    """
     device = weights[0].device
     limit, vocab = context_length(model), int(model.config.get_text_config().vocab_size)
-    positions, total = sum(len(e.output) for e in batch), 0.0
+    positions, value, stopped = sum(len(e.output) for e in batch), 0.0, False
     model.train()
     optimizer.zero_grad(set_to_none=True)
-    for group in passes(batch, limit, vocab):
-        if stop():
-            raise Stopped
+    for group in passes(processes.share(batch), limit, vocab):
+        stopped = stop()
+        if stopped:
+            break
         with _precision(device, recipe.autocast):
             logits = supervised_logits(model, collate(group, limit, device))
         loss = position_losses(logits.float(), group, recipe.loss).sum() / positions
         loss.backward()
-        total += loss.item()
+        value += loss.item()
+    value, anyone_stopped = processes.total([value, stopped])
+    if anyone_stopped:
+        raise Stopped
+    processes.sum_gradients(weights)
     torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
     optimizer.step()
-    return total
+    return value
 
 
 def _precision(device: torch.device, autocast: bool | None) -> AbstractContextManager[object]:

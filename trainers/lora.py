@@ -103,15 +103,19 @@ def remove(model: PeftModel) -> PreTrainedModel:
     return plain  # type: ignore[no-any-return]
 
 
-def snapshot(model: PeftModel) -> AdapterState:
-    """A copy of the adapter's weights on the CPU."""
-    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+def snapshot(model: PeftModel | PreTrainedModel) -> AdapterState:
+    """A copy of the adapter's weights on the CPU; of a plain draft's, all weights (full fine-tuning)."""
+    adapted = isinstance(model, PeftModel)
+    state = get_peft_model_state_dict(model, save_embedding_layers=False) if adapted else model.state_dict()
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
 
 
-def restore(model: PeftModel, state: AdapterState) -> None:
+def restore(model: PeftModel | PreTrainedModel, state: AdapterState) -> None:
     """Put ``snapshot``'s weights back."""
-    set_peft_model_state_dict(model, state)
+    if isinstance(model, PeftModel):
+        set_peft_model_state_dict(model, state)
+    else:
+        model.load_state_dict(state)
 
 
 def write(model: PeftModel, state: AdapterState, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from adaptive.errors import AdaptiveError
@@ -66,6 +66,23 @@ class Recipe:
         for name, value in positive.items():
             if not value > 0:  # also refuses nan
                 raise AdaptiveError(f"{name} is {value}; it must be above 0")
+
+    def rivals(self) -> tuple[Recipe, ...]:
+        """What else is worth a try on these records, where time does not matter (``--compare``).
+
+        Each changes one choice, to one that won on some kind of text (docs/distillation.md).
+        """
+        others: tuple[dict[str, Any], ...] = (
+            {"loss": "js" if self.loss != "js" else "kl-tv"},
+            {"rank": 4 * self.rank},
+            {"start": "zero" if self.start == "parent" else "parent"},
+        )
+        return tuple(replace(self, **other) for other in others)
+
+    def difference(self, other: Recipe) -> str:
+        """The choices that are not ``other``'s, as ``name=value``."""
+        mine, theirs = self.to_json(), other.to_json()
+        return ", ".join(f"{name}={value}" for name, value in mine.items() if value != theirs[name])
 
     def to_json(self) -> dict[str, Any]:
         """Every choice as plain JSON values, for the manifest."""

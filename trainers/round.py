@@ -9,24 +9,27 @@ published whole or not at all; one that was not judged yet stays a candidate).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from adaptive.errors import AdaptiveError
+import numpy as np
+
 from checkpoints.manifest import BaseDraft, HeldOut, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
-from trainers import lora
+from trainers import lora, processes
 from trainers.batches import context_length
-from trainers.dataset import GATE_SHARE, VALIDATION_SHARE, Example, domains, examples, from_rows, join, read_log, split
+from trainers.dataset import Example, domains
 from trainers.fit import Fit, Progress, fit
-from trainers.gate import MIN_GENERATIONS, Verdict, held_out, judge
+from trainers.gate import Verdict, held_out, judge
 from trainers.recipe import Recipe
-from trainers.replay import Replay, Stopped, acceptance_rate, replay
+from trainers.replay import Replay, Stopped, replay
+from trainers.resume import Checkpoint
+from trainers.sets import Sets, gather
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -35,21 +38,13 @@ if TYPE_CHECKING:
 
 Promotion = Literal["gate", "never", "force"]
 
-# Fewer teach the draft the wording of a few answers and nothing of the kind.
-MIN_TRAIN = 16
 
-# Fewer leave the choice of the checkpoint to chance. It is no more than a choice: the gate still stands.
-MIN_VALIDATION = 2
+@dataclass(frozen=True)
+class Attempt:
+    """One recipe of a round and what training by it came to; ``fit.acceptance`` is on the validation prompts."""
 
-# New held-out generations from which on they are judged apart from the older ones. With fewer, only a
-# very large gain would be certain; with more, an adapter for a new kind of use waits longer.
-ENOUGH_RECENT = 12
-
-# Generations replayed at most. Twice as many would narrow the gate's intervals by a third and take
-# as long again as the training of a small round.
-MOST_VALIDATION = 48
-MOST_RECENT = 128
-MOST_OLDER = 64
+    recipe: Recipe
+    fit: Fit
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class DistillOutcome:
     ``verdict`` is None where the gate was not asked (no better checkpoint, or stopped early).
     ``message`` says in one sentence what happened. ``train_seconds`` is training with its evaluations,
     ``seconds`` all of the round. ``notes`` are lines a person should see, such as a damaged adapter
-    that was set aside.
+    that was set aside. ``attempts`` are the recipes that were tried, the first one first.
     """
 
     manifest: Manifest | None
@@ -75,20 +70,7 @@ class DistillOutcome:
     train_seconds: float
     seconds: float
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Sets:
-    """The records of a round. ``recent`` and ``older`` are the gate's."""
-
-    train: list[Example]
-    validation: list[Example]
-    recent: list[Example]
-    older: list[Example]
-
-    @property
-    def gate(self) -> list[Example]:
-        return self.recent + self.older
+    attempts: tuple[Attempt, ...] = ()
 
 
 def distill(
@@ -101,6 +83,8 @@ def distill(
     should_stop: Callable[[], bool] | None = None,
     extra: Dataset | None = None,
     promotion: Promotion = "gate",
+    checkpoint: Path | None = None,
+    rivals: Sequence[Recipe] = (),
 ) -> DistillOutcome:
     """Train an adapter for ``draft`` on the log (and ``extra`` rows) and let the gate decide.
 
@@ -109,33 +93,43 @@ def distill(
     one. ``log`` None trains on ``extra`` alone. ``should_stop`` is asked between passes and may block.
     When it says stop, the best checkpoint so far is kept as a candidate that was not judged.
     ``promotion`` never leaves the adapter a candidate, force promotes it whatever the gate says.
+    ``checkpoint`` is the file by which an interrupted round is gone on with (``trainers.resume``).
+    ``rivals`` are trained as well, one after the other, and the best on the validation prompts is what
+    the gate sees; such a round cannot be gone on with.
 
     Raises AdaptiveError where there is too little to learn from or to judge by.
     """
     began = time.perf_counter()
     in_use, notes = store.usable(base) if store.root.is_dir() else (None, [])
-    sets = _gather(log, extra, in_use, recipe, context_length(draft))
-    result, manifest, verdict = Fit(None, 0.0, 0, 0, 0.0, stopped=False), None, None
+    kept = Checkpoint(checkpoint) if checkpoint is not None and not rivals else None
+    sets, resumed = gather(log, extra, in_use, recipe, base, context_length(draft), kept)
+    attempts: list[Attempt] = []
+    manifest, verdict, stopped = None, None, False
     try:
         with _in_use(draft, store, in_use) as model:
-            before = replay(model, sets.gate, should_stop)
-            to_beat = acceptance_rate(replay(model, sets.validation, should_stop))
-        with _trainable(draft, store, in_use, recipe) as model:
-
-            def evaluate() -> float:
-                return acceptance_rate(replay(model, sets.validation, should_stop))
-
-            result = fit(model, sets.train, evaluate, to_beat, recipe, on_progress, should_stop)
-            if result.best is not None:
-                lora.restore(model, result.best)
-                after, result = _judged(model, sets, result, should_stop)
-                figures = _figures(before, after, len(sets.recent), recipe.draft_length)
-                manifest = _publish(store, base, model, result, figures, sets, recipe, in_use)
-                if figures is not None:
-                    verdict = judge(*figures, streak=int(manifest.id) - int(in_use.id if in_use else 0))
-                manifest = _settle(store, manifest, verdict, promotion)
+            to_beat = _shared_acceptance(model, sets.validation, should_stop)
+        # With no adapter in use, going on from it is starting from zero: one of the two is enough.
+        for tried in (recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)):
+            with _trainable(draft, store, in_use, tried) as model:
+                evaluate = partial(_shared_acceptance, model, sets.validation, should_stop)
+                found = fit(model, sets.train, evaluate, to_beat, tried, on_progress, should_stop, kept)
+            attempts.append(Attempt(tried, found))
+            if found.stopped:
+                break
     except Stopped:
-        result = replace(result, stopped=True)
+        stopped = True
+    best = max(attempts, key=lambda a: a.fit.acceptance, default=Attempt(recipe, Fit(None, 0.0, 0, 0, 0.0, stopped)))
+    result = replace(
+        best.fit, seconds=sum(a.fit.seconds for a in attempts), stopped=any(a.fit.stopped for a in attempts) or stopped
+    )
+    if result.best is not None and processes.first():
+        figures, result = _figures(draft, store, in_use, sets, best.recipe, result, should_stop)
+        manifest = _publish(draft, store, base, result, figures, sets, best.recipe, in_use)
+        if figures is not None:
+            verdict = judge(*figures, streak=int(manifest.id) - int(in_use.id if in_use else 0))
+        manifest = _settle(store, manifest, verdict, promotion)
+    if kept is not None and not result.stopped:
+        kept.forget()
     return DistillOutcome(
         manifest=manifest,
         verdict=verdict,
@@ -148,59 +142,9 @@ def distill(
         best_step=result.best_step,
         train_seconds=result.seconds,
         seconds=time.perf_counter() - began,
-        notes=tuple(notes),
+        notes=(*notes, *(["going on with the round that was interrupted"] if resumed else [])),
+        attempts=tuple(attempts),
     )
-
-
-def _gather(log: Path | None, extra: Dataset | None, in_use: Manifest | None, recipe: Recipe, context: int) -> _Sets:
-    """Read, split and check. Raises AdaptiveError where there is too little."""
-    rows = from_rows([])
-    if log is not None and (log.exists() or extra is None):
-        rows = read_log(log, recipe.buffer)
-    if extra is not None:
-        rows = join(rows, extra)
-    parts = split(rows)
-    train = examples(parts.train, context)
-    validation = [e for e in examples(parts.validation, context) if e.replayable]
-    gate = [e for e in examples(parts.gate, context) if e.replayable]
-    recent, older = _recent_and_older(gate, in_use, extra is not None)
-    _check_enough(len(train), len(validation), len(recent), where="the log" if extra is None else "the data")
-    return _Sets(train, validation[-MOST_VALIDATION:], recent, older)
-
-
-def _recent_and_older(
-    gate: Sequence[Example], in_use: Manifest | None, from_file: bool
-) -> tuple[list[Example], list[Example]]:
-    """The gate's two sets, from examples in the order of the log.
-
-    Recent are the rows of a file where one was given, else the records since those that the adapter
-    in use was trained on. Where these are too few to see a gain on, all are judged as one set.
-    """
-    if from_file:
-        recent, older = [e for e in gate if e.id < 0], [e for e in gate if e.id >= 0]
-    else:
-        last = (in_use.trained_on.last_id or 0) if in_use else 0
-        recent, older = [e for e in gate if e.id > last], [e for e in gate if e.id <= last]
-        if len(recent) < ENOUGH_RECENT:
-            recent, older = list(gate), []
-    stride = max(1, -(-len(older) // MOST_OLDER))  # evenly over the past
-    return recent[-MOST_RECENT:], older[::stride]
-
-
-def _check_enough(train: int, validation: int, gate: int, where: str) -> None:
-    """Raise AdaptiveError saying how much there is, how much is needed, and about how much more that is."""
-    needs = (
-        (MIN_TRAIN - train, 1 - GATE_SHARE - VALIDATION_SHARE),
-        (MIN_VALIDATION - validation, VALIDATION_SHARE),
-        (MIN_GENERATIONS - gate, GATE_SHARE),
-    )
-    more = max(math.ceil(missing / share) for missing, share in needs)
-    if more > 0:
-        raise AdaptiveError(
-            f"too little to distil from: {where} has {train + validation + gate} usable generations: {train} to train "
-            f"on, {validation} to choose a checkpoint by and {gate} for the gate ({MIN_TRAIN}, {MIN_VALIDATION} and "
-            f"{MIN_GENERATIONS} are needed); about {more} more will do"
-        )
 
 
 @contextmanager
@@ -233,35 +177,56 @@ def _trainable(
         lora.remove(model)
 
 
-def _judged(
-    model: PeftModel, sets: _Sets, result: Fit, should_stop: Callable[[], bool] | None
-) -> tuple[list[Replay] | None, Fit]:
-    """Replays of the gate's sets by the candidate, or None and a result that says it was stopped."""
-    if result.stopped:
-        return None, result
+def _shared_acceptance(
+    model: PreTrainedModel | PeftModel, sets: Sequence[Example], should_stop: Callable[[], bool] | None
+) -> float:
+    """Acceptance on ``sets``, of which every process replays a part. Raises Stopped in all where it is in one."""
+    replays: list[Replay] = []
+    stopped = False
     try:
-        return replay(model, sets.gate, should_stop), result
+        replays = replay(model, processes.share(sets), should_stop)
     except Stopped:
-        return None, replace(result, stopped=True)
+        stopped = True
+    accepted = sum(float(r.acceptance.sum(dtype=np.float64)) for r in replays)
+    accepted, positions, anyone_stopped = processes.total([accepted, sum(len(r.acceptance) for r in replays), stopped])
+    if anyone_stopped:
+        raise Stopped
+    return accepted / positions
 
 
 def _figures(
-    before: list[Replay], after: list[Replay] | None, recent: int, draft_length: int
-) -> tuple[HeldOut, HeldOut | None] | None:
-    """Figures of the recent and the older set, None where the candidate was not replayed."""
-    if after is None:
-        return None
-    older = held_out(before[recent:], after[recent:], draft_length) if before[recent:] else None
-    return held_out(before[:recent], after[:recent], draft_length), older
+    draft: PreTrainedModel,
+    store: AdapterStore,
+    in_use: Manifest | None,
+    sets: Sets,
+    recipe: Recipe,
+    result: Fit,
+    should_stop: Callable[[], bool] | None,
+) -> tuple[tuple[HeldOut, HeldOut | None] | None, Fit]:
+    """Figures of the gate's recent and older set, or None and a result that says it was stopped."""
+    assert result.best is not None
+    if result.stopped:
+        return None, result
+    try:
+        with _in_use(draft, store, in_use) as model:
+            before = replay(model, sets.gate, should_stop)
+        with _trainable(draft, store, in_use, recipe) as model:
+            lora.restore(model, result.best)
+            after = replay(model, sets.gate, should_stop)
+    except Stopped:
+        return None, replace(result, stopped=True)
+    recent, length = len(sets.recent), recipe.draft_length
+    older = held_out(before[recent:], after[recent:], length) if before[recent:] else None
+    return (held_out(before[:recent], after[:recent], length), older), result
 
 
 def _publish(
+    draft: PreTrainedModel,
     store: AdapterStore,
     base: BaseDraft,
-    model: PeftModel,
     result: Fit,
     figures: tuple[HeldOut, HeldOut | None] | None,
-    sets: _Sets,
+    sets: Sets,
     recipe: Recipe,
     in_use: Manifest | None,
 ) -> Manifest:
@@ -281,12 +246,13 @@ def _publish(
         parent=in_use.id if in_use and recipe.start == "parent" else None,
         hyperparameters={**recipe.to_json(), "steps": result.steps, "best_step": result.best_step},
         train_seconds=result.seconds,
-        device=str(next(model.parameters()).device),
+        device=str(next(draft.parameters()).device),
         recent=figures[0] if figures else None,
         older=figures[1] if figures else None,
         reason="not judged yet" if figures else f"stopped at step {result.steps}, not judged",
     )
-    return store.publish(lambda folder: lora.write(model, state, folder), new)
+    with _trainable(draft, store, in_use, recipe) as model:
+        return store.publish(lambda folder: lora.write(model, state, folder), new)
 
 
 def _settle(store: AdapterStore, candidate: Manifest, verdict: Verdict | None, promotion: Promotion) -> Manifest:

@@ -124,6 +124,7 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         Recipe(max_seconds=settings.distill_seconds),
         on_progress=progress,
         should_stop=brake.should_stop,
+        checkpoint=state.training,
     )
 
 

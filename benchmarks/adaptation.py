@@ -1,0 +1,274 @@
+"""How far and how fast acceptance rises on a stream of real prompts, and what is kept of it.
+
+    python benchmarks/adaptation.py --cache DIR [--stream change:math,tools] [--recipe loss=js,rank=8] [--json FILE]
+
+In:  prompts by kind; the target answers each once (``streams.py``), whatever the recipe.
+Out: for every stream, recipe and seed: acceptance, mean acceptance length and predicted tokens per
+     second after each round of training, on prompts that never come in the stream and (``live``) on those
+     that come before the next round; retention; break-even.
+
+Training is ``trainers.round.distill`` on a real log and a real store, gate included, at the generations
+named by ``--rounds``. Acceptance is by replay, which is exact. Tokens per second are predicted: expected
+rounds by replay times the costs of a round on this machine (``--costs``), at the best fixed draft length;
+a controller does as well or better. Training seconds are one core's processor time for the whole round, so
+other programs on the machine change them little. Intervals are 95% over seeds (Student's t).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import report
+from streams import Stream, answers_of, stream
+
+from adaptive.control.costs import LONGEST, CostTable
+from adaptive.control.measure import measure
+from adaptive.decoding.params import SamplingParams
+from adaptive.pair import BUNDLED, load_draft_for_training, load_pair, pair_identity
+from adaptive.records.types import Generation
+from adaptive.records.writer import LogWriter
+from adaptive.settings import Settings
+from adaptive.state import PairState
+from checkpoints.store import AdapterStore
+from trainers import lora
+from trainers.batches import context_length
+from trainers.dataset import Example, examples, from_rows, prompt_key, read_log, row, split
+from trainers.fit import fit
+from trainers.recipe import Recipe
+from trainers.replay import Replay, acceptance_rate, expected_rounds, mean_acceptance_length, replay
+from trainers.round import distill
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one draft on one set of ``tokens`` drafted positions: acceptance, mean acceptance length at
+    ``--draft-length``, and expected rounds at every fixed length from 0 (plain decoding), which times the
+    costs of a round on some machine are seconds."""
+
+    acceptance: float
+    mean_acceptance_length: float
+    tokens: int
+    rounds: list[float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """After the first ``generations`` of the stream, of which ``by_kind`` many of each kind, and
+    ``train_s`` processor seconds of training in all. ``held_out`` by kind, on prompts set aside; ``all`` of the
+    stream's kinds together; ``live`` on what comes until the next round (None at the end)."""
+
+    generations: int
+    by_kind: dict[str, int]
+    train_s: float
+    status: str
+    held_out: dict[str, Figures]
+    all: Figures
+    live: Figures | None
+
+
+def figures(replays: list[Replay], draft_length: int) -> Figures:
+    """What these replays come to."""
+    tokens = sum(len(r.acceptance) for r in replays)
+    rounds = [float(expected_rounds(replays, length)[1].sum()) for length in range(1, LONGEST + 1)]
+    return Figures(
+        acceptance_rate(replays), mean_acceptance_length(replays, draft_length), tokens, [float(tokens), *rounds]
+    )
+
+
+class Rounds:
+    """The draft as ``adaptive distill`` would leave it: a log, a store, a gate."""
+
+    def __init__(self, folder: Path, settings: Settings, recipe: Recipe) -> None:
+        self.state, self.recipe = PairState(folder), recipe
+        self.base, self.draft = pair_identity(settings).base, load_draft_for_training(settings)
+        self.store = AdapterStore(self.state.adapters)
+        self.log = LogWriter(self.state.records)
+
+    def hear(self, new: list[Generation]) -> None:
+        """These were said and are in the log."""
+        for generation in new:
+            self.log.write(generation)
+            self.log.flush()
+
+    def learn(self) -> str:
+        """One round of training; what became of its adapter."""
+        outcome = distill(self.state.records, self.store, self.base, self.draft, self.recipe)
+        return outcome.manifest.status if outcome.manifest else "nothing better"
+
+    @contextmanager
+    def in_use(self) -> Iterator[Any]:
+        """The draft that would decode now."""
+        current = self.store.current_id()
+        if current is None:
+            yield self.draft
+            return
+        model = lora.load(self.draft, self.store.path(current))
+        try:
+            yield model
+        finally:
+            lora.remove(model)
+
+
+class Full(Rounds):
+    """Full fine-tuning of the draft, the ceiling: same records, split, loss and steps, no adapter, no gate."""
+
+    def learn(self) -> str:
+        """Start from the draft as it came, keep the checkpoint that is best on the validation prompts."""
+        if not hasattr(self, "fresh"):
+            self.fresh = lora.snapshot(self.draft)
+        lora.restore(self.draft, self.fresh)
+        context = context_length(self.draft)
+        parts = split(read_log(self.state.records, self.recipe.buffer))
+        validation = examples(parts.validation, context)
+
+        def evaluate() -> float:
+            return acceptance_rate(replay(self.draft, validation))
+
+        self.draft.requires_grad_(True)
+        result = fit(self.draft, examples(parts.train, context), evaluate, evaluate(), self.recipe)
+        lora.restore(self.draft, result.best or self.fresh)
+        return "kept" if result.best else "nothing better"
+
+
+def as_examples(generations: list[Generation]) -> list[Example]:
+    """What the replay needs of them, outputs cut at the first loop."""
+    rows = [
+        row(n, prompt_key(g), g.domain, g.prompt, g.output, g.sampling, g.supervision, g.finish_reason == "length")
+        for n, g in enumerate(generations, 1)
+    ]
+    return [e for e in examples(from_rows(rows), 1 << 20) if e.replayable]
+
+
+def follow(learner: Rounds, given: Stream, rounds: list[int], draft_length: int) -> list[Point]:
+    """The whole stream, with a round of training after each of ``rounds`` generations; the first point is before."""
+    held_out = {kind: as_examples(generations) for kind, generations in given.held_out.items()}
+    kinds = dict.fromkeys(g.domain or "" for g in given.generations)
+    points, train_s = [], 0.0
+    for at, until in zip([0, *rounds], [*rounds, len(given.generations)], strict=True):
+        status = "untrained"
+        if at:
+            began = time.process_time()
+            status = learner.learn()
+            train_s += time.process_time() - began
+        said, coming = given.generations[:at], given.generations[at:until]
+        with learner.in_use() as draft:
+            replays = {kind: replay(draft, found) for kind, found in held_out.items()}
+            live = replay(draft, as_examples(coming)) if coming else None
+        points.append(
+            Point(
+                generations=at,
+                by_kind={kind: sum(g.domain == kind for g in said) for kind in kinds},
+                train_s=train_s,
+                status=status,
+                held_out={kind: figures(found, draft_length) for kind, found in replays.items()},
+                all=figures([r for kind in kinds for r in replays[kind]], draft_length),
+                live=figures(live, draft_length) if live else None,
+            )
+        )
+        learner.hear(coming)
+    return points
+
+
+def recipe_of(text: str, seed: int, draft_length: int) -> tuple[type[Rounds], Recipe]:
+    """``loss=js,rank=8`` as a recipe; ``full=true`` is full fine-tuning. Fields are those of ``Recipe``."""
+    choices: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name != "full" and name not in {field.name for field in fields(Recipe)}:
+            raise SystemExit(f"--recipe {text}: {name!r} is no field of Recipe (trainers/recipe.py)")
+        try:
+            choices[name] = json.loads(value)
+        except json.JSONDecodeError:
+            choices[name] = value
+    learner = Full if choices.pop("full", False) else Rounds
+    return learner, replace(Recipe(seed=seed, draft_length=draft_length), **choices)
+
+
+def costs_of(file: Path, settings: Settings, temperature: float) -> CostTable:
+    """Costs of a round: those in ``file``, else measured here and now and kept there."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        table = measure(load_pair(settings), SamplingParams(temperature=temperature, seed=0), thorough=True)
+        file.write_text(json.dumps(asdict(table)))
+    values = json.loads(file.read_text())
+    return CostTable(**{**values, "verify_s": tuple(values["verify_s"])})
+
+
+def main() -> None:
+    """Run what is not in the results yet, then report all that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--draft")
+    parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts", help="folder of <kind>.jsonl")
+    parser.add_argument("--cache", type=Path, required=True, help="folder for the target's answers, made once")
+    parser.add_argument("--stream", action="append", help="SHAPE:KINDS, e.g. stationary:math (repeatable)")
+    parser.add_argument("--watch", default="", help="kinds beside the stream's whose retention is reported")
+    parser.add_argument("--recipe", action="append", help="fields of Recipe, e.g. loss=js,rank=8 (repeatable)")
+    parser.add_argument("--rounds", default="100,200,300,400,500", help="generations after which training runs")
+    parser.add_argument("--answers", type=int, default=2, help="answers to each prompt, with different seeds")
+    parser.add_argument("--set-aside", type=int, default=64, help="prompts of each kind that never come")
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--draft-length", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--costs", type=Path, help="JSON of a cost table; measured and written where it is not there")
+    parser.add_argument("--json", type=Path, help="all results; what is there already is not run again")
+    parser.add_argument("--plot", action="store_true", help="acceptance over generations, in the terminal")
+    args = parser.parse_args()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    settings = Settings(target=args.target, draft=args.draft, device="cpu", max_new_tokens=args.max_new_tokens)
+    specs, recipes = args.stream or ["stationary:tools"], args.recipe or [""]
+    rounds = [int(part) for part in args.rounds.split(",")]
+    kinds = dict.fromkeys(k for spec in specs for k in spec.split(":")[1].split(","))
+    kinds |= dict.fromkeys(filter(None, args.watch.split(",")))
+    answers = {
+        kind: answers_of(kind, settings, args.prompts, args.cache, args.temperature, args.answers) for kind in kinds
+    }
+    kept = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    asked = [(spec, text, seed) for spec in specs for text in recipes for seed in range(args.seeds)]
+    names = {
+        one: "|".join(map(str, (*one, args.rounds, args.temperature, args.draft_length, args.set_aside)))
+        for one in asked
+    }
+    for one in asked:
+        if names[one] in kept:
+            continue
+        spec, text, seed = one
+        learner, recipe = recipe_of(text, seed, args.draft_length)
+        watched = {k: answers[k] for k in [*spec.split(":")[1].split(","), *filter(None, args.watch.split(","))]}
+        given = stream(spec, watched, rounds[-1], args.set_aside, seed)
+        with tempfile.TemporaryDirectory() as folder:
+            points = follow(learner(Path(folder), settings, recipe), given, rounds, args.draft_length)
+        kept[names[one]] = {"stream": spec, "recipe": text, "seed": seed, "points": [asdict(p) for p in points]}
+        last = points[-1]
+        print(
+            f"{spec} [{text or 'default'}] seed {seed}: acceptance {points[0].all.acceptance:.3f} -> "
+            f"{last.all.acceptance:.3f}, {last.train_s:.0f} s of training",
+            flush=True,
+        )
+        if args.json:
+            unfinished = args.json.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(kept, indent=1))
+            os.replace(unfinished, args.json)
+    torch.set_num_threads(threads)
+    report(
+        [kept[names[one]] for one in asked],
+        costs_of(args.costs or args.cache / "costs.json", settings, args.temperature),
+        args.plot,
+    )
+
+
+if __name__ == "__main__":
+    main()

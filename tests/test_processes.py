@@ -1,0 +1,146 @@
+"""A round that is killed goes on where it stood, and several processes train as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from test_trainer import BASE, SHORT, small_draft, speak, target, write_log
+from test_trainer_command import distill as command
+from test_trainer_command import tokenizer
+
+from adaptive.decoding.params import SamplingParams
+from adaptive.pair import pair_identity
+from adaptive.records.types import Generation
+from adaptive.settings import Settings
+from adaptive.state import PairState, open_state
+from checkpoints.store import AdapterStore
+from trainers.recipe import Recipe
+from trainers.round import DistillOutcome, distill
+
+# Seconds for what takes a few on an idle machine.
+PATIENCE_S = 180.0
+ROOT = Path(__file__).resolve().parent.parent
+LONGER = Recipe(**{**SHORT.to_json(), "epochs": 20, "patience": 100})
+
+TRAIN = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_processes import LONGER, round_in
+torch.set_num_threads(1)
+round_in(Path(sys.argv[1]), LONGER)
+"""
+
+
+def round_in(folder: Path, recipe: Recipe) -> DistillOutcome:
+    """One round on the log in ``folder`` that can be gone on with."""
+    state = PairState(folder)
+    return distill(
+        state.records, AdapterStore(state.adapters), BASE, small_draft(), recipe,
+        promotion="never", checkpoint=state.training,
+    )  # fmt: skip
+
+
+def weights(folder: Path, outcome: DistillOutcome) -> dict[str, Any]:
+    assert outcome.manifest is not None
+    return load_file(AdapterStore(folder / "adapters").path(outcome.manifest.id) / "adapter_model.safetensors")
+
+
+def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not file.exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "it ended by itself"
+        time.sleep(0.005)
+
+
+def killed(arguments: list[str], until: Path) -> None:
+    """Start a command in a process group of its own, and kill all of it once ``until`` is there."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True)
+    try:
+        wait_for(until, process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def spoken() -> list[Generation]:
+    return speak(target(), 80, SamplingParams(temperature=0.7))
+
+
+def test_a_killed_round_goes_on_to_the_very_adapter_it_would_have_made(
+    tmp_path: Path, spoken: list[Generation]
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+        write_log(folder / "records.db", spoken)
+    undisturbed = round_in(whole, LONGER)
+    killed(["-c", TRAIN, str(broken), str(Path(__file__).parent)], broken / "training.safetensors")
+    # What is said in between waits for the next round: this one ends on the records it began with.
+    write_log(broken / "records.db", speak(target(), 8, SamplingParams(temperature=0.7), seed=5))
+    resumed = round_in(broken, LONGER)
+    assert "interrupted" in " ".join(resumed.notes)
+    assert resumed.steps == undisturbed.steps
+    assert resumed.train_generations == undisturbed.train_generations
+    expected, made = weights(whole, undisturbed), weights(broken, resumed)
+    assert all(made[name].equal(expected[name]) for name in expected)
+    assert not (broken / "training.safetensors").exists()
+    assert not undisturbed.notes
+
+
+def test_another_recipe_or_a_purged_record_starts_afresh(tmp_path: Path, spoken: list[Generation]) -> None:
+    write_log(tmp_path / "records.db", spoken)
+    killed(["-c", TRAIN, str(tmp_path), str(Path(__file__).parent)], tmp_path / "training.safetensors")
+    kept = (tmp_path / "training.safetensors").read_bytes()
+    brief = Recipe(**{**SHORT.to_json(), "epochs": 1})
+    assert not round_in(tmp_path, brief).notes
+    (tmp_path / "training.safetensors").write_bytes(kept)
+    (tmp_path / "records.db").unlink()
+    write_log(tmp_path / "records.db", spoken[1:])
+    assert not round_in(tmp_path, LONGER).notes
+
+
+def test_a_damaged_checkpoint_starts_afresh(tmp_path: Path, spoken: list[Generation]) -> None:
+    write_log(tmp_path / "records.db", spoken)
+    (tmp_path / "training.safetensors").write_bytes(b"\x10\x00")
+    outcome = round_in(tmp_path, Recipe(**{**SHORT.to_json(), "epochs": 1}))
+    assert outcome.steps > 0
+    assert not outcome.notes
+
+
+def test_two_processes_are_as_good_as_one_also_after_a_kill(tmp_path: Path, own_home: Path) -> None:
+    for name, model in (("target", target()), ("draft", small_draft())):
+        model.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--device", "cpu"]
+    state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
+    write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
+    training = ["--no-promote", "--json", "--epochs", "20", "--lr", "0.02", "--rank", "8"]
+    alone = json.loads(command(pair, *training).stdout)
+
+    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cli.main", "distill", *pair, *training]
+    killed(launched, state.training)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launched], env=environment, capture_output=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    together = json.loads(done.stdout)
+    assert "interrupted" in " ".join(together["notes"])
+    assert together["train_generations"] == alone["train_generations"]
+    interval = alone["recent"]["acceptance_after"]
+    assert interval["low"] <= together["recent"]["acceptance_after"]["mean"] <= interval["high"]
+    # One writes: the two runs left one adapter each.
+    assert len(AdapterStore(state.adapters).list()) == 2

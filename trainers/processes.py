@@ -1,0 +1,86 @@
+"""Several processes that train as one, under ``torchrun`` or ``accelerate launch``; alone, all of this does nothing.
+
+Every process reads the same log and walks through the same batches. Of each batch it takes every n-th
+example; the gradients are summed over all processes before the update, so that every process makes the
+update that one alone would have made, up to rounding. The first one writes: adapters, checkpoints, what a
+person reads. Launched on several machines, all must see the state folder (or each hold a copy of it).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+def join(device: str) -> str:
+    """Meet the other processes that a launcher started, if one did, and return the device of this one.
+
+    ``device`` is what was asked for; ``auto`` and ``cuda`` become this process's own GPU. Called once, before
+    anything else here.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return device
+    from accelerate import PartialState
+
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    state = PartialState(cpu=on_cpu)
+    return "cpu" if on_cpu else f"cuda:{state.local_process_index}"
+
+
+def leave() -> None:
+    """Part from the other processes in good order, so that none waits for one that has ended."""
+    if count() > 1:
+        torch.distributed.destroy_process_group()
+
+
+def count() -> int:
+    """How many processes train together."""
+    return torch.distributed.get_world_size() if _together() else 1
+
+
+def first() -> bool:
+    """Whether this process is the one that writes and speaks."""
+    return not _together() or torch.distributed.get_rank() == 0
+
+
+def share(items: Sequence[Item]) -> list[Item]:
+    """This process's part of ``items``."""
+    return list(items[torch.distributed.get_rank() :: count()] if _together() else items)
+
+
+def total(values: Sequence[float]) -> list[float]:
+    """Each value summed over all processes."""
+    if not _together():
+        return list(values)
+    from accelerate.utils import reduce
+
+    summed: torch.Tensor = reduce(torch.tensor(values, dtype=torch.float64, device=_device()), "sum")
+    return summed.tolist()
+
+
+def sum_gradients(weights: Iterable[torch.nn.Parameter]) -> None:
+    """Replace every gradient by its sum over all processes; a process whose part was empty adds nothing."""
+    if not _together():
+        return
+    from accelerate.utils import reduce
+
+    trained = list(weights)
+    flat = torch.cat([(torch.zeros_like(w) if w.grad is None else w.grad).reshape(-1) for w in trained])
+    for weight, gradient in zip(trained, reduce(flat, "sum").split([w.numel() for w in trained]), strict=True):
+        weight.grad = gradient.view_as(weight)
+
+
+def _together() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _device() -> torch.device:
+    from accelerate import PartialState
+
+    device: torch.device = PartialState().device
+    return device

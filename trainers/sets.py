@@ -1,0 +1,131 @@
+"""The records of a round: what is trained on, what chooses the checkpoint, what the gate judges on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adaptive.errors import AdaptiveError
+from adaptive.records.log import Log
+from checkpoints.manifest import BaseDraft, Manifest
+from trainers import processes
+from trainers.dataset import GATE_SHARE, VALIDATION_SHARE, Example, examples, from_rows, join, read_log, split
+from trainers.gate import MIN_GENERATIONS
+from trainers.recipe import Recipe
+from trainers.resume import Checkpoint
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Fewer teach the draft the wording of a few answers and nothing of the kind.
+MIN_TRAIN = 16
+
+# Fewer leave the choice of the checkpoint to chance. It is no more than a choice: the gate still stands.
+MIN_VALIDATION = 2
+
+# New held-out generations from which on they are judged apart from the older ones. With fewer, only a
+# very large gain would be certain; with more, an adapter for a new kind of use waits longer.
+ENOUGH_RECENT = 12
+
+# Generations replayed at most. Twice as many would narrow the gate's intervals by a third and take
+# as long again as the training of a small round.
+MOST_VALIDATION = 48
+MOST_RECENT = 128
+MOST_OLDER = 64
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The records of a round. ``recent`` and ``older`` are the gate's."""
+
+    train: list[Example]
+    validation: list[Example]
+    recent: list[Example]
+    older: list[Example]
+
+    @property
+    def gate(self) -> list[Example]:
+        return self.recent + self.older
+
+
+def gather(
+    log: Path | None,
+    extra: Dataset | None,
+    in_use: Manifest | None,
+    recipe: Recipe,
+    base: BaseDraft,
+    context: int,
+    kept: Checkpoint | None,
+) -> tuple[Sets, bool]:
+    """The records of this round, and whether it is one that was interrupted.
+
+    Raises AdaptiveError where there is too little.
+    """
+    made_of = (recipe.to_json(), base.weights, in_use.id if in_use else None)
+    begun_with = kept.last_id() if kept else None
+    if kept is not None and begun_with is not None:
+        sets = _read(log, extra, in_use, recipe, context, begun_with)
+        if kept.begin(made_of, sets.train + sets.validation):
+            return sets, True
+    sets = _read(log, extra, in_use, recipe, context, None)
+    where = "the log" if extra is None else "the data"
+    _check_enough(len(sets.train), len(sets.validation), len(sets.recent), where)
+    if kept is not None:
+        kept.begin(made_of, sets.train + sets.validation)
+    return sets, False
+
+
+def _read(
+    log: Path | None, extra: Dataset | None, in_use: Manifest | None, recipe: Recipe, context: int, until: int | None
+) -> Sets:
+    """Read and split, without records after id ``until``. Several processes read up to the same one."""
+    rows = from_rows([])
+    if log is not None and (log.exists() or extra is None):
+        if until is None and processes.count() > 1:
+            until = int(processes.total([Log(log).last_id() if processes.first() else 0])[0])
+        rows = read_log(log, recipe.buffer, until)
+    if extra is not None:
+        rows = join(rows, extra)
+    parts = split(rows)
+    validation = [e for e in examples(parts.validation, context) if e.replayable]
+    gate = [e for e in examples(parts.gate, context) if e.replayable]
+    recent, older = _recent_and_older(gate, in_use, extra is not None)
+    return Sets(examples(parts.train, context), validation[-MOST_VALIDATION:], recent, older)
+
+
+def _recent_and_older(
+    gate: Sequence[Example], in_use: Manifest | None, from_file: bool
+) -> tuple[list[Example], list[Example]]:
+    """The gate's two sets, from examples in the order of the log.
+
+    Recent are the rows of a file where one was given, else the records since those that the adapter
+    in use was trained on. Where these are too few to see a gain on, all are judged as one set.
+    """
+    if from_file:
+        recent, older = [e for e in gate if e.id < 0], [e for e in gate if e.id >= 0]
+    else:
+        last = (in_use.trained_on.last_id or 0) if in_use else 0
+        recent, older = [e for e in gate if e.id > last], [e for e in gate if e.id <= last]
+        if len(recent) < ENOUGH_RECENT:
+            recent, older = list(gate), []
+    stride = max(1, -(-len(older) // MOST_OLDER))  # evenly over the past
+    return recent[-MOST_RECENT:], older[::stride]
+
+
+def _check_enough(train: int, validation: int, gate: int, where: str) -> None:
+    """Raise AdaptiveError saying how much there is, how much is needed, and about how much more that is."""
+    needs = (
+        (MIN_TRAIN - train, 1 - GATE_SHARE - VALIDATION_SHARE),
+        (MIN_VALIDATION - validation, VALIDATION_SHARE),
+        (MIN_GENERATIONS - gate, GATE_SHARE),
+    )
+    more = max(math.ceil(missing / share) for missing, share in needs)
+    if more > 0:
+        raise AdaptiveError(
+            f"too little to distil from: {where} has {train + validation + gate} usable generations: {train} to train "
+            f"on, {validation} to choose a checkpoint by and {gate} for the gate ({MIN_TRAIN}, {MIN_VALIDATION} and "
+            f"{MIN_GENERATIONS} are needed); about {more} more will do"
+        )
