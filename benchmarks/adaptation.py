@@ -128,7 +128,7 @@ class Full(Rounds):
             self.fresh = lora.snapshot(self.draft)
         lora.restore(self.draft, self.fresh)
         context = context_length(self.draft)
-        parts = split(read_log(self.state.records, self.recipe.buffer))
+        parts = split(read_log(self.state.records, self.recipe.buffer, None, self.recipe.retain))
         validation = examples(parts.validation, context)
 
         def evaluate() -> float:

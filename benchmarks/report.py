@@ -99,8 +99,9 @@ def summary(runs: list[Result], costs: CostTable) -> None:
     faster = [speed(b, costs) / speed(a, costs) for a, b in zip(first, last, strict=True)]
     print(f"\nGain in acceptance {interval([gain(run) for run in runs], sign='+')};", end=" ")
     print(f"tokens a round x{interval(longer, 2)}; predicted tokens/s x{interval(faster, 2)}.")
-    shares = [gain(run, 1) / gain(run) for run in runs if gain(run)]
-    print(f"After {runs[0]['points'][1]['generations']} generations, {interval([100 * s for s in shares], 0)}% of it.")
+    shares = [100 * gain(run, 1) / gain(run) for run in runs if gain(run) > 0]
+    if shares:
+        print(f"After {runs[0]['points'][1]['generations']} generations, {interval(shares, 0)}% of it.")
     even = interval([break_even(run, costs) for run in runs], 0)
     print(f"Break-even of the first promoted round: {even} generations of {GENERATION} tokens.")
 

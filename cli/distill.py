@@ -102,7 +102,8 @@ def distill(
     settings = settings.model_copy(update={"draft_device": processes.join(settings.draft_device or settings.device)})
     if prompts is not None and processes.count() > 1:
         raise AdaptiveError("--prompts answers in one process; run `adaptive generate --prompts` first, then distil")
-    console = Console(stderr=as_json, highlight=False, quiet=not processes.first())
+    speaks = processes.first()
+    console = Console(stderr=as_json, highlight=False, quiet=not speaks)
     asked = None if prompts is None else _prompts(prompts)
     extra = None if data is None else _chats(settings, data)
     if asked is not None:
@@ -111,9 +112,9 @@ def distill(
         answer_into_log(settings, asked, console)
     outcome = run(settings, recipe, promotion, console, extra, compare)
     processes.leave()
-    if as_json and processes.first():
+    if as_json and speaks:
         typer.echo(json.dumps(as_object(outcome), indent=2, ensure_ascii=False))
-    else:
+    elif not as_json:
         show(outcome, settings, console)
     if outcome.stopped:
         raise typer.Exit(130)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from trainers.losses import (
-    DISTRIBUTION_LOSSES,
+    DIVERGENCES,
     LOG_FLOOR,
     cross_entropy,
     draft_log_probs,
     forward_kl,
+    outcomes,
     target_log_probs,
     total_variation,
 )
@@ -57,14 +58,14 @@ def reference(name: str, draft: torch.Tensor, target: torch.Tensor, temperature:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-@pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_every_loss_is_exact_when_the_whole_vocabulary_is_kept(name: str, temperature: float) -> None:
     draft, target, ids, logprobs, rest = made(VOCAB)
-    found = DISTRIBUTION_LOSSES[name](draft, ids, logprobs, rest, temperature)
+    found = DIVERGENCES[name](*outcomes(draft, ids, logprobs, rest, temperature))
     torch.testing.assert_close(found, torch.tensor(reference(name, draft, target, temperature)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_with_a_rest_bucket_the_loss_is_that_over_the_grouped_vocabulary(name: str) -> None:
     draft, target, ids, logprobs, rest = made(5)
 
@@ -73,7 +74,7 @@ def test_with_a_rest_bucket_the_loss_is_that_over_the_grouped_vocabulary(name: s
         listed = probs.gather(-1, ids)
         return torch.cat([listed, 1 - listed.sum(-1, keepdim=True)], dim=-1).log()
 
-    found = DISTRIBUTION_LOSSES[name](draft, ids, logprobs, rest, 1.0)
+    found = DIVERGENCES[name](*outcomes(draft, ids, logprobs, rest, 1.0))
     wanted = torch.tensor(reference(name, grouped(draft), grouped(target), 1.0))
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
@@ -81,31 +82,31 @@ def test_with_a_rest_bucket_the_loss_is_that_over_the_grouped_vocabulary(name: s
 @pytest.mark.parametrize("name", ["forward-kl", "reverse-kl", "js", "tv"])
 def test_the_rest_bucket_never_overstates_the_loss(name: str) -> None:
     draft, target, ids, logprobs, rest = made(5)
-    found = DISTRIBUTION_LOSSES[name](draft, ids, logprobs, rest, 1.0)
+    found = DIVERGENCES[name](*outcomes(draft, ids, logprobs, rest, 1.0))
     assert (found <= torch.tensor(reference(name, draft, target, 1.0)) + 1e-4).all()
 
 
 @pytest.mark.parametrize("k", [5, VOCAB])
-@pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_gradients_agree_with_finite_differences(name: str, k: int) -> None:
     draft, _, ids, logprobs, rest = made(k)
     temperature = torch.linspace(0.6, 1.4, ROWS)
     draft.requires_grad_()
     # Through kl-tv's weight no gradient flows: difference it with the weight held, as the parts.
     if name == "kl-tv":
-        overlap = 1 - total_variation(draft, ids, logprobs, rest, temperature).detach().mean()
+        overlap = 1 - total_variation(*outcomes(draft, ids, logprobs, rest, temperature)).detach().mean()
         weight = torch.exp(-3 * overlap)
 
         def loss(logits: torch.Tensor) -> torch.Tensor:
             parts = (forward_kl, total_variation)
-            kl, tv = (f(logits, ids, logprobs, rest, temperature).sum() for f in parts)
+            kl, tv = (f(*outcomes(logits, ids, logprobs, rest, temperature)).sum() for f in parts)
             return weight * kl + (1 - weight) * tv
     else:
 
         def loss(logits: torch.Tensor) -> torch.Tensor:
-            return DISTRIBUTION_LOSSES[name](logits, ids, logprobs, rest, temperature).sum()
+            return DIVERGENCES[name](*outcomes(logits, ids, logprobs, rest, temperature)).sum()
 
-    DISTRIBUTION_LOSSES[name](draft, ids, logprobs, rest, temperature).sum().backward()
+    DIVERGENCES[name](*outcomes(draft, ids, logprobs, rest, temperature)).sum().backward()
     assert draft.grad is not None
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
@@ -115,33 +116,34 @@ def test_gradients_agree_with_finite_differences(name: str, k: int) -> None:
         assert float((draft.grad * direction).sum()) == pytest.approx(float(difference), abs=2e-2, rel=2e-2)
 
 
-@pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_no_loss_or_gradient_is_infinite_where_the_target_is_certain(name: str) -> None:
     draft = torch.randn(2, VOCAB) * 20
     draft.requires_grad_()
     ids = torch.tensor([[0, 1, 2], [3, 4, 5]])
     logprobs = torch.tensor([[0.0, -torch.inf, -torch.inf], [0.0, -60.0, -70.0]])
     rest = torch.full((2,), -torch.inf)
-    loss = DISTRIBUTION_LOSSES[name](draft, ids, logprobs, rest, torch.tensor([0.7, 1.3]))
+    loss = DIVERGENCES[name](*outcomes(draft, ids, logprobs, rest, torch.tensor([0.7, 1.3])))
     loss.sum().backward()
     assert loss.isfinite().all()
     assert draft.grad is not None
     assert draft.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_a_draft_equal_to_the_target_has_no_loss(name: str) -> None:
     _, target, ids, logprobs, rest = made(5)
-    found = DISTRIBUTION_LOSSES[name](target, ids, logprobs, rest, 1.0)
+    found = DIVERGENCES[name](*outcomes(target, ids, logprobs, rest, 1.0))
     torch.testing.assert_close(found, torch.zeros(ROWS), atol=1e-4, rtol=0)
 
 
 def test_rows_may_have_temperatures_of_their_own() -> None:
     draft, _, ids, logprobs, rest = made(5)
     temperature = torch.linspace(0.5, 1.5, ROWS)
-    together = forward_kl(draft, ids, logprobs, rest, temperature)
+    together = forward_kl(*outcomes(draft, ids, logprobs, rest, temperature))
     alone = [
-        forward_kl(*(t[i : i + 1] for t in (draft, ids, logprobs, rest)), float(temperature[i])) for i in range(ROWS)
+        forward_kl(*outcomes(*(t[i : i + 1] for t in (draft, ids, logprobs, rest)), float(temperature[i])))
+        for i in range(ROWS)
     ]
     torch.testing.assert_close(together, torch.cat(alone))
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 from test_trainer import BASE, SHORT, small_draft, speak, target, write_log
@@ -64,14 +65,17 @@ def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def killed(arguments: list[str], until: Path) -> None:
-    """Start a command in a process group of its own, and kill all of it once ``until`` is there."""
+    """Start a command, and kill it and all that it started once ``until`` is there."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True)
+    process = subprocess.Popen([sys.executable, *arguments], env=environment)
     try:
         wait_for(until, process)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for one in started:
+            one.send_signal(signal.SIGKILL)
         process.wait()
+        psutil.wait_procs(started, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

@@ -243,7 +243,7 @@ def test_auto_takes_the_distribution_at_the_records_temperature_and_text_where_t
     from dataclasses import replace
 
     from trainers.dataset import Example
-    from trainers.losses import cross_entropy, kl_tv
+    from trainers.losses import cross_entropy, kl_tv, outcomes
 
     def example(g: Generation) -> Example:
         return Example(1, "", g.prompt, g.output, g.sampling, False, g.supervision)
@@ -256,7 +256,7 @@ def test_auto_takes_the_distribution_at_the_records_temperature_and_text_where_t
         arrays = [getattr(one.supervision, name) for one in (greedy, spoken[0])]
         kept.append(torch.cat([torch.from_numpy(a.astype(np.int64) if name == "ids" else a) for a in arrays]))
     temperatures = torch.tensor([1.0] * 40 + [0.7] * 40)
-    torch.testing.assert_close(found[:80], kl_tv(logits[:80], *kept, temperatures))
+    torch.testing.assert_close(found[:80], kl_tv(*outcomes(logits[:80], *kept, temperatures)))
     torch.testing.assert_close(found[80:], cross_entropy(logits[80:], torch.from_numpy(spoken[1].output).long()))
 
 

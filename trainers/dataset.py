@@ -9,7 +9,6 @@ a loop, and training on it teaches nothing. An output is cut where its first loo
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,8 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from adaptive.decoding.params import SamplingParams
 from adaptive.errors import AdaptiveError
 from adaptive.records.types import Generation, Supervision
+from trainers.buffer import retained, runs
+from trainers.recipe import Retain
 
 FEATURES = Features(
     {
@@ -172,10 +173,11 @@ def from_rows(rows: Iterable[dict[str, Any]]) -> Dataset:
     return Dataset.from_dict({name: [r[name] for r in listed] for name in FEATURES}, features=FEATURES)
 
 
-def read_log(log: Path, newest: int, until: int | None = None) -> Dataset:
-    """The ``newest`` generations of the log that have something to learn from (at least two output tokens).
+def read_log(log: Path, size: int, until: int | None = None, retain: Retain = "newest") -> Dataset:
+    """The ``size`` generations of the log that are retained for training (``trainers.buffer``), oldest first.
 
-    Those after id ``until`` are left out. Raises AdaptiveError where there is no log.
+    Those after id ``until`` are left out, and those with nothing to learn from (fewer than two output
+    tokens before a loop). Raises AdaptiveError where there is no log.
     """
     from adaptive.records.log import Log
 
@@ -184,24 +186,16 @@ def read_log(log: Path, newest: int, until: int | None = None) -> Dataset:
             f"there is no log at {log}: nothing has been recorded for this pair yet; use `adaptive chat` or "
             "`adaptive generate` first, or train from a file with --data"
         )
-    kept: deque[dict[str, Any]] = deque(maxlen=newest)
-    for logged in Log(log).generations(with_supervision=True):
-        if until is not None and logged.id > until:
-            break
-        g = logged.generation
-        made = row(
-            logged.id,
-            prompt_key(g),
-            g.domain,
-            g.prompt,
-            g.output,
-            g.sampling,
-            g.supervision,
-            g.finish_reason == "length",
-        )
-        if len(made["output"]) >= 2 and len(g.prompt):
-            kept.append(made)
-    return from_rows(kept)
+    made = []
+    with Log(log) as reader:
+        known = [o for o in reader.outlines() if until is None or o.id <= until]
+        for first, count in runs(known, retained(known, size, retain)):
+            for logged in reader.generations(first - 1, count, with_supervision=True):
+                g = logged.generation
+                limited = g.finish_reason == "length"
+                key = prompt_key(g)
+                made.append(row(logged.id, key, g.domain, g.prompt, g.output, g.sampling, g.supervision, limited))
+    return from_rows(r for r in made if len(r["output"]) >= 2 and len(r["prompt"]))
 
 
 def join(first: Dataset, second: Dataset) -> Dataset:

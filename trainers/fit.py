@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -82,14 +82,14 @@ def fit(
     stop = should_stop or (lambda: False)
     weights = [p for p in model.parameters() if p.requires_grad]
     rate = recipe.learning_rate or default_learning_rate(int(model.config.get_text_config().hidden_size))
-    optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
+    optimizer = torch.optim.AdamW(_groups(model, recipe), lr=rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
     now = checkpoint.load(weights, optimizer) if checkpoint else None
     now = now or Standing(best_acceptance=to_beat, acceptance=to_beat, next_evaluation=1 / recipe.evaluations)
     clock, stopped = _Clock(recipe, _steps(len(train), recipe), now), False
     try:
         for batch in islice(_batches(train, recipe), now.step, None):
             for group in optimizer.param_groups:
-                group["lr"] = rate * _schedule(clock.share, recipe)
+                group["lr"] = rate * group["factor"] * _schedule(clock.share, recipe)
             value = _step(model, optimizer, weights, batch, recipe, stop)
             now.loss = value if now.loss is None else 0.9 * now.loss + 0.1 * value
             clock.tick()
@@ -108,6 +108,15 @@ def fit(
     except Stopped:
         stopped = True
     return Fit(now.best, now.best_acceptance, now.best_step, now.step, clock.elapsed, stopped)
+
+
+def _groups(model: PeftModel | PreTrainedModel, recipe: Recipe) -> list[dict[str, Any]]:
+    """What is trained, in groups whose learning rate is multiplied by ``factor``."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    outer = [p for name, p in trained if "lora_B" in name]
+    inner = [p for name, p in trained if "lora_B" not in name]
+    groups = [{"params": inner, "factor": 1.0}, {"params": outer, "factor": recipe.b_factor}]
+    return [group for group in groups if group["params"]]
 
 
 def _steps(generations: int, recipe: Recipe) -> int:
@@ -194,7 +203,7 @@ def _step(
             break
         with _precision(device, recipe.autocast):
             logits = supervised_logits(model, collate(group, limit, device))
-        loss = position_losses(logits.float(), group, recipe.loss).sum() / positions
+        loss = position_losses(logits.float(), group, recipe.loss, recipe.kept).sum() / positions
         loss.backward()
         value += loss.item()
     value, anyone_stopped = processes.total([value, stopped])
@@ -221,12 +230,15 @@ def _precision(device: torch.device, autocast: bool | None) -> AbstractContextMa
     return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
 
 
-def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: LossName) -> torch.Tensor:
+def position_losses(
+    logits: torch.Tensor, examples: Sequence[Example], name: LossName, kept: int | None = None
+) -> torch.Tensor:
     """Loss (N,) at every output position of ``examples``, from the draft's logits (N, vocab) there.
 
     ``auto`` is the KL-TV mixture at the temperature that the record was sampled at, which did best
     where the draft began far from the target (docs/distillation.md). Distribution losses are
     taken at temperature 1 for greedy records. Where only text is known, the loss is cross-entropy.
+    ``kept`` is how many of the stored entries are used (None: all).
     """
     soft = [e.supervision is not None and name != "cross-entropy" for e in examples]
     parts = logits.split([len(e.output) for e in examples])
@@ -239,23 +251,23 @@ def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: Los
             values[i] = value
     chosen = [i for i, is_soft in enumerate(soft) if is_soft]
     if chosen:
-        loss = losses.DISTRIBUTION_LOSSES[AUTO if name == "auto" else name]
-        wanted = _wanted([examples[i] for i in chosen], logits.device)
-        found = loss(torch.cat([parts[i] for i in chosen]), *wanted)
+        divergence = losses.DIVERGENCES[AUTO if name == "auto" else name]
+        wanted = _wanted([examples[i] for i in chosen], logits.device, kept)
+        found = divergence(*losses.outcomes(torch.cat([parts[i] for i in chosen]), *wanted))
         for i, value in zip(chosen, found.split([len(parts[i]) for i in chosen]), strict=True):
             values[i] = value
     return torch.cat([value for value in values if value is not None])
 
 
 def _wanted(
-    examples: Sequence[Example], device: torch.device
+    examples: Sequence[Example], device: torch.device, kept: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids, logprobs, rest and temperature of all positions together.
 
     Records may keep different numbers of entries: all are cut to the fewest, what is cut joins the rest.
     """
     held = [e.supervision for e in examples if e.supervision is not None]
-    k = min(s.ids.shape[1] for s in held)
+    k = min([s.ids.shape[1] for s in held] + ([kept] if kept else []))
     logprobs = [torch.from_numpy(s.logprobs).float() for s in held]
     rest = [
         torch.cat([torch.from_numpy(s.rest).float()[:, None], listed[:, k:]], dim=1).logsumexp(-1)

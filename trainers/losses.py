@@ -1,20 +1,14 @@
 """Distillation losses: pure functions of the draft's logits and what the log kept of the target.
 
-Every distribution loss takes the same arguments, one row a position:
+``outcomes`` makes two distributions over the same outcomes of them, one row a position: the k tokens that
+were kept and one bucket of all others. Each divergence takes their logarithms, log p of the target and
+log q of the draft, (n, k + 1), and returns (n,) losses in nats (total variation: in probability), not
+averaged, so that a caller can weight positions. With k == vocab there is no bucket and every loss is
+exact. With k < vocab it is a lower bound of the loss over the vocabulary (data processing inequality),
+tight where the rest is small.
 
-    draft_logits (n, vocab)   raw, with gradient
-    ids          (n, k) int64 the target's k most probable tokens, best first
-    logprobs     (n, k)       their log-probabilities at temperature 1
-    rest         (n,)         log of the mass of all other tokens, together one bucket (-inf if none)
-    temperature  float or (n,) the temperature that both distributions are compared at
-
-and returns (n,) losses in nats (total variation: in probability), not averaged, so that a caller can
-weight positions. With k == vocab there is no rest bucket and every loss is exact. With k < vocab it
-compares two distributions over k + 1 outcomes: a lower bound of the loss over the vocabulary (data
-processing inequality), tight where the rest is small.
-
-Notation: p is the target, q the draft. Acceptance at one position is sum_x min(p, q) = 1 - TV(p, q)
-(Leviathan et al. 2023, "Fast inference from transformers via speculative decoding").
+Acceptance at one position is sum_x min(p, q) = 1 - TV(p, q) (Leviathan et al. 2023, "Fast inference from
+transformers via speculative decoding").
 """
 
 from __future__ import annotations
@@ -61,14 +55,19 @@ def draft_log_probs(draft_logits: torch.Tensor, ids: torch.Tensor, temperature: 
     return listed.log_softmax(-1)
 
 
-def _both(
+def outcomes(
     draft_logits: torch.Tensor,
     ids: torch.Tensor,
     logprobs: torch.Tensor,
     rest: torch.Tensor,
-    temperature: float | torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p and log q over the same outcomes, at the same temperature."""
+    """log p and log q (n, k + 1) over the listed tokens and the bucket, both at ``temperature``.
+
+    ``draft_logits`` (n, vocab) raw, with gradient; ``ids`` (n, k) int64 the target's k most probable tokens,
+    best first; ``logprobs`` (n, k) their log-probabilities at temperature 1; ``rest`` (n,) the log of the mass
+    of all others (-inf if none); ``temperature`` a float or (n,).
+    """
     rows, vocab = draft_logits.shape
     at = torch.as_tensor(temperature, dtype=torch.float32, device=draft_logits.device).expand(rows)
     log_p = target_log_probs(logprobs.float(), rest.float(), at, vocab - ids.shape[-1])
@@ -80,78 +79,43 @@ def _kl(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
     return torch.where(log_a > -torch.inf, log_a.exp() * (log_a - log_b), 0.0).sum(-1)
 
 
-def forward_kl(
-    draft_logits: torch.Tensor,
-    ids: torch.Tensor,
-    logprobs: torch.Tensor,
-    rest: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-) -> torch.Tensor:
+def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """KL(p || q) = sum p log(p / q): the draft must cover all that the target says.
 
     Its gradient never vanishes, which makes it the safe choice (Zhou et al. 2024, "DistillSpec";
     Liu et al. 2024, "Online speculative decoding").
     """
-    log_p, log_q = _both(draft_logits, ids, logprobs, rest, temperature)
     return _kl(log_p, log_q)
 
 
-def reverse_kl(
-    draft_logits: torch.Tensor,
-    ids: torch.Tensor,
-    logprobs: torch.Tensor,
-    rest: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-) -> torch.Tensor:
+def reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """KL(q || p) = sum q log(q / p): the draft must not say what the target would not.
 
     p is floored at exp(LOG_FLOOR). Used by OmniDraft (2025).
     """
-    log_p, log_q = _both(draft_logits, ids, logprobs, rest, temperature)
     return _kl(log_q, log_p.clamp(min=LOG_FLOOR))
 
 
-def jensen_shannon(
-    draft_logits: torch.Tensor,
-    ids: torch.Tensor,
-    logprobs: torch.Tensor,
-    rest: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-) -> torch.Tensor:
+def jensen_shannon(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """(KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2: symmetric, at most log 2 (Lin 1991)."""
-    log_p, log_q = _both(draft_logits, ids, logprobs, rest, temperature)
     log_m = torch.logaddexp(log_p, log_q) - math.log(2)
     return (_kl(log_p, log_m) + _kl(log_q, log_m)) / 2
 
 
-def total_variation(
-    draft_logits: torch.Tensor,
-    ids: torch.Tensor,
-    logprobs: torch.Tensor,
-    rest: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-) -> torch.Tensor:
+def total_variation(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """sum |p - q| / 2 = 1 - sum min(p, q): the rejection rate itself.
 
     Its gradient is nearly zero where p and q hardly overlap, so it does not start from a poor draft.
     """
-    log_p, log_q = _both(draft_logits, ids, logprobs, rest, temperature)
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
 
-def kl_tv(
-    draft_logits: torch.Tensor,
-    ids: torch.Tensor,
-    logprobs: torch.Tensor,
-    rest: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-) -> torch.Tensor:
+def kl_tv(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """l KL(p || q) + (1 - l) TV(p, q), with l = exp(-3 a) and a the mean acceptance of these rows, no gradient
     through l: forward KL while the draft is poor, the rejection rate once it is good
     ("LK losses: direct acceptance rate optimization for speculative decoding", 2026, arXiv 2602.23881).
     """
-    log_p, log_q = _both(draft_logits, ids, logprobs, rest, temperature)
-    variation = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    variation = total_variation(log_p, log_q)
     weight = torch.exp(-3 * (1 - variation.detach().mean()))
     return weight * _kl(log_p, log_q) + (1 - weight) * variation
 
@@ -165,11 +129,7 @@ def cross_entropy(draft_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Ten
     return F.cross_entropy(draft_logits.float(), tokens, reduction="none")
 
 
-DistributionLoss = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "float | torch.Tensor"], torch.Tensor
-]
-
-DISTRIBUTION_LOSSES: dict[str, DistributionLoss] = {
+DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "forward-kl": forward_kl,
     "reverse-kl": reverse_kl,
     "js": jensen_shannon,

@@ -9,6 +9,7 @@ from adaptive.errors import AdaptiveError
 
 LossName = Literal["auto", "forward-kl", "reverse-kl", "js", "tv", "kl-tv", "cross-entropy"]
 Start = Literal["zero", "parent"]
+Retain = Literal["newest", "kinds"]
 
 
 @dataclass(frozen=True)
@@ -16,15 +17,18 @@ class Recipe:
     """The choices of one round.
 
     ``loss`` auto is the KL-TV mixture where the target's distribution was stored, cross-entropy where
-    only text is known (``fit.position_losses``). ``learning_rate`` None scales
-    with the draft's width (``lora.default_learning_rate``). ``start`` zero trains a new adapter over
-    the retained records, parent goes on from the one in use. ``buffer`` is how many of the newest
-    generations are retained. A round ends after ``epochs`` (None: see ``fit.DEFAULT_EPOCHS``) or
+    only text is known (``fit.position_losses``). ``kept`` is how many entries of each stored distribution
+    are used, the others joining the rest bucket (None: all). ``learning_rate`` None scales with the draft's
+    width (``lora.default_learning_rate``), ``b_factor`` multiplies it for the B matrices (LoRA+, Hayou et al.
+    2024). ``start`` zero trains a new adapter over the retained records,
+    parent goes on from the one in use. ``buffer`` is how many generations are retained, ``retain`` which
+    (``trainers.buffer``). A round ends after ``epochs`` (None: see ``fit.DEFAULT_EPOCHS``) or
     ``max_seconds`` of training, whichever is first, or when ``patience`` evaluations in a row found no
     better checkpoint.
     """
 
     loss: LossName = "auto"
+    kept: int | None = None
     rank: int = 32
     alpha: int = 32
     rslora: bool = False
@@ -33,6 +37,7 @@ class Recipe:
     embeddings: bool = False
     start: Start = "zero"
     learning_rate: float | None = None
+    b_factor: float = 1.0
     schedule: Literal["cosine", "constant"] = "cosine"
     warm_up: float = 0.05
     weight_decay: float = 0.0
@@ -43,6 +48,7 @@ class Recipe:
     evaluations: int = 16
     patience: int = 5
     buffer: int = 2000
+    retain: Retain = "newest"
     draft_length: int = 4
     autocast: bool | None = None
     seed: int = 0
@@ -52,6 +58,7 @@ class Recipe:
         if self.loss not in get_args(LossName):
             raise AdaptiveError(f"loss is {self.loss!r}; it must be one of {', '.join(get_args(LossName))}")
         positive = {
+            "kept": 1 if self.kept is None else self.kept,
             "rank": self.rank,
             "alpha": self.alpha,
             "lr": 1.0 if self.learning_rate is None else self.learning_rate,

@@ -86,7 +86,7 @@ def _read(
     if log is not None and (log.exists() or extra is None):
         if until is None and processes.count() > 1:
             until = int(processes.total([Log(log).last_id() if processes.first() else 0])[0])
-        rows = read_log(log, recipe.buffer, until)
+        rows = read_log(log, recipe.buffer, until, recipe.retain)
     if extra is not None:
         rows = join(rows, extra)
     parts = split(rows)

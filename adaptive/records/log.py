@@ -62,6 +62,16 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Outline:
+    """What tells generations apart without reading them: id, domain label, tokens drafted and accepted."""
+
+    id: int
+    domain: str | None
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
 class LogStats:
     """What the log holds. ``positions`` are output tokens with supervision; ``size`` counts bytes on
     disk, the WAL included; ``first`` and ``last`` are seconds since the epoch."""
@@ -179,6 +189,15 @@ class Log:
             GenerationFigures(number, session, created, adapter, tokens, seconds, expected, rounds.get(number, ()))
             for number, session, created, adapter, tokens, seconds, expected in heads
         )
+
+    def outlines(self) -> tuple[Outline, ...]:
+        """Every generation in outline, oldest first; no text, no tokens."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                """SELECT id, domain, coalesce(sum(drafted), 0), coalesce(sum(accepted), 0)
+                FROM generations LEFT JOIN rounds ON generation = id GROUP BY id ORDER BY id"""
+            ).fetchall()
+        return tuple(Outline(*row) for row in rows)
 
     def plain_step_seconds(self) -> float | None:
         """Median seconds of one token decoded plainly, over the newest such steps; None where there is none."""
