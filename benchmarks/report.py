@@ -111,12 +111,13 @@ def retention(runs: list[Result], groups: dict[tuple[str, str], list[Result]], r
     before, after = runs[0]["stream"].split(":")[1].split(",")
     seen = [point["by_kind"] for point in runs[0]["points"]]
     change = max(i for i, by_kind in enumerate(seen) if not by_kind[after])
-    kept = [100 * gain(run, kind=before) / gain(run, change, before) for run in runs]
-    print(f"{before} keeps {interval(kept, 0)}% of the gain it had before the change.")
+    kept = [100 * gain(run, kind=before) / gain(run, change, before) for run in runs if gain(run, change, before) > 0]
+    if kept:
+        print(f"{before} keeps {interval(kept, 0)}% of the gain it had before the change.")
     count, shares = seen[-1][after], []
     for run, alone in zip(runs, groups.get((f"stationary:{after}", recipe), []), strict=False):
         same = [i for i, point in enumerate(alone["points"]) if point["by_kind"][after] == count]
-        shares += [100 * gain(run, kind=after) / gain(alone, at, after) for at in same]
+        shares += [100 * gain(run, kind=after) / gain(alone, at, after) for at in same if gain(alone, at, after) > 0]
     if shares:
         print(f"{after} gains {interval(shares, 0)}% of what as many generations of it alone gain.")
 
