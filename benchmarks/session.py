@@ -1,9 +1,10 @@
 """Does a server get faster while it is used? Two servers, one with background training and one without, get
-the same prompts of one kind in turn, with pauses; speed and acceptance of the first and of the last prompts.
+the same prompts of one kind in turn, with pauses; speed and tokens a round of the first and of the last prompts.
 
-    python benchmarks/session.py --count 400 --out session.json
+    python benchmarks/session.py --kind tools --count 320 --out session.json
+    python benchmarks/session.py --prompts FILE.jsonl --count 400
 
-Prints one line a block of prompts and the two ratios; --out keeps every answer's figures as JSON.
+Prints one line a block of prompts, a plot and the two ratios; --out keeps every answer's figures as JSON.
 """
 
 from __future__ import annotations
@@ -11,21 +12,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-PROMPTS = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled" / "prompts"
+from served import Served, prompts, served
+
+from adaptive.records.stats import SpeculativeStats
+
+# Seconds that the trainer waits after an answer. Both servers answer within them, so that neither is
+# measured while it trains; the rest of the pause is the trainer's.
+IDLE_S = 1.0
+NAMES = {"idle": "training", "off": "no training"}
 
 
 @dataclass(frozen=True)
@@ -36,26 +35,29 @@ class Answered:
     seconds: float
     rounds: int
     accepted: int
+    drafted: int
     adapter: str | None
 
 
 def main() -> None:
     """Run the session and print what came of it."""
     options = _options()
-    prompts = _prompts(options.kind, options.count)
-    answers: dict[str, list[Answered]] = {"idle": [], "off": []}
+    texts = prompts(options.kind, options.count, options.prompts)
+    answers: dict[str, list[Answered]] = {policy: [] for policy in NAMES}
     with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as stack:
-        urls = {
-            policy: stack.enter_context(_server(Path(home) / policy, policy, options)) for policy in sorted(answers)
-        }
-        for number, prompt in enumerate(prompts):
-            # The order alternates, so that neither is always the one that comes after a pause.
-            for policy in sorted(urls, reverse=bool(number % 2)):
-                answers[policy].append(_ask(urls[policy], prompt, number, options))
-                time.sleep(options.pause)
+        servers = {policy: stack.enter_context(_server(Path(home) / policy, policy, options)) for policy in NAMES}
+        for number, text in enumerate(texts):
+            time.sleep(options.pause)
+            # The trainer pauses before either is measured; the order alternates, so that neither is always first.
+            servers["idle"].post("/v1/completions", {"prompt": "a", "max_tokens": 1, "store": False})
+            for policy in sorted(servers, reverse=bool(number % 2)):
+                answers[policy].append(_ask(servers[policy], text, number, options))
             if (number + 1) % options.block == 0:
                 _print_block(number + 1, answers, options.block)
-        print(f"trainer: {_get(urls['idle'], '/adaptive/trainer')['last_round']}")
+        for line in servers["idle"].said.splitlines():
+            if "round:" in line or "drafting" in line or "rolled back" in line:
+                print(line)
+    _print_plot(answers, options.block)
     block = options.block
     first, last, plain = answers["idle"][:block], answers["idle"][-block:], answers["off"][-block:]
     print(f"last {block} against first {block}: {_speed(last) / _speed(first):.2f}x")
@@ -67,84 +69,43 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=400, help="prompts")
+    parser.add_argument("--count", type=int, default=320, help="prompts")
     parser.add_argument("--block", type=int, default=50, help="prompts that are compared")
-    parser.add_argument("--kind", default="math", help="a file of the bundled prompts")
+    parser.add_argument("--kind", default="tools", help="a file of the bundled prompts")
+    parser.add_argument("--prompts", type=Path, help="another file of prompts")
     parser.add_argument("--tokens", type=int, default=120, help="longest answer")
-    parser.add_argument("--pause", type=float, default=1.5, help="seconds between two requests")
-    parser.add_argument("--after", type=int, default=80, help="answers that a round of training needs")
+    parser.add_argument("--pause", type=float, default=2.5, help="seconds between two prompts")
+    parser.add_argument("--after", type=int, default=60, help="answers that a round of training needs")
     parser.add_argument("--threads", type=int, default=1, help="threads of each server")
     parser.add_argument("--out", type=Path, help="file for every answer's figures")
     return parser.parse_args()
 
 
-def _prompts(kind: str, count: int) -> list[str]:
-    lines = (PROMPTS / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
-    if len(lines) < count:
-        print(f"there are {len(lines)} prompts of {kind}, not {count}", file=sys.stderr)
-    return [json.loads(line)["prompt"] for line in lines[:count]]
+def _server(home: Path, policy: str, options: argparse.Namespace) -> contextlib.AbstractContextManager[Served]:
+    return served(
+        home,
+        ["--threads", str(options.threads)],
+        distill=policy,
+        distill_after=options.after,
+        distill_idle_seconds=IDLE_S,
+    )
 
 
-@contextlib.contextmanager
-def _server(home: Path, policy: str, options: argparse.Namespace) -> Iterator[str]:
-    """The address of a server that is ready."""
-    home.mkdir(parents=True)
-    settings = {
-        "ADAPTIVE_HOME": str(home),
-        "ADAPTIVE_DISTILL": policy,
-        "ADAPTIVE_DISTILL_AFTER": str(options.after),
-        "ADAPTIVE_DISTILL_IDLE_SECONDS": str(options.pause / 3),
-    }
-    command = [sys.executable, "-m", "cli.main", "serve", "--port", "0", "--threads", str(options.threads)]
-    said = home / "stderr"
-    with said.open("w") as errors:
-        process = subprocess.Popen(command, stderr=errors, env={**os.environ, **settings})
-    try:
-        while not (found := re.search(r"listening on (http\S+)", said.read_text())):
-            if process.poll() is not None:
-                raise SystemExit(said.read_text())
-            time.sleep(0.1)
-        while not _ready(found.group(1)):
-            if process.poll() is not None:
-                raise SystemExit(said.read_text())
-            time.sleep(0.2)
-        yield found.group(1)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
-def _ready(url: str) -> bool:
-    try:
-        _get(url, "/health")
-    except urllib.error.HTTPError:
-        return False
-    return True
-
-
-def _get(url: str, path: str) -> Any:
-    with urllib.request.urlopen(url + path) as answer:
-        return json.load(answer)
-
-
-def _ask(url: str, prompt: str, seed: int, options: argparse.Namespace) -> Answered:
+def _ask(server: Served, text: str, seed: int, options: argparse.Namespace) -> Answered:
     body = {
-        "messages": [{"role": "user", "content": prompt}],
+        "messages": [{"role": "user", "content": text}],
         "max_tokens": options.tokens,
         "temperature": 0.7,
         "seed": seed,
     }
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as answer:
-        found = json.load(answer)
-    timings, stats = found["timings"], found["speculative_decoding"]
+    found = server.post("/v1/chat/completions", body)
+    timings, stats = found["timings"], SpeculativeStats(**found["speculative_decoding"])
     return Answered(
         tokens=timings["predicted_n"] - 1,
         seconds=timings["predicted_ms"] / 1000,
-        rounds=stats["num_spec_steps"],
-        accepted=stats["num_accepted_draft_tokens"],
+        rounds=stats.num_spec_steps,
+        accepted=stats.num_accepted_draft_tokens,
+        drafted=stats.num_draft_tokens,
         adapter=found["adapter"],
     )
 
@@ -158,10 +119,34 @@ def _print_block(number: int, answers: dict[str, list[Answered]], block: int) ->
     parts = []
     for policy, given in answers.items():
         newest = given[-block:]
-        length = 1 + sum(a.accepted for a in newest) / max(1, sum(a.rounds for a in newest))
-        adapter = newest[-1].adapter or "none"
-        parts.append(f"training {policy}: {_speed(newest):.0f} tokens/s, {length:.2f} a round, adapter {adapter}")
+        rounds, drafted = sum(a.rounds for a in newest), sum(a.drafted for a in newest)
+        accepted = sum(a.accepted for a in newest)
+        parts.append(
+            f"{NAMES[policy]}: {_speed(newest):.0f} tokens/s, {accepted / max(1, drafted):.0%} of drafts accepted, "
+            f"{1 + accepted / max(1, rounds):.2f} tokens a drafted round, adapter {newest[-1].adapter or 'none'}"
+        )
     print(f"{number} prompts  " + "  |  ".join(parts), flush=True)
+
+
+def _print_plot(answers: dict[str, list[Answered]], block: int) -> None:
+    """Tokens per second over the prompts, a running mean of half a block."""
+    import plotext
+
+    half = block // 2
+    plotext.terminal.limit(False, False)
+    figure = plotext.figure
+    figure.plot_size(100, 20)
+    figure.theme("colorless")
+    figure.title(f"tokens per second, mean of the last {half} prompts: * with training, . without")
+    top = 0.0
+    for (_, given), mark in zip(answers.items(), "*.", strict=True):
+        ends = list(range(half, len(given) + 1))
+        speeds = [_speed(given[end - half : end]) for end in ends]
+        top = max([top, *speeds])
+        figure.draw(figure.signal(ends, speeds, marker=mark))
+    figure.ruler("y").lim(0, 1.1 * top or 1.0)
+    figure.label("prompt", "x")
+    print(figure.build().string(colorless=True))
 
 
 if __name__ == "__main__":

@@ -127,6 +127,20 @@ def test_logprobs_are_those_of_the_target(client: openai.OpenAI) -> None:
     assert all(entry.logprob <= 0 for entry in content)
 
 
+def test_a_stream_carries_the_logprobs_of_the_whole_answer(client: openai.OpenAI) -> None:
+    whole = ask(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    chunks = [c.choices[0] for c in ask(client, logprobs=True, top_logprobs=3, stream=True) if c.choices]
+    streamed = [entry for c in chunks if c.logprobs for entry in c.logprobs.content]
+    assert [entry.token for entry in streamed] == [entry.token for entry in whole]
+    for one, other in zip(streamed, whole, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=2e-2)  # a prompt found in the cache rounds differently
+        assert len(one.top_logprobs) == 3
+    raw = client.completions.create(model="any", prompt="Once upon", max_tokens=6, logprobs=2, stream=True)
+    tokens = [c.choices[0].logprobs for c in raw if c.choices and c.choices[0].logprobs]
+    assert all(entry.tokens is not None and len(entry.tokens) == 1 for entry in tokens)
+    assert tokens[0].text_offset == [0]
+
+
 def test_tools_reach_the_template_and_unbuilt_features_are_refused_by_name(client: openai.OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     assert ask(client, tools=[tool]).choices

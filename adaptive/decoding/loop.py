@@ -165,6 +165,7 @@ class Decoding:
         self.text = ""
         self.finish_reason: str | None = None
         self.rounds: list[Round] = []
+        self.tape: SupervisionTape | None = None
         self.supervision: Supervision | None = None
         self.drafted = self.accepted = 0
         self.prompt_s = self.predicted_s = self.expected_s = 0.0
@@ -173,7 +174,7 @@ class Decoding:
         """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
         self.target.reserve(len(self.committed) + self.room)
         self.sampler.penalties.start(torch.tensor(self.committed))
-        tape = SupervisionTape() if self.request.record else None
+        tape = self.tape = SupervisionTape() if self.request.record else None
         advise = self.policy.advise if self.policy.attentive else None
         began = time.perf_counter()
         try:

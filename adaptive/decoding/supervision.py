@@ -45,13 +45,13 @@ class SupervisionTape:
         rest = (1 - logprobs.exp().sum(-1)).clamp_(min=0).log()
         self._digested.append((top.indices, logprobs, rest))
 
-    def take(self, count: int) -> Supervision:
-        """The first ``count`` positions (a stop may cut the last round)."""
+    def take(self, count: int, first: int = 0) -> Supervision:
+        """Positions ``first`` up to ``count`` (a stop may cut the last round)."""
         self._digest()
-        ids, logprobs, rest = (torch.cat(parts)[:count].cpu() for parts in zip(*self._digested, strict=True))
+        ids, logprobs, rest = (torch.cat(parts)[first:count].cpu() for parts in zip(*self._digested, strict=True))
         return Supervision(
             ids=ids.numpy().astype(np.int32),
             logprobs=logprobs.numpy().astype(np.float16),
             rest=rest.numpy().astype(np.float16),
-            chosen=torch.cat(self._chosen)[:count].cpu().float().numpy().astype(np.float16),
+            chosen=torch.cat(self._chosen)[first:count].cpu().float().numpy().astype(np.float16),
         )

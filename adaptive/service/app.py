@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -22,9 +22,16 @@ from adaptive.errors import AdaptiveError
 from adaptive.service.dashboard import add_dashboard
 from adaptive.service.engine import EngineThread, Opened
 from adaptive.service.guard import Guard
-from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, Piece, Prompt, QueueFullError
+from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, Prompt, QueueFullError
 from adaptive.service.metrics import Metrics
-from adaptive.service.responses import Shape, error_object, error_response, figures
+from adaptive.service.responses import (
+    COMPLETION,
+    METRICS,
+    REFUSALS,
+    Shape,
+    error_object,
+    error_response,
+)
 from adaptive.service.schemas import (
     ChatRequest,
     Common,
@@ -32,6 +39,7 @@ from adaptive.service.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from adaptive.service.streams import Wanted, chunks
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
 
@@ -75,7 +83,7 @@ class Api:
         ids = await asyncio.to_thread(render_chat, self.tokenizer, chat, tools)
         prompt = Prompt(ids, tuple(message.for_log() for message in body.messages), "")
         top = (body.top_logprobs or 0) if body.logprobs else None
-        return await self._serve(body, (prompt,), body.max_completion_tokens or body.max_tokens, top, request)
+        return await self._serve(body, (prompt,), body.max_completion_tokens or body.max_tokens, top, request, tools)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continue one text or several."""
@@ -91,7 +99,13 @@ class Api:
         return Prompt(list(given), (), str(self.tokenizer.decode(given)))
 
     async def _serve(
-        self, body: Common, prompts: tuple[Prompt, ...], limit: int | None, top: int | None, request: Request
+        self,
+        body: Common,
+        prompts: tuple[Prompt, ...],
+        limit: int | None,
+        top: int | None,
+        request: Request,
+        tools: list[dict[str, Any]] | None = None,
     ) -> Response:
         pair = self.session().pair
         check_prompts(prompts, pair.target.context_length)
@@ -118,12 +132,12 @@ class Api:
         )
         if ask.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            stream = _stream(job, events, shape, usage)
+            stream = chunks(job, events, shape, self.tokenizer, Wanted(usage, top, tools))
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await self._whole(job, events, shape, top, request)
+        return await self._whole(job, events, shape, Wanted(True, top, tools), request)
 
     async def _whole(
-        self, job: Job, events: asyncio.Queue[Event], shape: Shape, top: int | None, request: Request
+        self, job: Job, events: asyncio.Queue[Event], shape: Shape, wanted: Wanted, request: Request
     ) -> Response:
         """Wait for every answer, or for the client to go away."""
         gone = asyncio.create_task(_gone(request))
@@ -142,7 +156,7 @@ class Api:
                 if isinstance(got, Answer):
                     answers.append(got)
                 if isinstance(got, Done):
-                    return JSONResponse(shape.whole(answers, self.tokenizer, top))
+                    return JSONResponse(shape.whole(answers, self.tokenizer, wanted.top, wanted.tools))
         finally:
             gone.cancel()
             job.cancel()
@@ -157,37 +171,6 @@ async def _gone(request: Request) -> None:
     """Return when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _stream(job: Job, events: asyncio.Queue[Event], shape: Shape, usage: bool) -> AsyncIterator[str]:
-    """The events of one job as server-sent events. Closed early, it cancels the job."""
-
-    def line(body: dict[str, Any]) -> str:
-        return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-    begun: set[int] = set()
-    answers: list[Answer] = []
-    try:
-        while True:
-            got = await events.get()
-            if isinstance(got, Piece | Answer) and got.index not in begun:
-                begun.add(got.index)
-                yield line(shape.piece(got.index, "", first=True)) if shape.chat else ""
-            if isinstance(got, Piece):
-                yield line(shape.piece(got.index, got.text))
-            elif isinstance(got, Answer):
-                answers.append(got)
-                yield line({**shape.piece(got.index, "", got.finish_reason), **figures([got])})
-            elif isinstance(got, Failed):
-                yield line(error_object(got.status, got.message))
-                return
-            else:
-                if usage:
-                    yield line(shape.usage_chunk(answers))
-                yield "data: [DONE]\n\n"
-                return
-    finally:
-        job.cancel()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special: bool) -> list[int]:
@@ -219,7 +202,7 @@ def check_prompts(prompts: tuple[Prompt, ...], context: int) -> None:
 
 def create_app(api: Api) -> FastAPI:
     """The application: routes, errors in OpenAI's shape, the guard before all."""
-    app = FastAPI(title="adaptive", docs_url=None, redoc_url=None)
+    app = FastAPI(title="adaptive", version=version("adaptive"), docs_url=None, redoc_url=None, responses=REFUSALS)
     _completions(app, api)
     _state(app, api)
     add_dashboard(app, api.trainer)
@@ -230,11 +213,11 @@ def create_app(api: Api) -> FastAPI:
 
 
 def _completions(app: FastAPI, api: Api) -> None:
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=COMPLETION, response_class=Response)
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await api.chat(body, request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=COMPLETION, response_class=Response)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         return await api.complete(body, request)
 
@@ -261,7 +244,7 @@ def _state(app: FastAPI, api: Api) -> None:
         own = {"id": pair.identity.id, "object": "model", "created": 0, "owned_by": "adaptive"}
         return {"object": "list", "data": [{**own, "max_model_len": pair.target.context_length}]}
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=METRICS, response_class=Response)
     async def metrics() -> Response:
         api.metrics.running.set(int(engine.slot.busy))
         api.metrics.waiting.set(len(engine.queue))

@@ -219,7 +219,11 @@ class EngineThread:
                 self._metrics.token(now - last, first=count == 0)
                 last, count = now, count + 1
                 self.slot = Slot(True, ask.client, len(prompt.ids), count, began)
-                if ask.stream and step.text:
+                if ask.stream and ask.supervise:
+                    assert assistant.last is not None
+                    assert assistant.last.tape is not None
+                    job.emit(Piece(index, step.text, step.token, assistant.last.tape.take(count, count - 1)))
+                elif ask.stream and step.text:
                     job.emit(Piece(index, step.text))
                 if job.cancelled and step.finish_reason is None:
                     break

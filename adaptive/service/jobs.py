@@ -25,7 +25,7 @@ class Ask:
     """One request: ``n`` answers to each of ``prompts``, made one after the other.
 
     ``client`` is who asks, for fairness. ``supervise`` keeps the target's distribution for logprobs.
-    ``stream`` asks for a ``Piece`` a token.
+    ``stream`` asks for ``Piece`` events.
     """
 
     prompts: tuple[Prompt, ...]
@@ -41,10 +41,13 @@ class Ask:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of answer ``index`` that has become certain."""
+    """Text of answer ``index`` that has become certain. Where logprobs are wanted there is a piece for every
+    token, with the target's distribution (1, k) there; its text may be empty."""
 
     index: int
     text: str
+    token: int | None = None
+    supervision: Supervision | None = None
 
 
 @dataclass(frozen=True)

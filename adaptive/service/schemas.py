@@ -62,12 +62,25 @@ class ChatMessage(_Model):
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
         extra = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        if self.tool_calls is not None:
+            extra["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
         return {"role": self.role, "content": self.said(), **extra}
 
     def for_log(self) -> Message:
         """The message as the log keeps it; calls of tools are kept as JSON behind the text."""
         calls = json.dumps(self.tool_calls, ensure_ascii=False) if self.tool_calls else ""
         return Message(self.role, self.said() + calls)
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments, JSON in OpenAI's shape, are the object that templates write as JSON themselves."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call
 
 
 class Common(_Model):
@@ -151,8 +164,6 @@ class ChatRequest(Common):
             raise AdaptiveError("tool_choice: only auto and none are served; a call cannot be forced yet")
         if self.top_logprobs and not self.logprobs:
             raise AdaptiveError("top_logprobs needs logprobs to be true")
-        if self.logprobs and self.stream:
-            raise AdaptiveError("logprobs are not served in a stream yet; ask without stream")
 
 
 class CompletionRequest(Common):
@@ -171,8 +182,6 @@ class CompletionRequest(Common):
             raise AdaptiveError("echo and suffix are not served")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise AdaptiveError("best_of is not served; it must equal n")
-        if self.logprobs is not None and self.stream:
-            raise AdaptiveError("logprobs are not served in a stream yet; ask without stream")
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt as text or as token ids. Raises AdaptiveError for none, or too many."""

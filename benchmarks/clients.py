@@ -1,0 +1,171 @@
+"""Many clients at once on one server, some going away and some sending nonsense: errors, memory, and the log.
+
+    python benchmarks/clients.py --minutes 10
+
+Every request carries a number of its own, by which its record is found again. Prints a line a minute and,
+at the end, what became of every kind of request; exits with 1 where something is not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+from served import PATIENCE_S, Served, prompts, served, stream
+
+from adaptive.records.log import Log
+
+# One request in so many goes away before its end; one in so many is nonsense.
+GOES_AWAY = NONSENSE = 10
+# Megabytes of caches of conversations: few enough to be full within the first minute.
+CACHE_MB = 100
+# Growth of memory after the first minute, as a share, that is too much.
+MOST_GROWTH = 0.05
+
+BODIES = (
+    b"",
+    b"{",
+    b"[]",
+    b"\xff\xfe",
+    b'{"prompt": 3.5}',
+    b'{"prompt": "a", "temperature": -1}',
+    b'{"prompt": "a", "n": 99}',
+    b'{"prompt": "a", "logit_bias": {"x": 1}}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "' + b"word " * 5000 + b'"}',
+)
+
+
+@dataclass
+class Tally:
+    """What was asked and what came back. ``whole`` are the marked prompts that were answered to the end."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    whole: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, status: int) -> None:
+        """One request of this kind was answered with this status (0: the client went away)."""
+        with self.lock:
+            self.statuses[kind, status] += 1
+
+
+def main() -> None:
+    """Run it, print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--distill", default="off", help="when to train, as in `adaptive serve`")
+    options = parser.parse_args()
+    tally = Tally()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(Path(folder), distill=options.distill, cache_mb=CACHE_MB) as server,
+    ):
+        until = time.monotonic() + 60 * options.minutes
+        clients = [
+            threading.Thread(target=_client, args=(server, number, until, tally)) for number in range(options.clients)
+        ]
+        for client in clients:
+            client.start()
+        memory = _watch(server, clients, tally)
+        wrong = _report(server, tally, memory)
+    raise SystemExit(wrong)
+
+
+def _client(server: Served, number: int, until: float, tally: Tally) -> None:
+    """Requests one after the other, each of a kind drawn by chance, until it is time."""
+    rng = random.Random(number)
+    texts = [text for kind in ("math", "tools", "code", "roleplay") for text in prompts(kind, 100)]
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+        turn = 0
+        while time.monotonic() < until:
+            turn += 1
+            try:
+                _request(client, f"[{number}.{turn}] {rng.choice(texts)}", rng, tally)
+            except Exception as error:
+                tally.problems.append(f"{type(error).__name__}: {error}")
+
+
+def _request(client: httpx.Client, prompt: str, rng: random.Random, tally: Tally) -> None:
+    kind = rng.randrange(GOES_AWAY * NONSENSE)
+    body = {"prompt": prompt, "max_tokens": rng.choice((8, 32, 96)), "seed": kind, "user": prompt.split(".")[0]}
+    if kind % NONSENSE == 0:
+        answer = client.post(
+            "/v1/completions", content=rng.choice(BODIES), headers={"Content-Type": "application/json"}
+        )
+        tally.add("nonsense", answer.status_code)
+    elif kind % GOES_AWAY == 1:
+        _go_away(client, {**body, "max_tokens": 400, "ignore_eos": True}, rng)
+        tally.add("went away", 0)
+    elif rng.random() < 0.5:
+        found = stream(client, body)
+        if not found.whole:
+            tally.problems.append(f"a stream broke off after {len(found.times)} pieces")
+        tally.whole[prompt] = found.text
+        tally.add("streamed", 200)
+    else:
+        answer = client.post("/v1/completions", json=body)
+        tally.add("whole", answer.status_code)
+        if answer.status_code == 200:
+            tally.whole[prompt] = answer.json()["choices"][0]["text"]
+
+
+def _go_away(client: httpx.Client, body: dict[str, object], rng: random.Random) -> None:
+    """In the middle of a stream, or while waiting for a whole answer."""
+    if rng.random() < 0.5:
+        stream(client, body, stop_after=rng.randrange(1, 20))
+    else:
+        try:
+            client.post("/v1/completions", json=body, timeout=rng.uniform(0.05, 1.0))
+        except httpx.TimeoutException:
+            return
+
+
+def _watch(server: Served, clients: list[threading.Thread], tally: Tally) -> list[tuple[float, int]]:
+    """Resident bytes of the server over the time, with a line a minute, until the clients are done."""
+    process, began, memory = psutil.Process(server.pid), time.monotonic(), []
+    while any(client.is_alive() for client in clients):
+        time.sleep(1.0)
+        memory.append((time.monotonic() - began, process.memory_info().rss))
+        if len(memory) % 60 == 0:
+            print(
+                f"minute {len(memory) // 60}: {tally.statuses.total()} requests, {memory[-1][1] / 1e6:.0f} MB",
+                flush=True,
+            )
+    return memory
+
+
+def _report(server: Served, tally: Tally, memory: list[tuple[float, int]]) -> int:
+    """Print it all; 1 where something is wrong."""
+    with Log(server.state / "records.db") as log:
+        logged = [entry.generation for entry in log.generations(with_supervision=False)]
+    times = Counter(g.prompt_text for g in logged)
+    ended = {g.prompt_text: g.text for g in logged if g.finish_reason != "cancelled"}
+    once = sum(times[prompt] == 1 and ended.get(prompt) == text for prompt, text in tally.whole.items())
+    minute = [size for when, size in memory if 50 <= when <= 70] or [memory[0][1]]
+    growth = max(size for _, size in memory[-30:]) / max(minute) - 1
+    for (kind, status), count in sorted(tally.statuses.items()):
+        print(f"{kind}: {count} with status {status or 'none, the client had gone'}")
+    print(f"answers that came whole: {len(tally.whole)}; in the log exactly once, with that text: {once}")
+    print(f"records: {len(logged)}, of which cut short {sum(g.finish_reason == 'cancelled' for g in logged)}")
+    print(f"memory: {max(minute) / 1e6:.0f} MB after a minute, {memory[-1][1] / 1e6:.0f} MB at the end ({growth:+.1%})")
+    print(f"errors that are not the client's: {len(tally.problems)} {tally.problems[:3]}")
+    expected = {("nonsense", 400), ("went away", 0), ("streamed", 200), ("whole", 200)}
+    right = once == len(tally.whole) and max(times.values()) == 1 and not tally.problems
+    return int(
+        not (right and growth <= MOST_GROWTH and set(tally.statuses) <= expected and "Traceback" not in server.said)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""A real ``adaptive serve`` process for the benchmarks, and a client that notes when each token came."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PROMPTS = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled" / "prompts"
+# Seconds for a server to load on a busy machine, and for an answer in a full queue.
+PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that is ready."""
+
+    url: str
+    pid: int
+    home: Path
+
+    @property
+    def state(self) -> Path:
+        """The folder of the one pair."""
+        return next(self.home.glob("*/records.db")).parent
+
+    @property
+    def said(self) -> str:
+        """What the server has written so far."""
+        return (self.home / "stderr").read_text(encoding="utf-8")
+
+    def get(self, path: str) -> Any:
+        """The JSON at ``path``."""
+        return httpx.get(self.url + path, timeout=PATIENCE_S).raise_for_status().json()
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON that a request with ``body`` is answered with."""
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S).raise_for_status().json()
+
+
+@contextlib.contextmanager
+def served(home: Path, options: Sequence[str] = (), **settings: object) -> Iterator[Served]:
+    """``adaptive serve`` on the bundled pair, with ``settings`` by their names in ``adaptive.toml``."""
+    home.mkdir(parents=True, exist_ok=True)
+    environment = {f"ADAPTIVE_{name.upper()}": str(value) for name, value in {"home": home, **settings}.items()}
+    command = [sys.executable, "-m", "cli.main", "serve", "--port", "0", *options]
+    with (home / "stderr").open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env={**os.environ, **environment})
+    try:
+        yield Served(_wait(process, home / "stderr"), process.pid, home)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], said: Path) -> str:
+    """The address of the server, when it is ready."""
+    while process.poll() is None:
+        found = re.search(r"listening on (http\S+)", said.read_text())
+        if found and httpx.get(f"{found.group(1)}/health", timeout=PATIENCE_S).status_code == 200:
+            return found.group(1)
+        time.sleep(0.1)
+    raise SystemExit(said.read_text())
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One streamed answer. ``times`` are seconds (perf_counter) at which text came; ``ending`` its last chunk."""
+
+    asked: float
+    times: tuple[float, ...]
+    text: str
+    ending: dict[str, Any] | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the answer came to its end."""
+        return self.ending is not None and bool(self.ending["choices"][0]["finish_reason"])
+
+
+def stream(client: httpx.Client, body: dict[str, Any], stop_after: int | None = None) -> Stream:
+    """Ask for a raw completion and read it as it comes; go away after ``stop_after`` pieces of text."""
+    times: list[float] = []
+    text, ending = "", None
+    asked = time.perf_counter()
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            now, chunk = time.perf_counter(), json.loads(line.removeprefix("data: "))
+            choice = chunk["choices"][0]
+            if choice["text"]:
+                times.append(now)
+                text += choice["text"]
+            if choice["finish_reason"]:
+                ending = chunk
+            if stop_after is not None and len(times) >= stop_after:
+                break
+    return Stream(asked, tuple(times), text, ending)
+
+
+def prompts(kind: str, count: int, file: Path | None = None) -> list[str]:
+    """The first ``count`` prompts of ``file`` (lines with a "prompt"), or of a kind of the bundled ones."""
+    lines = (file or PROMPTS / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+    if len(lines) < count:
+        print(f"there are {len(lines)} prompts of {kind}, not {count}", file=sys.stderr)
+    return [json.loads(line)["prompt"] for line in lines[:count]]

@@ -1,0 +1,116 @@
+"""The dashboard in a real browser: it draws, fits every screen, and its buttons change what is in use."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_server import Server
+from test_service_learning import publish_random_adapter
+
+from checkpoints.store import AdapterStore
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+CHROMIUM = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="chromium with chromedriver is not here")
+
+# CSS pixels of a desktop and of a phone.
+DESKTOP, PHONE = (1280, 1000), (390, 844)
+PROMPTS = ("Tell me a story.", "Name three colours.", "What is seven plus five?")
+# Seconds for what takes a few on an idle machine.
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    one = Server(tmp_path / "home", "--distill", "off", key="correct-horse").wait_until_ready()
+    try:
+        with one.http() as http:
+            for prompt in PROMPTS:
+                http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 24})
+        yield one
+    finally:
+        one.stop()
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def show(browser: Any, size: tuple[int, int], scheme: str) -> None:
+    """A screen of this size, light or dark."""
+    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+
+def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
+    server: Server, browser: Any, tmp_path: Path
+) -> None:
+    store = AdapterStore(next(server.home.glob("*/records.db")).parent / "adapters")
+    name = publish_random_adapter(store, tmp_path / "adapter")
+
+    def text(css: str) -> str:
+        return str(browser.find_element("css selector", css).text)
+
+    def colour(css: str) -> str:
+        return str(browser.find_element("css selector", css).value_of_css_property("background-color"))
+
+    browser.get(server.url)
+    # The page asks for the key before it has any data, and takes a wrong one for what it is.
+    until(lambda: bool(browser.find_elements("css selector", "#key:not([hidden])")))
+    assert text("#answers") == "–"
+    field = browser.find_element("css selector", "#key input")
+    field.send_keys("wrong\n")
+    until(lambda: "API key" in text("#problem"))
+    field.clear()
+    field.send_keys("correct-horse\n")
+    until(lambda: text("#answers") == str(len(PROMPTS)))
+    until(lambda: len(browser.find_elements("css selector", ".plot .main-svg")) >= len(("rate", "tokens", "positions")))
+
+    papers = {}
+    for size in (DESKTOP, PHONE):
+        for scheme in ("light", "dark"):
+            show(browser, size, scheme)
+            papers[scheme] = colour("body")
+            wide = browser.execute_script("return document.documentElement.scrollWidth")
+            assert wide <= size[0], f"the page is {wide} wide on a screen of {size[0]}"
+            browser.save_screenshot(str(tmp_path / f"dashboard-{size[0]}-{scheme}.png"))
+    assert papers["light"] != papers["dark"]
+
+    show(browser, DESKTOP, "light")
+    browser.find_element("css selector", f"[data-promote='{name}']").click()
+    until(lambda: f"{name} in use" in text("#adapters"))
+    assert store.current_id() == name
+    # The engine follows: the page names the adapter that drafts now.
+    until(lambda: f"adapter {name}" in text("#now"))
+    browser.find_element("css selector", "#rollback").click()
+    until(lambda: "rolled back" in text("#adapters"))
+    assert store.current_id() is None
+    until(lambda: "no adapter" in text("#now"))
+    assert text("#problem") == ""
+    severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert all("401" in entry["message"] for entry in severe), severe

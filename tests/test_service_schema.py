@@ -1,0 +1,85 @@
+"""Requests made from the server's own OpenAPI description, right ones and wrong ones: never a failure of the server."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from hypothesis.strategies import DataObject, data
+from service_server import Server
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+from schemathesis.checks import not_a_server_error  # noqa: E402
+from schemathesis.specs.openapi.checks import (  # noqa: E402
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+# Requests made of each path, right and wrong ones each.
+EXAMPLES = 20
+
+# Seconds after which an answer counts as one that never comes.
+PATIENCE_S = 60
+# An answer of this many tokens shows as much as a long one.
+FEW = 4
+LIMITS = {"max_tokens": FEW, "max_completion_tokens": FEW, "n": 2}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    one = Server(tmp_path_factory.mktemp("schema"), "--max-new-tokens", str(FEW), "--distill", "off")
+    try:
+        yield one.wait_until_ready()
+    finally:
+        one.stop()
+
+
+def cheap(body: Any) -> Any:
+    """The same request for short answers."""
+    if not isinstance(body, dict):
+        return body
+    limited = {name: most for name, most in LIMITS.items() if isinstance(body.get(name), int) and body[name] > most}
+    return {**body, **limited}
+
+
+def test_no_request_of_the_description_makes_the_server_fail_or_hang(server: Server) -> None:
+    description = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = [found.ok() for found in description.get_all_operations()]
+    assert {"/v1/chat/completions", "/v1/completions", "/adaptive/adapters/rollback"} <= {o.path for o in operations}
+    statuses: Counter[int] = Counter()
+
+    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(drawn=data())
+    def ask(drawn: DataObject, operation: Any, mode: Any) -> None:
+        case = drawn.draw(operation.as_strategy(generation_mode=mode))
+        case.body = cheap(case.body)
+        response = case.call(timeout=PATIENCE_S)
+        statuses[response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    for operation in operations:
+        for mode in schemathesis.GenerationMode:
+            with contextlib.suppress(Unsatisfiable):  # a path without parameters cannot be asked wrongly
+                ask(operation=operation, mode=mode)
+    assert statuses[200] > 0
+    assert statuses[400] > 0
+    print(f"{statuses.total()} requests: {dict(statuses)}")
+
+
+def test_the_server_answers_as_ever_after_all_that(server: Server) -> None:
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "Once upon", "max_tokens": FEW})
+        assert answer.json()["usage"]["completion_tokens"] == FEW
+        deadline = time.monotonic() + PATIENCE_S
+        while http.get("/slots").json()[0]["is_processing"]:
+            assert time.monotonic() < deadline, "the engine goes on answering nobody"
+            time.sleep(0.02)
+    assert "Traceback" not in server.said
