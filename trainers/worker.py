@@ -96,6 +96,8 @@ def train(order: Order, brake: Brake, report: IO[str]) -> Report:
             step_behind(settings.distill_nice)
             if brake.should_stop():
                 return _ended(brake, None)
+            if order.reconsider is not None:
+                return _reconsider(settings, state, brake, order.reconsider)
             outcome = _round(settings, state, brake, tell)
     except Timeout:
         return Report("refused", "another process is distilling this pair")
@@ -126,6 +128,22 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         should_stop=brake.should_stop,
         checkpoint=state.training,
     )
+
+
+def _reconsider(settings: Settings, state: PairState, brake: Brake, name: str) -> Report:
+    from adaptive.pair import load_draft_for_training, pair_identity
+    from checkpoints.store import AdapterStore
+    from trainers.appeal import reconsider
+    from trainers.replay import Stopped
+
+    base, draft = pair_identity(settings).base, load_draft_for_training(settings)
+    try:
+        manifest, message = reconsider(
+            state.records, AdapterStore(state.adapters), base, draft, name, brake.should_stop
+        )
+    except Stopped:
+        return _ended(brake, None)
+    return Report("done", message, share=1.0, adapter=name, promoted=manifest.status == "promoted")
 
 
 def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:

@@ -108,6 +108,12 @@ class Log:
         with self._reading() as connection:
             return int(connection.execute("SELECT coalesce(max(id), 0) FROM generations").fetchone()[0])
 
+    def first_id(self, adapter: str) -> int | None:
+        """The id of the first generation that began under ``adapter``, None where there is none."""
+        with self._reading() as connection:
+            found = connection.execute("SELECT min(id) FROM generations WHERE adapter = ?", (adapter,)).fetchone()[0]
+        return None if found is None else int(found)
+
     def generations(
         self, after_id: int = 0, limit: int | None = None, with_supervision: bool = True
     ) -> Iterator[LoggedGeneration]:

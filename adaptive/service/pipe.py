@@ -22,11 +22,15 @@ LAST: tuple[Stage, ...] = ("done", "refused", "stopped", "memory")
 
 @dataclass(frozen=True)
 class Order:
-    """One round: the settings as plain JSON values, the folder of the pair's state, and whether to begin paused."""
+    """One round: the settings as plain JSON values, the folder of the pair's state, and whether to begin paused.
+
+    ``reconsider`` names an adapter to judge once more, instead of training one.
+    """
 
     settings: dict[str, Any]
     state: str
     paused: bool
+    reconsider: str | None = None
 
     def line(self) -> str:
         """One line of JSON."""

@@ -35,6 +35,9 @@ LOOK_S = 0.5
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 3600.0
 # Answers of the log that live acceptance is measured by after a restart: several hundred rounds.
 REMEMBERED = 200
+# Answers, since a draft that was rolled back came into use, on which it is judged once more. Fewer say
+# nothing for certain, more leave the worse draft in use for longer if the rollback was wrong.
+RECONSIDERED = 30
 # Memory of a round beyond the machine's spare: the libraries, and per byte of draft weights in float32
 # the weights, a layer's gradients, the adapter with its optimiser and the logits of a batch.
 LIBRARY_BYTES = 600 << 20
@@ -79,6 +82,8 @@ class Trainer:
         self._busy = True  # until the models are loaded
         self._quiet_since = time.monotonic()
         self._last_round: str | None = None
+        self._doubted: tuple[str, int] | None = None  # rolled back, and the first answer under it
+        self._reconsidering = False
         self._seen = self._newest = 0
         self._failures = 0
         self._not_before = 0.0
@@ -156,7 +161,7 @@ class Trainer:
             self._watch.observe(figures.adapter, [c.accepted for c in figures.rounds for _ in range(c.rounds)])
 
     def _look(self, log: Log) -> None:
-        self._roll_back_if_worse()
+        self._roll_back_if_worse(log)
         self._newest = log.last_id()
         if self._process is not None:
             self._attend()
@@ -176,7 +181,7 @@ class Trainer:
             return "off", "switched off (distill is off)"
         if time.monotonic() < self._not_before:
             return "backing off", f"{self._last_round}; next try in {self._not_before - time.monotonic():.0f} s"
-        if new < self.settings.distill_after:
+        if new < self.settings.distill_after and not self._must_reconsider():
             return "waiting", f"{new} new answers of the {self.settings.distill_after} that a round needs"
         if not self._in_window():
             return "waiting", f"{new} new answers; rounds run {self.settings.distill} only"
@@ -189,6 +194,10 @@ class Trainer:
                 f"{available / 1e6:.0f} MB of memory are available and a round needs {self._need / 1e6:.0f}",
             )
         return None
+
+    def _must_reconsider(self) -> bool:
+        """Whether enough was said to judge once more the adapter that was rolled back."""
+        return self._doubted is not None and self._newest - self._doubted[1] + 1 >= RECONSIDERED
 
     def _in_window(self) -> bool:
         window = training_window(self.settings.distill)
@@ -214,11 +223,16 @@ class Trainer:
                 env=environment,
                 start_new_session=True,  # ctrl-C is for us, and we tell it
             )
-        logger.info("a round begins: %d new answers", self._newest - self._seen)
+        doubted = self._doubted[0] if self._doubted is not None and self._must_reconsider() else None
+        self._reconsidering = doubted is not None
+        if doubted is not None:
+            logger.info("adapter %s is judged once more", doubted)
+        else:
+            logger.info("a round begins: %d new answers", self._newest - self._seen)
         with self._lock:
             self._process, self._report, self._stopping = process, None, False
             self._paused = self._busy and self.settings.distill != "always"
-            self._say(Order(settings, str(self.state.root), self._paused).line().rstrip("\n"))
+            self._say(Order(settings, str(self.state.root), self._paused, doubted).line().rstrip("\n"))
         threading.Thread(target=self._read, args=(process,), name="trainer-reports", daemon=True).start()
 
     def _read(self, process: subprocess.Popen[str]) -> None:
@@ -251,9 +265,13 @@ class Trainer:
             self._process, self._report, self._paused = None, None, False
         if process.returncode == 0 and report is not None and report.stage in LAST:
             self._failures = 0
-            self.rounds += report.stage == "done"
             self._last_round = report.message
-            if report.stage in ("done", "refused"):
+            if self._reconsidering and report.stage in ("done", "refused"):
+                self._doubted = None
+                if report.promoted:
+                    self._watch.forgive()
+            elif report.stage in ("done", "refused"):
+                self.rounds += report.stage == "done"
                 self._seen = self._newest
             elif report.stage == "memory":
                 self._not_before = time.monotonic() + FIRST_BACKOFF_S
@@ -274,11 +292,13 @@ class Trainer:
             return f"failed: {[line for line in lines if line.strip()][-1].strip()[:300]}"
         return f"failed with status {status}"
 
-    def _roll_back_if_worse(self) -> None:
+    def _roll_back_if_worse(self, log: Log) -> None:
         current = self.store.current_id()
         reason = None if current is None else self._watch.verdict(self.store.show(current))
-        if reason is not None and current == self.store.current_id():
+        if current is not None and reason is not None and current == self.store.current_id():
             self.store.rollback(reason)
+            first = log.first_id(current)
+            self._doubted = None if first is None else (current, first)
             logger.warning("adapter %s is rolled back: %s", current, reason)
 
     def _end_worker(self) -> None:

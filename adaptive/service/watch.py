@@ -48,6 +48,11 @@ class Watch:
                 self._accepted.clear()
             self._accepted.extend(accepted)
 
+    def forgive(self) -> None:
+        """What was before is no measure any more: it was other text."""
+        with self._lock:
+            self._before = None
+
     def verdict(self, manifest: Manifest | None) -> str | None:
         """Why the adapter in use must go, or None. ``manifest`` is its own."""
         with self._lock:

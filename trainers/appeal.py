@@ -1,0 +1,84 @@
+"""Judging again an adapter that live acceptance spoke against.
+
+In: the log, and the adapter that was rolled back. Out: it is promoted again, or stays where it is, and a
+sentence that says why.
+
+Live acceptance falls when a draft is bad, and also when people begin to ask for another kind of text, which
+any draft guesses worse. Only the same text under both drafts tells the two apart, and replay has that: every
+answer since the adapter came into use, none of which it was trained on, by it and by the draft in use now.
+The gate's own rule decides, so an adapter comes back only where a gain is certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adaptive.errors import AdaptiveError
+from adaptive.records.log import Log
+from checkpoints.manifest import BaseDraft, Manifest
+from checkpoints.store import AdapterStore
+from trainers import lora
+from trainers.batches import context_length
+from trainers.dataset import Example, examples, read_log
+from trainers.gate import held_out, judge
+from trainers.recipe import Recipe
+from trainers.replay import Replay, replay
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Answers replayed at most, the newest. More narrow the interval and take longer.
+MOST = 128
+
+
+def reconsider(
+    log: Path,
+    store: AdapterStore,
+    base: BaseDraft,
+    draft: PreTrainedModel,
+    name: str,
+    should_stop: Callable[[], bool] | None = None,
+) -> tuple[Manifest, str]:
+    """Replay what was said since adapter ``name`` came into use, by it and by the draft in use now.
+
+    Returns its manifest as it now stands, and a sentence. Raises AdaptiveError where there is nothing
+    to judge by, or the adapter is in use again, and Stopped when ``should_stop`` says so between passes.
+    """
+    in_use, _ = store.usable(base)
+    if in_use is not None and in_use.id == name:
+        raise AdaptiveError(f"adapter {name} is in use again; there is nothing to reconsider")
+    since = Log(log).first_id(name)
+    rows = read_log(log, Recipe().buffer)
+    said = [e for e in examples(rows, context_length(draft)) if e.replayable and since is not None and e.id >= since]
+    if not said:
+        raise AdaptiveError(f"nothing was said since adapter {name} came into use")
+    said = said[-MOST:]
+    before = _replayed(draft, store, None if in_use is None else in_use.id, said, should_stop)
+    after = _replayed(draft, store, name, said, should_stop)
+    verdict = judge(held_out(before, after, Recipe().draft_length), None, streak=1)
+    if not verdict.promote:
+        return store.show(name), f"Adapter {name} stays rolled back: {verdict.reason}."
+    # Somebody may have decided otherwise meanwhile.
+    if store.current_id() != (None if in_use is None else in_use.id):
+        return store.show(name), f"Adapter {name} stays rolled back: another adapter has come into use since."
+    reason = f"back in use: on what was said since, it is the better draft ({verdict.reason})"
+    return store.promote(name, reason), f"Adapter {name} is {reason}."
+
+
+def _replayed(
+    draft: PreTrainedModel,
+    store: AdapterStore,
+    name: str | None,
+    said: Sequence[Example],
+    should_stop: Callable[[], bool] | None,
+) -> list[Replay]:
+    """The replay of ``said`` by the draft with this adapter, or by the plain one."""
+    if name is None:
+        return replay(draft, said, should_stop)
+    model = lora.load(draft, store.path(name))
+    try:
+        return replay(model, said, should_stop)
+    finally:
+        lora.remove(model)
