@@ -98,14 +98,20 @@ def _client(server: Served, number: int, until: float, tally: Tally) -> None:
 
 def _request(client: httpx.Client, prompt: str, rng: random.Random, tally: Tally) -> None:
     kind = rng.randrange(GOES_AWAY * NONSENSE)
-    body = {"prompt": prompt, "max_tokens": rng.choice((8, 32, 96)), "seed": kind, "user": prompt.split(".")[0]}
+    body = {
+        "prompt": prompt,
+        "max_tokens": rng.choice((8, 32, 96)),
+        "ignore_eos": True,
+        "seed": kind,
+        "user": prompt.split(".")[0],
+    }
     if kind % NONSENSE == 0:
         answer = client.post(
             "/v1/completions", content=rng.choice(BODIES), headers={"Content-Type": "application/json"}
         )
         tally.add("nonsense", answer.status_code)
     elif kind % GOES_AWAY == 1:
-        _go_away(client, {**body, "max_tokens": 400, "ignore_eos": True}, rng)
+        _go_away(client, {**body, "max_tokens": 400}, rng)
         tally.add("went away", 0)
     elif rng.random() < 0.5:
         found = stream(client, body)

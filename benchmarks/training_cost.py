@@ -51,7 +51,8 @@ def main() -> None:
 def _fill(server: Served, answers: int) -> None:
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         for number, text in enumerate(prompts("math", answers)):
-            client.post("/v1/completions", json={"prompt": text, "max_tokens": 60, "seed": number}).raise_for_status()
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": 60, "seed": number}
+            client.post("/v1/chat/completions", json=body).raise_for_status()
 
 
 def _pair(busy: Served, calm: Served, number: int, tokens: int) -> tuple[Stream, Stream]:
@@ -77,8 +78,8 @@ def _pair(busy: Served, calm: Served, number: int, tokens: int) -> tuple[Stream,
 
 def _in_the_middle(server: Served) -> bool:
     status = server.get("/adaptive/trainer")
-    if status["activity"] == "waiting" and status["rounds"]:
-        raise SystemExit("the round ended before there were enough requests; ask for fewer, or raise ANSWERS")
+    if status["last_round"] is not None:
+        raise SystemExit(f"the round ended before there were enough requests: {status['last_round']}")
     return bool(status["activity"] == "training" and status["acceptance"] is not None)
 
 
