@@ -76,6 +76,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=120, help="longest answer")
     parser.add_argument("--pause", type=float, default=2.5, help="seconds between two prompts")
     parser.add_argument("--after", type=int, default=60, help="answers that a round of training needs")
+    parser.add_argument("--nice", type=int, default=19, help="of the trainer; 0 on a shared machine")
     parser.add_argument("--threads", type=int, default=1, help="threads of each server")
     parser.add_argument("--out", type=Path, help="file for every answer's figures")
     return parser.parse_args()
@@ -88,6 +89,7 @@ def _server(home: Path, policy: str, options: argparse.Namespace) -> contextlib.
         distill=policy,
         distill_after=options.after,
         distill_idle_seconds=IDLE_S,
+        distill_nice=options.nice,
     )
 
 
