@@ -153,11 +153,12 @@ class EngineThread:
             self._when_over()
 
     def _turn(self, session: Opened) -> None:
-        """One job, or one poll of the adapter store."""
+        """One job, or one look at the adapter store."""
         job = self.queue.take(POLL_S)
-        session.swapper.use_promoted()
         if job is None:
+            session.swapper.use_promoted()
             return
+        session.swapper.between_rounds()  # somebody waits: a slice of a swap at most
         self._running = job
         try:
             self._answer_all(session, job)
