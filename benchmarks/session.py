@@ -23,7 +23,7 @@ from adaptive.records.stats import SpeculativeStats
 
 # Seconds that the trainer waits after an answer. Both servers answer within them, so that neither is
 # measured while it trains; the rest of the pause is the trainer's.
-IDLE_S = 1.0
+IDLE_S = 0.5
 NAMES = {"idle": "training", "off": "no training"}
 
 
@@ -74,7 +74,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kind", default="tools", help="a file of the bundled prompts")
     parser.add_argument("--prompts", type=Path, help="another file of prompts")
     parser.add_argument("--tokens", type=int, default=120, help="longest answer")
-    parser.add_argument("--pause", type=float, default=2.5, help="seconds between two prompts")
+    parser.add_argument("--pause", type=float, default=1.3, help="seconds between two prompts")
     parser.add_argument("--after", type=int, default=60, help="answers that a round of training needs")
     parser.add_argument("--nice", type=int, default=19, help="of the trainer; 0 on a shared machine")
     parser.add_argument("--threads", type=int, default=1, help="threads of each server")

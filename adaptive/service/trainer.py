@@ -297,6 +297,7 @@ class Trainer:
         reason = None if current is None else self._watch.verdict(self.store.show(current))
         if current is not None and reason is not None and current == self.store.current_id():
             self.store.rollback(reason)
+            self._watch.rolled_back()
             first = log.first_id(current)
             self._doubted = None if first is None else (current, first)
             logger.warning("adapter %s is rolled back: %s", current, reason)

@@ -48,6 +48,11 @@ class Watch:
                 self._accepted.clear()
             self._accepted.extend(accepted)
 
+    def rolled_back(self) -> None:
+        """The adapter has gone back. Should it return, only what it does from then on counts."""
+        with self._lock:
+            self._accepted.clear()
+
     def forgive(self) -> None:
         """What was before is no measure any more: it was other text."""
         with self._lock:
