@@ -12,8 +12,10 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from cli.options import shared_options
+from cli.other import OtherDraft, OtherTarget
 
 if TYPE_CHECKING:
+    from adaptive.pair import Pair
     from adaptive.settings import Settings
     from cli.contenders import Contender, Row
     from cli.prompts import Prompt
@@ -28,6 +30,8 @@ def bench(
     tokens: Annotated[int, typer.Option(help="Tokens of every answer.")] = 100,
     lengths: Annotated[str, typer.Option(help="Fixed draft lengths, with commas.")] = "2,4,8",
     only_ours: Annotated[bool, typer.Option("--only-ours", help="Leave transformers' generate out.")] = False,
+    other_target: OtherTarget = None,
+    other_draft: OtherDraft = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Plain, fixed lengths, controller, and transformers' own generation, in turns on the same prompts.
@@ -37,6 +41,8 @@ def bench(
     Example: adaptive bench --count 20 --tokens 200
 
     Example: adaptive bench --target DIR --draft DIR --lengths 4 --temperature 0.7 --json
+
+    Example: adaptive bench --only-ours --other-target T.gguf --other-draft D.gguf
     """
     from rich.console import Console
 
@@ -48,18 +54,44 @@ def bench(
     asked = mixed(count) if prompts is None else read_prompts(prompts)[:count]
     console = Console(stderr=True)
 
+    from cli.other import advice, engines, load_other, other_settings
     from cli.session import open_session
 
     settings = settings.model_copy(update={"record": False, "draft_length": "auto"})
+    elsewhere = other_settings(settings, other_target, other_draft)
     with open_session(settings, console) as session:
-        rows = run(settings, session, asked, tokens, numbers, only_ours, console)
+        other = load_other(elsewhere, session, console) if elsewhere is not None else None
+        rows = run(settings, session, asked, tokens, numbers, only_ours, console, other)
         adapter = session.assistant.adapter
+        verdict = None
+        if other is not None and elsewhere is not None:
+            verdict = advice(
+                {
+                    engines(session.pair): (_best(rows, "ours"), settings),
+                    engines(other): (_best(rows, engines(other)), elsewhere),
+                }
+            )
     if as_json:
         print(
-            json.dumps({"adapter": adapter, "prompts": len(asked), "tokens": tokens, "rows": [asdict(r) for r in rows]})
+            json.dumps(
+                {
+                    "adapter": adapter,
+                    "prompts": len(asked),
+                    "tokens": tokens,
+                    "rows": [asdict(r) for r in rows],
+                    "advice": verdict,
+                }
+            )
         )
     else:
         show(rows, Console())
+        if verdict is not None:
+            Console(highlight=False).print(verdict, soft_wrap=True)
+
+
+def _best(rows: list[Row], name: str) -> float:
+    """Tokens per second of the fastest contender of this name."""
+    return max(row.tokens_per_second for row in rows if row.contender.startswith(f"{name}, "))
 
 
 def _lengths(text: str) -> list[int]:
@@ -84,13 +116,18 @@ def mixed(count: int) -> list[Prompt]:
     return turns[:count]
 
 
-def contenders(settings: Settings, session: Session, lengths: list[int], threads: int) -> list[Contender]:
+def contenders(
+    settings: Settings, session: Session, lengths: list[int], threads: int, other: Pair | None = None
+) -> list[Contender]:
     """Those of the table; the first is what the others are measured against. ``threads`` are those of
-    transformers' own, which are left out for 0."""
+    transformers' own, which are left out for 0; ``other`` is the same pair on another engine."""
+    from adaptive.control.costs import CostModel
     from adaptive.control.goodput import GoodputLength
+    from adaptive.control.measure import measure
     from adaptive.control.policy import FixedLength
     from adaptive.decoding.params import SamplingParams
     from cli.contenders import ours, policies, theirs
+    from cli.other import engines
 
     pair = session.pair
     sampling = SamplingParams(
@@ -114,6 +151,17 @@ def contenders(settings: Settings, session: Session, lengths: list[int], threads
         policy = session.assistant.policy
         if isinstance(policy, GoodputLength):
             field.append(ours("ours, controller", pair, policy, sampling))
+    if other is not None:
+        name = engines(other)
+        field.append(ours(f"{name}, plain", other, FixedLength(0), sampling))
+        if other.draft is not None:
+            field += [
+                ours(title.replace("ours", name), other, policy, sampling)
+                for title, policy in policies(lengths).items()
+            ]
+            controller = GoodputLength()
+            controller.costs = CostModel(measure(other, sampling))
+            field.append(ours(f"{name}, controller", other, controller, sampling))
     return field
 
 
@@ -125,6 +173,7 @@ def run(
     lengths: list[int],
     only_ours: bool,
     console: Any,
+    other: Pair | None = None,
 ) -> list[Row]:
     """The race, with its progress on ``console``."""
     from rich.progress import track
@@ -133,8 +182,10 @@ def run(
     from cli.contenders import fastest_threads, race, table
 
     logging.set_verbosity_error()  # its assisted generation warns about its own arguments at every round
-    threads = 0 if only_ours else fastest_threads(session.pair, prompts[0])
-    field = contenders(settings, session, lengths, threads)
+    # transformers decodes for itself only what it has loaded.
+    theirs_too = not only_ours and _is_theirs(session.pair.target) and _is_theirs(session.pair.draft)
+    threads = fastest_threads(session.pair, prompts[0]) if theirs_too else 0
+    field = contenders(settings, session, lengths, threads, other)
     results = track(
         race(field, prompts, tokens),
         "racing",
@@ -144,6 +195,10 @@ def run(
         disable=not console.is_terminal,
     )
     return table(field, list(results))
+
+
+def _is_theirs(engine: object | None) -> bool:
+    return engine is None or hasattr(engine, "model")
 
 
 def show(rows: list[Row], console: Any) -> None:

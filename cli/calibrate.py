@@ -14,6 +14,7 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from cli.options import shared_options
+from cli.other import OtherDraft, OtherTarget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,6 +74,8 @@ def calibrate(
         Optional[Path], typer.Option(help="Prompts of the init sample: JSON lines; then the log is not used.")
     ] = None,
     answers: Annotated[int, typer.Option(help="Answers of the init sample.", min=1)] = ANSWERS,
+    other_target: OtherTarget = None,
+    other_draft: OtherDraft = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure what drafting and verifying cost here, predict the speed-up, and recommend a draft length.
@@ -83,15 +86,20 @@ def calibrate(
     Example: adaptive calibrate
 
     Example: adaptive calibrate --target ./my-target --draft ./my-draft --prompts mine.jsonl --json
+
+    Example: adaptive calibrate --other-target T.gguf --other-draft D.gguf
     """
     from rich.console import Console
 
     from cli.prompts import bare_prompt, read_prompts
 
     asked = read_prompts(prompts) if prompts is not None else [bare_prompt(text) for text in PROMPTS]
+    from cli.other import advice, engines, load_other, other_settings
     from cli.session import open_session
 
     console = Console(stderr=True, highlight=False)
+    elsewhere = other_settings(settings, other_target, other_draft)
+    verdict = None
     with open_session(settings.model_copy(update={"record": False, "draft_length": "0"}), console) as session:
         if session.pair.draft is None:
             raise AdaptiveError("there is no draft to calibrate; name one with --draft")
@@ -111,11 +119,33 @@ def calibrate(
         with console.status("replaying the draft"):
             forecast = predict(costs, sample, session.pair)
         _keep(session, forecast.costs)
+        if elsewhere is not None:
+            other = load_other(elsewhere, session, console)
+            if other.draft is None:
+                raise AdaptiveError("--other-target is given without --other-draft; name both")
+            with console.status(f"measuring {engines(other)}"):
+                there = predict(measure(other, sampling, thorough=True), sample, other)
+            speeds = {
+                engines(session.pair): (max(forecast.tokens_per_second), settings),
+                engines(other): (max(there.tokens_per_second), elsewhere),
+            }
+            verdict = advice(speeds)
     report = _report(session, forecast, source)
+    if verdict is not None:
+        report["other"] = {
+            "engine": engines(other),
+            "costs": asdict(there.costs),
+            "tokens_per_second": there.tokens_per_second,
+            "recommended_draft_length": there.draft_length,
+            "advice": verdict,
+        }
     if as_json:
         print(json.dumps(report, indent=2))
-    else:
-        _show(Console(highlight=False), forecast, report)
+        return
+    _show(Console(highlight=False), forecast, report)
+    if verdict is not None:
+        _show(Console(highlight=False), there, {**report, "pair": f"{other.identity.id} ({engines(other)})"})
+        Console(highlight=False).print(verdict, soft_wrap=True)
 
 
 def answer_plainly(

@@ -39,7 +39,7 @@ class Finding:
     advice: str = ""
 
 
-@shared_options("target", "draft", "device", "draft_device", "dtype", "quantize", "draft_quantize")
+@shared_options("target", "draft", "draft_checkpoint", "device", "draft_device", "dtype", "quantize", "draft_quantize")
 def doctor(settings: Settings, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """What this machine has, what will be used, and what is missing. Exit status 1 if something needed is broken.
 
@@ -71,6 +71,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         return
     yield from _devices(torch)
     yield from _bitsandbytes(settings)
+    yield _llama_cpp(settings)
     yield from _used(settings)
 
 
@@ -229,8 +230,24 @@ def _quantised_layer(kind: str, settings: Settings) -> tuple[float, float]:
         return _difference(layer(x).double().cpu(), plain(row).double()), took
 
 
+def _llama_cpp(settings: Settings) -> Finding:
+    """Whether GGUF files can be run, and on what."""
+    from adaptive.engines.llama_model import binding
+    from adaptive.gguf_pair import is_gguf_name
+
+    wanted = any(name is not None and is_gguf_name(name) for name in (settings.target, settings.draft))
+    try:
+        library = binding()
+    except AdaptiveError as error:
+        status: Literal["note", "broken"] = "broken" if wanted else "note"
+        return Finding("machine", "llama.cpp", status, str(error), "needed only for GGUF files: see docs/llamacpp.md")
+    where = "an accelerator" if library.llama_supports_gpu_offload() else "the processor"
+    return Finding("machine", "llama.cpp", "ok", f"llama-cpp-python {library.__version__}, built for {where}")
+
+
 def _used(settings: Settings) -> Iterator[Finding]:
     """What a run with these settings would take, as far as it is known without loading or fetching a model."""
+    from adaptive.gguf_pair import is_gguf_name
     from adaptive.pair import BUNDLED, choose_device, choose_dtype, pair_identity
 
     for option, name in (("device", settings.device), ("draft device", settings.draft_device or settings.device)):
@@ -246,6 +263,10 @@ def _used(settings: Settings) -> Iterator[Finding]:
     local = True
     for role, model in (("target", target), ("draft", draft)):
         bundled = model is not None and Path(model).is_relative_to(BUNDLED)
+        if model is not None and is_gguf_name(model):
+            yield from _gguf_file(role, model)
+            local = local and Path(model).expanduser().is_file()
+            continue
         if model is None or Path(model).expanduser().is_dir():
             where = " (bundled)" if bundled else ""
             yield Finding("used", role, "ok", f"{model}{where}" if model else "none: the target decodes alone")
@@ -261,6 +282,9 @@ def _used(settings: Settings) -> Iterator[Finding]:
         return
     try:
         pair = pair_identity(settings).id
+        if is_gguf_name(target):
+            yield Finding("used", "pair", "ok", pair)
+            return
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(target)
@@ -274,6 +298,23 @@ def _used(settings: Settings) -> Iterator[Finding]:
         yield Finding("used", "pair", "ok", pair)
         yield Finding("used", "dtype", "ok", f"{dtype}{measured}")
         yield Finding("used", "quantisation", "ok", f"target {settings.quantize}, draft {settings.draft_quantize}")
+
+
+def _gguf_file(role: str, name: str) -> Iterator[Finding]:
+    """What is in a GGUF file, by its header."""
+    from adaptive.engines.llama_model import LlamaModel
+
+    path = Path(name).expanduser()
+    if not path.is_file():
+        yield Finding("used", role, "note", f"{name} is no file here", "it will be fetched, if the hub has it")
+        return
+    try:
+        model = LlamaModel(path, vocabulary_only=True)
+    except AdaptiveError as error:
+        yield Finding("used", role, "broken", str(error), "get the file again, or name another")
+        return
+    described = f"{model.architecture}, {_size(path.stat().st_size)}, {model.vocab_size} tokens"
+    yield Finding("used", role, "ok", f"{name} ({described}), by llama.cpp")
 
 
 def _print(findings: list[Finding]) -> None:

@@ -1,0 +1,79 @@
+"""The same weights on another engine, beside the pair in use: for ``bench`` and ``calibrate``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    from adaptive.pair import Pair
+    from adaptive.settings import Settings
+    from cli.session import Session
+
+OTHER = "Another engine"
+OtherTarget = Annotated[
+    Optional[str],
+    typer.Option(help="Compare with this target: the same weights for another engine.", rich_help_panel=OTHER),
+]
+OtherDraft = Annotated[Optional[str], typer.Option(help="The draft beside that target.", rich_help_panel=OTHER)]
+
+
+def other_settings(settings: Settings, target: str | None, draft: str | None) -> Settings | None:
+    """The settings of the other pair, None where none is named.
+
+    A GGUF draft there stands for the checkpoint here, so that an adapter fits both.
+    """
+    from adaptive.gguf_pair import is_gguf_name
+
+    if target is None:
+        if draft is not None:
+            raise AdaptiveError("--other-draft is given without --other-target; name both")
+        return None
+    checkpoint = None
+    if draft is not None and is_gguf_name(draft):
+        here = settings.draft_checkpoint or (settings.draft if settings.target is not None else _bundled_draft())
+        checkpoint = here if here is not None and not is_gguf_name(here) else None
+    names = {"target": target, "draft": draft, "draft_checkpoint": checkpoint}
+    return settings.model_copy(update={**names, "quantize": "none", "draft_quantize": "none"})
+
+
+def _bundled_draft() -> str:
+    from adaptive.pair import BUNDLED
+
+    return str(BUNDLED / "draft")
+
+
+def load_other(settings: Settings, session: Session, console: Any) -> Pair:
+    """The other pair, with the adapter that is in use here. Raises AdaptiveError where that does not fit its draft."""
+    from cli.session import load_with_progress
+
+    pair = load_with_progress(settings, console)
+    adapter = session.assistant.adapter
+    if pair.draft is not None and adapter is not None:
+        if pair.identity.base.weights != session.pair.identity.base.weights:
+            raise AdaptiveError(
+                f"adapter {adapter} is in use and is for another draft than {settings.draft}; compare files of the "
+                "same weights, or name the checkpoint they were made from with --draft-checkpoint"
+            )
+        pair.draft.apply_adapter(session.store.path(adapter))
+    return pair
+
+
+def engines(pair: Pair) -> str:
+    """What runs a pair: one name, or the target's and the draft's."""
+    draft = pair.draft.name if pair.draft is not None else pair.target.name
+    return pair.target.name if draft == pair.target.name else f"{pair.target.name} + {draft}"
+
+
+def advice(speeds: dict[str, tuple[float, Settings]]) -> str:
+    """Which of two engines to use, from the best tokens per second of each and the settings that choose it."""
+    (best, (fast, chosen)), (other, (slow, _)) = sorted(speeds.items(), key=lambda item: -item[1][0])
+    names = " ".join(
+        f"--{name.replace('_', '-')} {value}"
+        for name in ("target", "draft", "draft_checkpoint")
+        if (value := getattr(chosen, name)) is not None
+    )
+    return f"{best} is {fast / slow:.2f} times as fast here as {other}" + (f": use {names}" if names else "")
