@@ -24,6 +24,8 @@ from served import PATIENCE_S, Served, Stream, prompts, served, stream
 IDLE_S = 2.0
 # Answers before the first round; as soon as one round is over, one more answer begins the next.
 ANSWERS = 120
+# Seconds in which nothing is asked before either request, so that both come to a server that was at rest.
+REST_S = 0.3
 # Seconds of a request that are set apart: a pass through the draft that had begun ends in them.
 APART_S = 0.1
 
@@ -56,7 +58,7 @@ def _pair(busy: Served, calm: Served, number: int, tokens: int) -> tuple[Stream,
     """The same request in the middle of training, and without any."""
     while not _in_the_middle(busy):
         time.sleep(0.02)
-    time.sleep(random.Random(number).uniform(0.2, 0.6))  # at any moment of a step
+    time.sleep(random.Random(number).uniform(0.0, 0.4))  # at any moment of a step
     body = {
         "prompt": f"{number} " + " ".join(prompts("code", 12))[:1200],
         "max_tokens": tokens,
@@ -67,6 +69,7 @@ def _pair(busy: Served, calm: Served, number: int, tokens: int) -> tuple[Stream,
     }
     answers = []
     for server in (busy, calm):
+        time.sleep(REST_S)
         with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
             client.get("/health")  # the connection is there
             answers.append(stream(client, body))

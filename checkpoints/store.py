@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,10 @@ class AdapterStore:
     cannot be written the store opens all the same, for reading.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, around_changes: AbstractContextManager[Any] | None = None) -> None:
+        """``around_changes`` is entered around every change, before others may have to wait for it."""
         self.root = root
+        self._around = around_changes or nullcontext()
         if root.is_dir():
             with suppress(AdaptiveError), self._changing(OPEN_TIMEOUT):
                 pass
@@ -289,7 +291,7 @@ class AdapterStore:
 
         self._create()
         try:
-            with FileLock(self.root / LOCK, timeout=timeout, poll_interval=0.01, mode=0o600):
+            with self._around, FileLock(self.root / LOCK, timeout=timeout, poll_interval=0.01, mode=0o600):
                 files.sweep(self.root)
                 self._settle()
                 yield

@@ -75,6 +75,7 @@ def kill_the_trainer(server: Server, http: httpx.Client, rng: random.Random) -> 
     time.sleep(rng.uniform(0.0, 12.0))
     doing = http.get("/adaptive/trainer").json()["reason"]
     if not worker.is_running():
+        ask(http, "One more answer begins another round.", 0)
         worker = until(lambda: training_process(server), server)
         doing = "the round before had just ended"
     worker.send_signal(signal.SIGKILL)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from store_factory import published
 from test_trainer import small_draft, speak, target, write_log
@@ -22,7 +23,7 @@ from adaptive.decoding.params import SamplingParams
 from adaptive.pair import pair_identity
 from adaptive.records.log import Log
 from adaptive.records.types import Round
-from adaptive.service.pipe import Order, Report
+from adaptive.service.pipe import BUSY, Order, Report
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
 from adaptive.state import PairState, open_state
@@ -89,9 +90,13 @@ def test_a_round_waits_until_nobody_asks_pauses_for_a_request_and_is_judged(taug
         until(lambda: "in use" in trainer.status.reason, trainer)
         trainer.idle()
         until(lambda: trainer.status.acceptance is not None, trainer)
+        worker = psutil.Process(worker_of(trainer))
         trainer.busy()
         assert trainer.status.activity == "paused"
-        time.sleep(0.3)  # the pass that was under way ends
+        if sys.platform == "linux":
+            until(lambda: worker.status() == psutil.STATUS_STOPPED, trainer)
+        else:
+            time.sleep(0.3)  # the pass that was under way ends
         paused_at = trainer.status.share
         time.sleep(0.7)
         assert trainer.status.share == paused_at
@@ -156,6 +161,33 @@ def test_a_worker_whose_parent_is_gone_ends(taught: Taught) -> None:
     out, _ = worker.communicate(order.line(), timeout=PATIENCE_S)
     assert worker.returncode == 0
     assert Report.of(out.splitlines()[-1]).stage == "stopped"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_worker_that_stands_still_ends_with_its_parent(taught: Taught, tmp_path: Path) -> None:
+    settings = taught.settings.model_dump(mode="json", exclude={"api_key", "api_key_file"})
+    order = tmp_path / "order"
+    order.write_text(Order(settings, str(taught.state.root), paused=False).line() + f"{BUSY}\n", encoding="utf-8")
+    parent = """
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-m", "trainers.worker"], stdin=subprocess.PIPE)
+worker.stdin.write(open(sys.argv[1], "rb").read())
+worker.stdin.flush()
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent, str(order)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    worker = psutil.Process(int(process.stdout.readline()))
+    deadline = time.monotonic() + PATIENCE_S
+    while worker.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def live(trainer: Trainer, adapter: str | None, rate: float, rounds: int, seed: int) -> None:

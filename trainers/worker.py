@@ -1,15 +1,18 @@
 """One round of distillation in a process of its own: ``python -m trainers.worker``.
 
 ``adaptive serve`` and ``adaptive chat`` start it at low priority and speak with it over its pipes
-(``adaptive.service.pipe``). It pauses before its next pass through the draft when told ``busy``, ends
-when its parent is gone, and leaves the log and the store valid however it ends.
+(``adaptive.service.pipe``). When told ``busy`` it stands still at once, in the middle of a pass, where the
+system can end it with its parent (Linux), and before its next pass elsewhere. It ends when its parent is gone,
+and leaves the log and the store valid however it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -31,9 +34,15 @@ SPARE_MEMORY = 512 << 20
 
 
 class Brake:
-    """Follows what the parent says; ``should_stop`` is what the round asks between two passes, and blocks."""
+    """Follows what the parent says; ``should_stop`` is what the round asks between two passes, and blocks.
 
-    def __init__(self, commands: IO[str], paused: bool) -> None:
+    ``steady`` is held while others could be waiting for this process, which then does not stand still.
+    """
+
+    def __init__(self, commands: IO[str], paused: bool, freezes: bool = False) -> None:
+        """``freezes``: stop this very process when told ``busy``; the parent continues it."""
+        self.steady = threading.Lock()
+        self._freezes = freezes
         self.stopped = False
         self.out_of_memory = False
         self._go = threading.Event()
@@ -53,12 +62,29 @@ class Brake:
             command = line.strip()
             if command == BUSY:
                 self._go.clear()
+                if self._freezes:
+                    with self.steady:
+                        os.kill(os.getpid(), signal.SIGSTOP)
             elif command == IDLE:
                 self._go.set()
             else:
                 break
         self.stopped = True  # told to stop, or the parent is no more
         self._go.set()
+
+
+def die_with_parent() -> bool:
+    """Have the system kill this process with the thread that started it; False where it cannot.
+
+    A process that stands still would else outlive its parent for ever.
+    """
+    if sys.platform != "linux":
+        return False
+    PR_SET_PDEATHSIG = 1  # noqa: N806 - its name in <linux/prctl.h>
+    try:
+        return bool(ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
+    except (OSError, AttributeError):
+        return False
 
 
 def memory_is_short() -> bool:
@@ -120,7 +146,7 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
 
     return distill(
         state.records,
-        AdapterStore(state.adapters),
+        AdapterStore(state.adapters, around_changes=brake.steady),
         pair_identity(settings).base,
         load_draft_for_training(settings),
         Recipe(max_seconds=settings.distill_seconds),
@@ -139,7 +165,12 @@ def _reconsider(settings: Settings, state: PairState, brake: Brake, name: str) -
     base, draft = pair_identity(settings).base, load_draft_for_training(settings)
     try:
         manifest, message = reconsider(
-            state.records, AdapterStore(state.adapters), base, draft, name, brake.should_stop
+            state.records,
+            AdapterStore(state.adapters, around_changes=brake.steady),
+            base,
+            draft,
+            name,
+            brake.should_stop,
         )
     except Stopped:
         return _ended(brake, None)
@@ -169,7 +200,7 @@ def main() -> None:
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     order = Order.of(sys.stdin.readline())
-    brake = Brake(sys.stdin, order.paused)
+    brake = Brake(sys.stdin, order.paused, freezes=die_with_parent())
     last = train(order, brake, reports)
     with contextlib.suppress(BrokenPipeError):
         reports.write(last.line())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -250,6 +251,8 @@ class Trainer:
             if self._paused and not self._busy and quiet >= self.settings.distill_idle_seconds:
                 self._paused = False
                 self._say(IDLE)
+            elif not self._paused:
+                self._wake()  # it may have stood still only now, for a request that is long over
             if not self._stopping and not self._in_window():
                 self._stopping = True
                 self._say(STOP)
@@ -322,6 +325,13 @@ class Trainer:
         with contextlib.suppress(OSError, ValueError):
             process.stdin.write(line + "\n")
             process.stdin.flush()
+        if line != BUSY:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Continue a worker that stands still, which it does by itself when told ``busy``."""
+        if self._process is not None and self._process.returncode is None and hasattr(signal, "SIGCONT"):
+            self._process.send_signal(signal.SIGCONT)
 
 
 @contextlib.contextmanager
