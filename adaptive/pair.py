@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adaptive.devices import choose_device, choose_dtype, quantisation
 from adaptive.errors import AdaptiveError
 from adaptive.gguf_pair import find_gguf, gguf_tokenizer, is_gguf_name, load_gguf
 from adaptive.settings import Quantisation, Settings
 from checkpoints.manifest import BaseDraft
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from adaptive.engines.protocol import Engine
@@ -379,99 +379,3 @@ def load_draft_for_training(settings: Settings) -> PreTrainedModel:
     full = settings.model_copy(update={"dtype": "float32"})
     with _weights_progress(lambda share: None):
         return _load(plain, full, settings.draft_device or settings.device)
-
-
-def choose_device(name: str) -> str:
-    """``auto`` is the first CUDA device, else MPS, else the CPU. Raises AdaptiveError for one that is not there."""
-    import torch
-
-    if name == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise AdaptiveError(f"device {name} cannot be used here: {reason}") from error
-    return name
-
-
-def choose_dtype(name: str, device: str, config: Any) -> torch.dtype:
-    """The dtype of that name; ``auto`` is bfloat16 (or float16) on a GPU and measured on a CPU."""
-    import torch
-
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    if device.startswith("cuda"):
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if device == "mps":
-        return torch.float16
-    return fastest_cpu_dtype(config.get_text_config().hidden_size)
-
-
-# Bytes of float32 weights that are timed: beyond the caches of most processors, so that what is measured
-# is a model's pass over memory and not one matrix's in cache.
-DTYPE_TRIAL = 64 << 20
-# Seconds after which the trial ends with what it has.
-DTYPE_PATIENCE = 0.3
-
-
-def fastest_cpu_dtype(width: int) -> torch.dtype:
-    """float32 or bfloat16, whichever runs layers of this width faster over one and five tokens together.
-
-    Depends on the processor's instructions and memory, so it is measured (some 100 ms), on layers
-    prepacked as they will be, the two kinds in turn.
-    """
-    import time
-    from statistics import median
-
-    import torch
-
-    from adaptive.engines.packed import PackedLinear, packs
-
-    def layers(dtype: torch.dtype) -> list[PackedLinear]:
-        weight = torch.full((4 * width, width), 0.01, dtype=dtype)
-        count = max(1, min(64, DTYPE_TRIAL // (16 * width * width)))
-        return [PackedLinear((), lambda: (weight, None)) for _ in range(count)]
-
-    def seconds(stack: list[PackedLinear], dtype: torch.dtype) -> float:
-        total = 0.0
-        for rows in (1, 5):
-            x = torch.ones(rows, width, dtype=dtype)
-            began = time.perf_counter()
-            for layer in stack:
-                layer(x)
-            total += time.perf_counter() - began
-        return total
-
-    if not packs(torch.bfloat16, torch.device("cpu")):
-        return torch.float32
-    given = torch.get_num_threads()
-    # One thread: beside another busy program, threads wait for each other and drown what is measured.
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            stacks = {dtype: layers(dtype) for dtype in (torch.float32, torch.bfloat16)}
-            times: dict[torch.dtype, list[float]] = {dtype: [] for dtype in stacks}
-            began = time.perf_counter()
-            while len(times[torch.float32]) < 7 and time.perf_counter() - began < DTYPE_PATIENCE:
-                for dtype, stack in stacks.items():
-                    times[dtype].append(seconds(stack, dtype))
-    finally:
-        torch.set_num_threads(given)
-    return min(times, key=lambda dtype: median(times[dtype]))
-
-
-def quantisation(kind: Quantisation, dtype: torch.dtype) -> Any:
-    """The bitsandbytes configuration of transformers for ``kind``, None for none."""
-    if kind == "none":
-        return None
-    try:
-        import bitsandbytes  # noqa: F401
-    except Exception as error:
-        raise AdaptiveError(f"--quantize {kind} needs bitsandbytes, which does not load here: {error}") from error
-    from transformers import BitsAndBytesConfig
-
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)

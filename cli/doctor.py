@@ -211,7 +211,7 @@ def _quantised_layer(kind: str, settings: Settings) -> tuple[float, float]:
     import bitsandbytes
     import torch
 
-    from adaptive.pair import choose_device
+    from adaptive.devices import choose_device
 
     quantised: Any = bitsandbytes.nn
     device = choose_device(settings.device)
@@ -247,8 +247,9 @@ def _llama_cpp(settings: Settings) -> Finding:
 
 def _used(settings: Settings) -> Iterator[Finding]:
     """What a run with these settings would take, as far as it is known without loading or fetching a model."""
+    from adaptive.devices import choose_device, choose_dtype
     from adaptive.gguf_pair import is_gguf_name
-    from adaptive.pair import BUNDLED, choose_device, choose_dtype, pair_identity
+    from adaptive.pair import BUNDLED, pair_identity
 
     for option, name in (("device", settings.device), ("draft device", settings.draft_device or settings.device)):
         try:

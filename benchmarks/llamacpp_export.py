@@ -1,0 +1,93 @@
+"""Do an exported adapter and a merged draft show in llama-server the acceptance that replay predicts?
+
+    python benchmarks/llamacpp_export.py --server llama-server --target T.gguf --draft D.gguf --adapter FOLDER
+                                         --adapter-gguf A.gguf --merged M.gguf [--kind tools] [--count 40]
+
+The target answers prompts greedily; replay of the adapted draft predicts how many of K drafted tokens a round are
+accepted. llama-server then speculates with the merged file on the same prompts, and its own counts are
+compared. As a draft it takes no adapter: there the exported one is loaded on the draft as a model of its own,
+which is asked for the next token at every position of the answers; the share of the target's tokens is the
+acceptance rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from llamacpp import Server
+
+from adaptive.assistant import Assistant, encode_chat
+from adaptive.control.policy import FixedLength
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.pair import BUNDLED, load_pair
+from adaptive.settings import load_settings
+from cli.prompts import read_prompts
+from trainers.replay import Replay, acceptance_rate, expected_rounds
+
+
+def main() -> None:
+    """Answer, replay, ask the servers, print both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("server", "target", "draft", "adapter-gguf", "merged"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--adapter", type=Path, required=True)
+    parser.add_argument("--kind", default="tools")
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--lengths", default="2,4")
+    args = parser.parse_args()
+
+    pair = load_pair(load_settings({"target": args.target, "draft": args.draft}))
+    assert pair.draft is not None
+    pair.draft.apply_adapter(args.adapter)
+    prompts = read_prompts(BUNDLED / "prompts" / f"{args.kind}.jsonl")
+    random.Random(0).shuffle(prompts)
+    assistant = Assistant(pair, FixedLength(0), None)
+    texts, replays = [], []
+    for number, prompt in enumerate(prompts[: args.count]):
+        for _ in assistant.chat(prompt.messages, SamplingParams(), StopParams(args.tokens)):
+            pass
+        assert assistant.last is not None
+        asked, output = encode_chat(pair, prompt.messages), assistant.last.output
+        if len(output) < 2:
+            continue
+        logits = pair.draft.sequence().extend(torch.tensor(asked + output[:-1]), len(output))
+        right = (logits.argmax(-1) == torch.tensor(output)).numpy().astype(np.float32)
+        replays.append(Replay(number, "", right[1:], assistant.last.finish_reason == "length"))
+        texts.append((asked, output))
+    base = ("--threads", str(torch.get_num_threads()))
+    server = Server(args.server, "--model", args.draft, "--lora", args.adapter_gguf, *base)
+    same = count = 0
+    for asked, output in texts[: args.count // 2]:
+        for place in range(1, len(output)):
+            said = server.ask(
+                prompt=asked + output[:place], n_predict=1, temperature=0.0, return_tokens=True, cache_prompt=True
+            )
+            found = said["tokens"] or [pair.tokenizer.eos_token_id]
+            same += found[0] == output[place]
+            count += 1
+    server.close()
+    predicted = acceptance_rate(replays[: args.count // 2])
+    print(f"adapter beside the draft: {same / count:.3f} of {count} positions, replay says {predicted:.3f}")
+    for length in (int(part) for part in args.lengths.split(",")):
+        speculate = ("--spec-type", "draft-simple", "--spec-draft-n-max", str(length))
+        server = Server(args.server, "--model", args.target, "--spec-draft-model", args.merged, *speculate, *base)
+        drafted = accepted = 0
+        for asked, _ in texts:
+            timings = server.ask(prompt=asked, n_predict=args.tokens, temperature=0.0, cache_prompt=False)["timings"]
+            drafted += timings["draft_n"]
+            accepted += timings["draft_n_accepted"]
+        server.close()
+        hits, rounds = expected_rounds(replays, length)
+        print(
+            f"merged draft, {length} a round: {accepted / drafted:.3f} of {drafted} drafted tokens accepted, replay "
+            f"says {hits.sum() / (length * rounds.sum()):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
