@@ -142,7 +142,7 @@ def main() -> None:
     assert isinstance(pair.draft, LlamaCppEngine)
     prompts = mixed(args.count)
     encoded = [encode_chat(pair, prompt.messages) for prompt in prompts]
-    references = alone(args.target, encoded, args.tokens, pair.target.threads)
+    references = alone(args.target, encoded, args.tokens, pair.target.threads.most)
     lengths = [int(part) for part in args.lengths.split(",")]
     for adapter in (None, args.adapter) if args.adapter else (None,):
         pair.draft.apply_adapter(adapter)

@@ -18,6 +18,7 @@ from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.engines.gguf_adapter import write_adapter
+from adaptive.engines.llama_threads import ThreadChoice
 from adaptive.engines.llamacpp import BATCH, ROWS, LlamaCppEngine
 from adaptive.pair import Pair, PairIdentity
 from adaptive.records.types import Message
@@ -187,3 +188,30 @@ def test_llama_cpp_itself_reads_the_adapter_file(
     finally:
         draft.apply_adapter(None)
     torch.testing.assert_close(ours[0], theirs[0], atol=2e-3, rtol=0)
+
+
+def passes(choice: ThreadChoice, count: int, seconds: dict[int, float]) -> list[int]:
+    """The threads chosen for ``count`` single-token passes that take so long on one and on two threads."""
+    chosen = []
+    for _ in range(count):
+        chosen.append(choice.choose(1))
+        choice.observe(1, chosen[-1], seconds[chosen[-1]])
+    return chosen
+
+
+def test_threads_are_those_that_are_faster_now() -> None:
+    idle, busy = {1: 1.5e-3, 2: 1.0e-3}, {1: 2e-3, 2: 0.3}
+    choice = ThreadChoice(2)
+    passes(choice, 10, idle)
+    assert passes(choice, 1000, idle).count(2) > 980
+    assert passes(choice, 200, busy).count(2) < 10
+    assert choice.choose(512) == 1  # a prompt too
+    assert passes(choice, 20_000, busy).count(2) < 10
+    assert passes(choice, 30_000, idle)[-1000:].count(2) > 980
+    choice.observe(1, 2, 0.5)  # one slow moment
+    assert choice.best(1) == 2
+
+
+def test_one_thread_needs_no_choice() -> None:
+    choice = ThreadChoice(1)
+    assert passes(choice, 20, {1: 1e-3}) == [1] * 20

@@ -8,6 +8,7 @@ once a token in Python.
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from adaptive.decoding.params import SamplingParams
 from adaptive.engines.llama_adapter import LlamaAdapter
 from adaptive.engines.llama_model import LlamaModel, complaint
+from adaptive.engines.llama_threads import ThreadChoice
 from adaptive.errors import AdaptiveError
 
 # Tokens in one pass of the library. Larger keeps larger buffers and leaves ctrl-C unheard for longer,
@@ -44,6 +46,7 @@ class LlamaCppSequence:
         self._written = 0  # tokens that the library may hold, more than ``length`` after an interrupted pass
         self._context: Any = None
         self._close: weakref.finalize[Any, Any] | None = None
+        self._threads = 0  # of the context's last pass
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self._tokens = np.zeros(BATCH, dtype=np.int32)
         self._flags = np.zeros(BATCH, dtype=np.int8)
@@ -80,6 +83,7 @@ class LlamaCppSequence:
         self._context = self.engine.new_context(capacity)
         self._close = weakref.finalize(self, library.llama_free, self._context)
         self._memory = library.llama_get_memory(self._context)
+        self._threads = 0
         self.capacity = capacity
         self.engine.adapter.use(self._context)
         if state is not None and library.llama_state_seq_set_data(self._context, state, size, 0) != size:
@@ -126,13 +130,19 @@ class LlamaCppSequence:
         self._flags[count - rows : count] = 1
         self._batch.n_tokens = count
         self._written = self.length + count
+        threads = self.engine.threads.choose(count)
+        if threads != self._threads:
+            self._threads = threads
+            self.engine.llama.library.llama_set_n_threads(self._context, threads, threads)
+        began = time.perf_counter()
         status = self._decode(self._context, self._batch)
         if status:
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp failed with status {status}: {complaint()}")
+        address = ctypes.addressof(self._logits(self._context).contents) if rows else 0  # waits for an accelerator
+        self.engine.threads.observe(count, threads, time.perf_counter() - began)
         self.length = self._written
         if not rows:
             return torch.empty(0, self.engine.vocab_size)
-        address = ctypes.addressof(self._logits(self._context).contents)
         view = self._views.get((address, rows))
         if view is None:
             buffer = (ctypes.c_float * (rows * self.engine.vocab_size)).from_address(address)
@@ -151,7 +161,7 @@ class LlamaCppSequence:
 class LlamaCppEngine:
     """A GGUF file, loaded by llama.cpp. Not for several threads at once.
 
-    ``threads`` are those of every pass; ``gpu`` takes the layers to the accelerator that the library was
+    ``threads`` is the most that a pass uses; ``gpu`` takes the layers to the accelerator that the library was
     built for, if it was.
     """
 
@@ -166,7 +176,7 @@ class LlamaCppEngine:
                 "rejected token; speculative decoding needs a model with attention layers only"
             )
         self.llama = model
-        self.threads = threads
+        self.threads = ThreadChoice(threads)
         self.gpu = gpu
         self.vocab_size = model.vocab_size
         self.context_length = model.context_length
@@ -197,7 +207,7 @@ class LlamaCppEngine:
         params.n_batch = params.n_ubatch = min(BATCH, capacity)
         params.n_outputs_max = min(ROWS, params.n_batch)
         params.n_seq_max = 1
-        params.n_threads = params.n_threads_batch = self.threads
+        params.n_threads = params.n_threads_batch = self.threads.most
         params.swa_full = True  # a window that forgets cannot take a token back
         params.offload_kqv = params.op_offload = self.gpu
         params.no_perf = True

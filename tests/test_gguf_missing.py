@@ -1,0 +1,26 @@
+"""What is said of a GGUF file where the extra that runs it is not installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# None among the modules is how Python itself marks a module that cannot be imported.
+WITHOUT = "import sys; sys.modules['llama_cpp'] = None; import cli.main; cli.main.run()"
+
+
+def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    root = str(Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, "generate", "Hello", "--target", str(tmp_path / "model.gguf")],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "adaptive[llamacpp]" in line
