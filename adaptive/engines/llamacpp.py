@@ -184,14 +184,8 @@ class LlamaCppEngine:
         self.end_tokens = end_tokens
         self.sampling = _recommended_sampling(model)
         self.adapter = LlamaAdapter(model)
+        self.bytes_per_token = _bytes_per_token(model)
         self._sequences: weakref.WeakSet[LlamaCppSequence] = weakref.WeakSet()
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that keys and values of one token take, in 16 bits."""
-        queries, keys = self.llama.heads
-        size = self.llama.number("{arch}.attention.key_length", self.llama.shape["width"] // max(1, queries))
-        return 2 * 2 * self.llama.shape["layers"] * keys * size
 
     def sequence(self) -> LlamaCppSequence:
         """A new empty sequence."""
@@ -227,6 +221,13 @@ class LlamaCppEngine:
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
         """``apply_adapter`` in two steps; see the protocol."""
         return self.adapter.steps(folder, self._sequences)
+
+
+def _bytes_per_token(model: LlamaModel) -> int:
+    """Bytes that keys and values of one token take, in 16 bits."""
+    queries, keys = model.heads
+    size = model.number("{arch}.attention.key_length", model.shape["width"] // max(1, queries))
+    return 2 * 2 * model.shape["layers"] * keys * size
 
 
 def _recommended_sampling(model: LlamaModel) -> SamplingParams:
