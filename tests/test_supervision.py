@@ -33,3 +33,14 @@ def test_a_cut_answer_keeps_only_its_own_positions() -> None:
     kept = tape.take(6)
     assert kept.ids.shape == (6, TOP_K)
     assert kept.chosen.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_rows_taken_one_by_one_while_it_records_are_those_of_the_whole() -> None:
+    torch.manual_seed(3)
+    tape, taken = SupervisionTape(), []
+    for size in (3, 1, 30, 2):
+        tape.append(torch.randn(size, 50), torch.rand(size))
+        taken += [tape.take(place + 1, place) for place in range(len(taken), len(taken) + size)]
+    whole = tape.take(len(taken))
+    for field in ("ids", "logprobs", "rest", "chosen"):
+        assert np.array_equal(np.concatenate([getattr(one, field) for one in taken]), getattr(whole, field))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -48,10 +50,20 @@ class SupervisionTape:
     def take(self, count: int, first: int = 0) -> Supervision:
         """Positions ``first`` up to ``count`` (a stop may cut the last round)."""
         self._digest()
-        ids, logprobs, rest = (torch.cat(parts)[first:count].cpu() for parts in zip(*self._digested, strict=True))
+        ids, logprobs, rest = (_rows(parts, first, count) for parts in zip(*self._digested, strict=True))
         return Supervision(
             ids=ids.numpy().astype(np.int32),
             logprobs=logprobs.numpy().astype(np.float16),
             rest=rest.numpy().astype(np.float16),
-            chosen=torch.cat(self._chosen)[first:count].cpu().float().numpy().astype(np.float16),
+            chosen=_rows(self._chosen, first, count).float().numpy().astype(np.float16),
         )
+
+
+def _rows(parts: Sequence[torch.Tensor], first: int, count: int) -> torch.Tensor:
+    """Rows ``first`` up to ``count`` of the parts end to end, on the CPU; the others are not copied."""
+    wanted, begins = [], 0
+    for part in parts:
+        if begins < count and begins + len(part) > first:
+            wanted.append(part[max(0, first - begins) : count - begins])
+        begins += len(part)
+    return torch.cat(wanted).cpu()
