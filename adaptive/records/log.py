@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,10 +26,6 @@ from adaptive.records.types import Generation, Message, Round
 # Generations read at a time: each page is one short read, so that a slow reader never keeps the
 # writer from emptying the WAL. Larger costs memory (about 100 kB a generation), smaller costs queries.
 PAGE = 64
-
-
-# Plain steps that tell what one costs: enough for a median, few enough to follow a change of machine.
-PLAIN_STEPS = 500
 
 
 @dataclass(frozen=True)
@@ -205,13 +200,14 @@ class Log:
             ).fetchall()
         return tuple(Outline(*row) for row in rows)
 
-    def plain_step_seconds(self) -> float | None:
-        """Median seconds of one token decoded plainly, over the newest such steps; None where there is none."""
+    def plain_steps(self) -> tuple[tuple[int, float], ...]:
+        """Mean seconds of a token decoded plainly, for each generation that has such tokens: (id, seconds)."""
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT verify_s FROM rounds WHERE drafted = 0 ORDER BY generation DESC LIMIT ?", (PLAIN_STEPS,)
+                """SELECT generation, avg(verify_s) FROM rounds WHERE drafted = 0
+                GROUP BY generation ORDER BY generation"""
             ).fetchall()
-        return statistics.median(seconds for (seconds,) in rows) if rows else None
+        return tuple((number, seconds) for number, seconds in rows)
 
     def purge(self, *, older_than_s: float | None = None, session: str | None = None, everything: bool = False) -> int:
         """Delete generations for good and return how many: by age in seconds, by session, both, or all.

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Response
 from fastapi import Path as InPath
 
-from adaptive.records.history import By, history
+from adaptive.records.history import By, history, seconds_saved
 from adaptive.records.log import Log
 from adaptive.service.trainer import Trainer
 from checkpoints.manifest import Manifest
@@ -81,11 +81,9 @@ def _plotly() -> bytes:
 def _history(records: Path, by: By) -> dict[str, Any]:
     with Log(records) as log:
         generations = log.figures()
-        plain = log.plain_step_seconds()
+        plain = log.plain_steps()
     found = history(generations, by)
-    steps = sum(g.tokens - 1 for g in generations if g.seconds > 0)
-    saved = None if plain is None else plain * steps - sum(g.seconds for g in generations)
-    return {**asdict(found), "plain_step_seconds": plain, "seconds_saved": saved}
+    return {**asdict(found), "seconds_saved": seconds_saved(generations, plain)}
 
 
 def _adapters(store: AdapterStore) -> list[dict[str, Any]]:
