@@ -85,7 +85,7 @@ class Trainer:
         self._last_round: str | None = None
         self._doubted: tuple[str, int] | None = None  # rolled back, and the first answer under it
         self._reconsidering = False
-        self._seen = self._newest = 0
+        self._seen = self._newest = self._read_until = 0  # ids of the log; the last is what this round may know
         self._failures = 0
         self._not_before = 0.0
         self._reason = "starting"
@@ -224,6 +224,7 @@ class Trainer:
                 env=environment,
                 start_new_session=True,  # ctrl-C is for us, and we tell it
             )
+        self._read_until = self._newest
         doubted = self._doubted[0] if self._doubted is not None and self._must_reconsider() else None
         self._reconsidering = doubted is not None
         if doubted is not None:
@@ -275,7 +276,7 @@ class Trainer:
                     self._watch.forgive()
             elif report.stage in ("done", "refused"):
                 self.rounds += report.stage == "done"
-                self._seen = self._newest
+                self._seen = self._read_until
             elif report.stage == "memory":
                 self._not_before = time.monotonic() + FIRST_BACKOFF_S
             logger.info("round: %s", report.message)
