@@ -72,7 +72,7 @@ def training_process(server: Server) -> psutil.Process | None:
 def kill_the_trainer(server: Server, http: httpx.Client, rng: random.Random) -> str:
     """At a random moment of a round, or of the next one where this one is over first. Returns what it was doing."""
     worker = until(lambda: training_process(server), server)
-    time.sleep(rng.uniform(0.0, 12.0))
+    time.sleep(rng.uniform(0.0, 8.0))
     doing = http.get("/adaptive/trainer").json()["reason"]
     if not worker.is_running():
         ask(http, "One more answer begins another round.", 0)
