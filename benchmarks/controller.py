@@ -156,7 +156,7 @@ def _replay_one(
             else:
                 drafted += 1
         accepted = min(drafted, reject - at)
-        draft_s = steps * costs.draft_s + lag * costs.catch_up_s if steps else 0.0
+        draft_s = costs.start_s + steps * costs.draft_s + lag * costs.catch_up_s if steps else 0.0
         verify_s = costs.verify_s[drafted]
         began = time.thread_time()
         policy.observe(Round("model" if drafted else "none", drafted, accepted, noise(draft_s), noise(verify_s)))
@@ -173,7 +173,7 @@ def _replay_one(
 def best_per_round(workload: list[Stretch], costs: CostTable) -> float:
     """Tokens per second of the best length in every round, knowing what will be accepted (no catch-up cost)."""
     tokens, seconds = 0, 0.0
-    cost = [k * costs.draft_s + costs.verify_s[k] + costs.overhead_s for k in LENGTHS]
+    cost = [(costs.start_s if k else 0.0) + k * costs.draft_s + costs.verify_s[k] + costs.overhead_s for k in LENGTHS]
     for stretch in workload:
         for trace in stretch.traces:
             n = len(trace.accepted)

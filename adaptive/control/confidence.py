@@ -46,13 +46,11 @@ class Calibration:
         self.table = list(CENTRES)
         self.stale = 0  # tokens observed since the table was made
 
-    def accept(self, confidence: float) -> float:
-        """Probability that a token is accepted, given that all before it were."""
-        return self.table[bisect.bisect(EDGES, confidence)]
-
-    def next(self, confidence: float) -> float:
-        """The acceptance to expect of the token after one of this confidence, if that one is accepted."""
-        return self.follow[bisect.bisect(EDGES, confidence)]
+    def of(self, confidence: float) -> tuple[float, float]:
+        """Probability that a token of this confidence is accepted, given that all before it were; and the
+        acceptance to expect of the token after it, if it is."""
+        b = bisect.bisect(EDGES, confidence)
+        return self.table[b], self.follow[b]
 
     def observe(self, confidences: list[float], drafted: int, accepted: int) -> None:
         """One round: the confidence at every position that was computed, how many of them were
@@ -67,7 +65,7 @@ class Calibration:
             b = bisect.bisect(EDGES, confidences[i])
             self.followed[b] += 1
             step = max(FOLLOW_STEP, 1 / (self.followed[b] + FOLLOW_WEIGHT))
-            self.follow[b] += step * (self.accept(confidences[i + 1]) - self.follow[b])
+            self.follow[b] += step * (self.of(confidences[i + 1])[0] - self.follow[b])
         self.stale += drafted
         if self.stale >= CALIBRATE_EVERY:
             self.calibrate()

@@ -35,13 +35,14 @@ LONGEST = 16
 class CostTable:
     """Seconds, for one pair on one machine at one dtype.
 
-    ``draft_s`` is one draft step, ``catch_up_s`` what each further token costs that the first step
-    has to feed (after plain rounds), ``verify_s[k]`` a verification of k drafted tokens (k + 1 rows;
-    0 is a plain step), ``overhead_s`` the rest of a round, ``token_s`` what each committed token takes
-    beside (its text, its record, handing it over), and ``context_s`` what each token of context beyond
-    ``context`` adds to a verification.
+    ``start_s`` is what drafting takes once a round, ``draft_s`` one draft step, ``catch_up_s`` what each
+    further token costs that the first step has to feed (after plain rounds), ``verify_s[k]`` a
+    verification of k drafted tokens (k + 1 rows; 0 is a plain step), ``overhead_s`` the rest of a round,
+    ``token_s`` what each committed token takes beside (its text, its record, handing it over), and
+    ``context_s`` what each token of context beyond ``context`` adds to a verification.
     """
 
+    start_s: float
     draft_s: float
     catch_up_s: float
     verify_s: tuple[float, ...]
@@ -54,6 +55,7 @@ class CostTable:
 # What to believe of a pair that was never measured: shares of a plain step, typical of a draft of a
 # twentieth of the target. Online they are replaced within some rounds; the first ones are guesses.
 UNMEASURED = CostTable(
+    start_s=0.02,
     draft_s=0.1,
     catch_up_s=0.01,
     verify_s=tuple(1.0 + 0.03 * k for k in range(LONGEST + 1)),
@@ -113,8 +115,7 @@ class CostModel:
     def __init__(self, table: CostTable | None) -> None:
         self.measured = table is not None
         table = table or UNMEASURED
-        self.draft_s = table.draft_s
-        self.catch_up_s = table.catch_up_s
+        self.start_s, self.draft_s, self.catch_up_s = table.start_s, table.draft_s, table.catch_up_s
         self.verify_s = list(table.verify_s)
         self.overhead_s, self.token_s = table.overhead_s, table.token_s
         self.context_s, self.context = table.context_s, table.context
@@ -129,7 +130,12 @@ class CostModel:
 
     def draft(self, length: int, waiting: int = 0) -> float:
         """Seconds of drafting ``length`` tokens when the draft has ``waiting`` tokens to catch up with."""
-        return self.speed * (length * self.draft_s + waiting * self.catch_up_s)
+        start_s = self.start_s if length else 0.0
+        return self.speed * (start_s + length * self.draft_s + waiting * self.catch_up_s)
+
+    def draft_step(self) -> float:
+        """Seconds of one more drafted token."""
+        return self.speed * self.draft_s
 
     def verify(self, length: int) -> float:
         """Seconds of verifying ``length`` drafted tokens; 0 is a plain step."""
@@ -155,6 +161,7 @@ class CostModel:
         if steps:
             factor = self.draft_steps.factor(outcome.draft_s, self.draft(steps, waiting))
             if waiting <= steps:
+                self.start_s *= factor
                 self.draft_s *= factor
             else:  # mostly catching up
                 self.catch_up_s *= factor
@@ -192,6 +199,7 @@ class CostModel:
     def table(self) -> CostTable:
         """The present costs, to be kept for the next session."""
         return CostTable(
+            start_s=self.start_s * self.speed,
             draft_s=self.draft_s * self.speed,
             catch_up_s=self.catch_up_s * self.speed,
             verify_s=tuple(v * self.speed for v in self.verify_s),

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from adaptive.control.acceptance import Acceptance
 from adaptive.control.confidence import Calibration
@@ -43,13 +44,24 @@ BUDGET = 4.0
 # Rounds without a plain one after which one is decoded plainly, so that its cost stays known: it is
 # what speculation is compared with. Too often costs the speed-up of those rounds.
 PLAIN_EVERY = 200
-# Rounds for which the best length by position is kept: its inputs move by a percent a round. Fewer cost
-# time at every round, more are late.
-REFRESH = 6
+# Rounds that are learned from together, after which everything is decided anew. A round's own learning is a
+# few dozen small steps in Python, which cost several times as much when the models' passes have driven
+# them out of the caches; one after the other they do not. More rounds are late to see a change.
+BATCH = 8
 # Weight of one answer in the running mean of their lengths, and the mean to begin with (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
 # Tokens to catch up with that are not worth a thought.
 FEW_WAITING = 8
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A finished round: forwards that the draft made, what it had to catch up with, and how sure it was."""
+
+    outcome: Round
+    steps: int
+    waiting: int
+    confidences: list[float]
 
 
 class GoodputLength(LengthPolicy):
@@ -74,54 +86,61 @@ class GoodputLength(LengthPolicy):
         self.attentive = attentive
         self.clock = clock
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
-        self.speculating = True
-        self.rate = 0.0  # tokens per second of rounds to be expected now, at best
-        self.best, self.predicted = 1, 0.0  # by acceptance at each position: length, tokens per second
-        self.age = 0  # rounds since these were computed
-        self.plain_s = 1.0  # seconds of a plain round now
         self.answer_tokens = ANSWER_TOKENS
         self.this_answer = 0
         self.budget = BUDGET  # plain rounds' time that tries may spend
         self.since_plain = 0
+        # What was seen since the last decision: rounds, and seconds and tokens between rounds.
+        self.seen: list[Seen] = []
+        self.between: list[tuple[float, int]] = []
         self.finished: float | None = None  # when the last round of this answer came to its end
         self.committed = 0  # tokens that it committed
-        self._start_round(0)
-
-    def _start_round(self, waiting: int) -> None:
-        self.waiting = waiting
+        self.decided = False
+        self.waiting = 0
         self.confidences: list[float] = []
-        self.reach = 1.0  # probability that everything drafted so far is accepted
+        self.reach = 1.0  # probability that everything drafted so far in this round is accepted
+        self._decide(0, 0)
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The most tokens to draft; ``advise`` ends the draft before that where the policy is attentive."""
-        self._start_round(waiting)
-        costs = self.costs
         if self.finished is not None:
-            costs.observe_between(self.clock() - self.finished, self.committed)
-        costs.at(context)
-        self.plain_s = costs.round(0)
-        self.expected = costs.with_tokens(1 / self.plain_s)
-        if limit <= 0:
+            self.between.append((self.clock() - self.finished, self.committed))
+        self.waiting, self.confidences, self.reach = waiting, [], 1.0
+        if not self.decided:
+            self._decide(context, waiting)
+        self.expected = self.expected_plain
+        if limit <= 0 or not self.drafting:
             return 0
-        if self.age == 0:
-            self.best, self.predicted = self._best_fixed()
-        self.age = (self.age + 1) % REFRESH
-        speculative = self._speculative_rate()
-        self.rate = max(1 / self.plain_s, speculative)
-        self.speculating = speculative > 1 / self.plain_s and self._worth_catching_up(speculative, limit)
         if self.speculating:
             self.since_plain += 1
-            if self.since_plain > PLAIN_EVERY:
+            if self.since_plain > PLAIN_EVERY or (waiting > FEW_WAITING and not self._worth_catching_up(limit)):
                 return 0
-        elif self.budget < min(BUDGET, self._cost_of_trying()):
-            return 0
-        self.expected = costs.with_tokens(speculative)
+        self.expected = self.expected_speculative
         return min(limit, self.longest if self.attentive else self.best)
 
-    def _cost_of_trying(self) -> float:
+    def _decide(self, context: int, waiting: int) -> None:
+        """Whether to draft in the coming rounds, and the thresholds of ``advise``, from what is known now."""
+        costs = self.costs
+        costs.at(context)
+        self.plain_s = costs.round(0)
+        self.best, predicted = self._best_fixed()
+        self.speculative = self._speculative_rate(predicted)
+        self.speculating = self.speculative * self.plain_s > 1
+        rate = max(1 / self.plain_s, self.speculative)
+        # A token is dropped where even its verification, and is the last one where a further one, costs more
+        # tokens at the present rate than it brings.
+        dearer = [costs.verify(k + 1) - costs.verify(k) for k in range(self.longest)]
+        self.drop_below = [rate * seconds for seconds in dearer]
+        self.last_below = [rate * (seconds + costs.draft_step()) for seconds in dearer[1:]]
+        self.drafting = self.speculating or self.budget >= min(BUDGET, self._cost_of_trying(waiting))
+        self.expected_plain = costs.with_tokens(1 / self.plain_s)
+        self.expected_speculative = costs.with_tokens(self.speculative)
+        self.decided = True
+
+    def _cost_of_trying(self, waiting: int) -> float:
         """What one drafted token costs if it is rejected, in plain rounds."""
         costs = self.costs
-        return (costs.draft(1, self.waiting) + costs.verify(1) - costs.verify(0)) / self.plain_s
+        return (costs.draft(1, waiting) + costs.verify(1) - costs.verify(0)) / self.plain_s
 
     def _best_fixed(self) -> tuple[int, float]:
         """The length, at least 1, of the highest rate by acceptance at each position, and that rate."""
@@ -137,77 +156,84 @@ class GoodputLength(LengthPolicy):
                 break
         return best, rate
 
-    def _speculative_rate(self) -> float:
+    def _speculative_rate(self, predicted: float) -> float:
         """Tokens per second of speculation lately, shrunk towards the prediction."""
         speed = self.costs.speed
         weight = RATE_WEIGHT * self.costs.round(self.best) / speed
-        return self.recent.rate(self.predicted * speed, weight) / speed
+        return self.recent.rate(predicted * speed, weight) / speed
 
-    def _worth_catching_up(self, rate: float, limit: int) -> bool:
+    def _worth_catching_up(self, limit: int) -> bool:
         """Whether the rest of the answer will save the time of feeding the draft what it has not seen."""
-        if self.waiting <= FEW_WAITING:
-            return True
         left = min(limit + 1, max(self.answer_tokens - self.this_answer, self.answer_tokens / 2))
-        return left * (self.plain_s - 1 / rate) > self.costs.draft(0, self.waiting)
+        return left * (self.plain_s - 1 / self.speculative) > self.costs.draft(0, self.waiting)
 
     def advise(self, position: int, confidence: float) -> Advice:
         """Drop a token whose verification is not worth its time; go on while a further one is."""
-        costs = self.costs
         self.confidences.append(confidence)
-        self.reach *= self.calibration.accept(confidence)
-        if self.reach < self.rate * (costs.verify(position) - costs.verify(position - 1)):
+        accept, follow = self.calibration.of(confidence)
+        self.reach *= accept
+        if self.reach < self.drop_below[position - 1]:
             return Advice.DROP
-        if position >= self.longest:
+        if position >= self.longest or self.reach * follow <= self.last_below[position - 1]:
             return Advice.LAST
-        more = costs.verify(position + 1) - costs.verify(position) + costs.draft(1)
-        follows = self.reach * self.calibration.next(confidence)
-        return Advice.MORE if follows > self.rate * more else Advice.LAST
+        return Advice.MORE
 
     def observe(self, outcome: Round) -> None:
-        """Learn costs, acceptance and calibration from a finished round."""
+        """Keep a finished round; every ``BATCH`` rounds, and at once after a try, they are learned from."""
         self.finished, self.committed = self.clock(), 1 + outcome.accepted
         steps = len(self.confidences) if self.attentive else outcome.drafted
-        costs = self.costs
-        costs.observe(outcome, steps, self.waiting)
-        self.this_answer += 1 + outcome.accepted
-        if steps:
-            seconds = costs.draft(steps, self.waiting if self.waiting <= FEW_WAITING else 0)
-            seconds += costs.plain(outcome.drafted)
-            tokens = 1.0 + outcome.accepted
-            if self.attentive:
-                judged = self.confidences[: min(outcome.drafted, outcome.accepted + 1)]
-                # How likely the judged tokens were says the same as what came of them, with less chance in it.
-                tokens = 1.0 + sum(self.calibration.accept(c) for c in judged)
-                self.calibration.observe(self.confidences, outcome.drafted, outcome.accepted)
-            if outcome.drafted:
-                self.acceptance.observe(outcome.drafted, outcome.accepted)
-            if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
-                self.acceptance.changed()
-                self.calibration.changed()
-                self.age = 0
-            if self.waiting > FEW_WAITING and not self.speculating:
-                seconds += costs.draft(0, self.waiting)
-            # What it really took, if that was less: costs that are believed too high are found out by tries.
-            seconds = min(seconds, outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s)
-            self.budget = min(BUDGET, max(0.0, self.budget + tokens - seconds / self.plain_s))
-        else:
-            self.budget = min(BUDGET, self.budget + TRY_SHARE)
+        self.this_answer += self.committed
         if not outcome.drafted:
             self.since_plain = 0
+        self.seen.append(Seen(outcome, steps, self.waiting, self.confidences))
+        if len(self.seen) >= BATCH or (steps and not self.speculating):
+            self.settle()
+
+    def settle(self) -> None:
+        """Learn costs, acceptance and calibration from the rounds seen since the last time."""
+        for seconds, tokens in self.between:
+            self.costs.observe_between(seconds, tokens)
+        for seen in self.seen:
+            self._learn(seen)
+        self.between, self.seen, self.decided = [], [], False
+
+    def _learn(self, seen: Seen) -> None:
+        costs, outcome, steps, waiting = self.costs, seen.outcome, seen.steps, seen.waiting
+        costs.observe(outcome, steps, waiting)
+        if not steps:
+            self.budget = min(BUDGET, self.budget + TRY_SHARE)
+            return
+        seconds = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.plain(outcome.drafted)
+        tokens = 1.0 + outcome.accepted
+        if self.attentive:
+            judged = seen.confidences[: min(outcome.drafted, outcome.accepted + 1)]
+            # How likely the judged tokens were says the same as what came of them, with less chance in it.
+            tokens = 1.0 + sum(self.calibration.of(c)[0] for c in judged)
+            self.calibration.observe(seen.confidences, outcome.drafted, outcome.accepted)
+        if outcome.drafted:
+            self.acceptance.observe(outcome.drafted, outcome.accepted)
+        if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
+            self.acceptance.changed()
+            self.calibration.changed()
+        if waiting > FEW_WAITING and not self.speculating:
+            seconds += costs.draft(0, waiting)
+        # What it really took, if that was less: costs that are believed too high are found out by tries.
+        seconds = min(seconds, outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s)
+        self.budget = min(BUDGET, max(0.0, self.budget + tokens - seconds / self.plain_s))
 
     def begin(self, scope: Scope) -> None:
         """Estimates of another session or temperature start from the general ones."""
+        self.settle()
         self.acceptance.begin(scope.session, "model", scope.temperature)
         if self.this_answer:
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
-        self.this_answer = self.age = 0
+        self.this_answer = 0
         self.finished = None
 
     def swapped(self) -> None:
         """Doubt what was learned of the draft, and look again at once."""
+        self.settle()
         self.acceptance.swapped()
         self.calibration.swapped()
         self.recent.forget()
-        self.age = 0
         self.budget = BUDGET
-        self.finished = None  # the time since the last round is the swap's, not a round's overhead

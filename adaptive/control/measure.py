@@ -7,6 +7,7 @@ a slow moment of the machine falls on all of them; of each length the median cou
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 
@@ -98,7 +99,7 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Cos
     context = min(CONTEXT, pair.target.context_length // 4)
     bench = Bench(pair, sampling, context, attentive)
     verify: dict[int, list[float]] = {k: [] for k in LENGTHS}
-    steps: list[float] = []
+    drafts: dict[int, list[float]] = {k: [] for k in LENGTHS if k}
     caught_up: list[float] = []
     began = time.perf_counter()
     for repeat in range(REPEATS * (3 if thorough else 1)):
@@ -107,10 +108,10 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Cos
         for length in LENGTHS:
             outcome = bench.round(length)
             verify[length].append(outcome.verify_s)
-            if length >= 2:
-                steps.append(outcome.draft_s / length)
+            if length:
+                drafts[length].append(outcome.draft_s)
         caught_up.append(bench.round(1, waiting=min(CATCH_UP, context - 2)).draft_s)
-    draft_s = statistics.median(steps)
+    start_s, draft_s = line({length: statistics.median(seconds) for length, seconds in drafts.items()})
     medians = {length: statistics.median(seconds) for length, seconds in verify.items()}
     context_s = 0.0
     if thorough and pair.target.context_length > context + FURTHER + LONGEST + 2:
@@ -118,8 +119,9 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Cos
         slower = statistics.median(longer.round(0).verify_s for _ in range(LEAST_REPEATS * 3))
         context_s = max(0.0, slower - medians[0]) / FURTHER
     table = CostTable(
+        start_s=start_s,
         draft_s=draft_s,
-        catch_up_s=max(0.0, statistics.median(caught_up) - draft_s) / min(CATCH_UP, context - 2),
+        catch_up_s=max(0.0, statistics.median(caught_up) - start_s - draft_s) / min(CATCH_UP, context - 2),
         verify_s=from_samples(medians),
         overhead_s=0.0,
         token_s=max(1e-9, statistics.median(bench.beside(pair) for _ in range(3))),
@@ -127,6 +129,12 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Cos
         context=context,
     )
     return dataclasses.replace(table, overhead_s=choosing(table, attentive))
+
+
+def line(points: dict[int, float]) -> tuple[float, float]:
+    """Intercept (at least 0) and slope of a line through ``points``, by medians (Theil and Sen)."""
+    slope = statistics.median((points[b] - points[a]) / (b - a) for a, b in itertools.combinations(points, 2))
+    return max(0.0, statistics.median(y - x * slope for x, y in points.items())), slope
 
 
 def choosing(costs: CostTable, attentive: bool) -> float:

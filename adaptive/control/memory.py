@@ -43,6 +43,7 @@ class Memory:
 
 def remembered(policy: GoodputLength, device: str, adapter: str | None) -> Memory:
     """What ``policy`` knows now."""
+    policy.settle()
     costs = policy.costs.table() if policy.costs.measured else None
     return Memory(device, adapter, costs, policy.acceptance, policy.calibration)
 
