@@ -28,6 +28,7 @@ from adaptive.control.costs import CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.measure import attentive_on, measure
 from adaptive.control.policy import Advice, FixedLength, LengthPolicy, Scope
+from adaptive.decoding import drafters
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.records.types import Round
@@ -38,17 +39,19 @@ from trainers.dataset import repeated_ngrams
 
 GREEDY = SamplingParams(temperature=0.0)
 # Prompts at the end of each file from which calibration takes its sample.
-SAMPLE = 16
+SAMPLE = 64
 
 
 class Timed(LengthPolicy):
-    """A policy, and the seconds that asking it takes."""
+    """A policy, and the seconds that asking it takes, with those of the confidence that it is told."""
 
     def __init__(self, inner: LengthPolicy) -> None:
         self.inner = inner
         self.name = inner.name
         self.attentive = inner.attentive
         self.seconds = 0.0
+        of_logits = drafters.confidence
+        drafters.confidence = lambda logits, q: self._timed(lambda: of_logits(logits, q))  # type: ignore[return-value]
 
     def _timed(self, call: Callable[[], object]) -> object:
         began = time.perf_counter()
@@ -129,12 +132,14 @@ def one_kind(pair: Pair, kind: str, prompts: list[Prompt], args: argparse.Namesp
     plain = by_length[0].rate
     advised = by_length[expected.draft_length].rate / plain
     paired = statistics.median(b / a for a, b in zip(auto.seconds, by_length[best].seconds, strict=True))
+    low, high = expected.speed_up_interval
     print(
         f"{kind}: {args.prompts} prompts, {auto.tokens} tokens, {repeated:.0%} of 8-grams repeated\n  tokens/s  "
         + "  ".join(f"{w.name}: {w.rate:.0f}" for w in [*ways, auto])
         + f"\n  auto / best fixed ({best}): {auto.rate / by_length[best].rate:.3f} (median of prompts {paired:.3f})"
         f"   auto / plain: {auto.rate / plain:.3f}"
-        f"\n  predicted {expected.speed_up:.3f} at length {expected.draft_length}, measured {advised:.3f}, "
+        f"\n  predicted {expected.speed_up:.3f} ({low:.3f} to {high:.3f}) at length {expected.draft_length}, "
+        f"measured {advised:.3f}, "
         f"predicted / measured {expected.speed_up / advised:.3f} (auto: {expected.speed_up * plain / auto.rate:.3f})"
         f"\n  choosing: {policy.seconds / auto.spent:.2%} of the rounds' time",
         flush=True,

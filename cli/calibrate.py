@@ -19,6 +19,8 @@ from cli.other import OtherDraft, OtherTarget
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    import numpy.typing as npt
     from rich.console import Console
 
     from adaptive.assistant import Assistant
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from cli.session import Session
     from trainers.dataset import Example
 
+# Samples of the generations, drawn with replacement, behind the interval of the predicted speed-up.
+RESAMPLES = 1000
 # Generations of the log that acceptance is computed from, the newest: enough for a percent or two.
 NEWEST = 100
 # Answers of the init sample and their length in tokens: some 500 tokens, half a minute on a small machine.
@@ -52,8 +56,10 @@ class Forecast:
     """What is to be expected of every draft length from 0, and what follows.
 
     ``acceptance`` is the mean over all positions. ``mean_acceptance_length`` and ``tokens_per_second``
-    have an entry for every length; ``break_even`` is the acceptance (the same at every position) below
-    which no length pays, ``by_acceptance`` the best length and its speed-up at some acceptances.
+    have an entry for every length; ``speed_up`` is that of ``draft_length`` over plain decoding and its
+    interval (95%) what the choice of generations leaves open; ``break_even`` is the acceptance (the same
+    at every position) below which no length pays, ``by_acceptance`` the best length and its speed-up at
+    some acceptances.
     """
 
     costs: CostTable
@@ -63,6 +69,7 @@ class Forecast:
     tokens_per_second: tuple[float, ...]
     draft_length: int
     speed_up: float
+    speed_up_interval: tuple[float, float]
     break_even: float
     by_acceptance: tuple[tuple[float, int, float], ...]
 
@@ -183,7 +190,7 @@ def read_sample(pair: Pair, log: Path) -> list[Example]:
 def predict(costs: CostTable, sample: Sequence[Example], pair: Pair) -> Forecast:
     """Rates of every length: tokens of a round at that length, by replay, over its seconds."""
     from adaptive.control.costs import LONGEST, CostModel
-    from trainers.replay import acceptance_rate, mean_acceptance_length, replay_on
+    from trainers.replay import acceptance_rate, expected_rounds, mean_acceptance_length, replay_on
 
     assert pair.draft is not None
     replays = replay_on(pair.draft, sample)
@@ -201,6 +208,8 @@ def predict(costs: CostTable, sample: Sequence[Example], pair: Pair) -> Forecast
         top = max(lengths, key=gains.__getitem__)
         return top, gains[top]
 
+    drawn = resampled_lengths(*expected_rounds(replays, best)) if best else [1.0, 1.0]
+    interval = [model.with_tokens(length / seconds[best]) / rates[0] for length in drawn]
     return Forecast(
         costs=costs,
         generations=len(replays),
@@ -209,9 +218,19 @@ def predict(costs: CostTable, sample: Sequence[Example], pair: Pair) -> Forecast
         tokens_per_second=tuple(rates),
         draft_length=best,
         speed_up=rates[best] / rates[0],
+        speed_up_interval=(interval[0], interval[1]),
         break_even=next((a / 200 for a in range(200) if at(a / 200)[0] > 0), 1.0),
         by_acceptance=tuple((a / 10, *at(a / 10)) for a in range(1, 10)),
     )
+
+
+def resampled_lengths(accepted: npt.NDArray[np.float64], rounds: npt.NDArray[np.float64]) -> list[float]:
+    """The 2.5th and 97.5th percentile of 1 + accepted / rounds, generations (G,) drawn anew with replacement."""
+    import numpy as np
+
+    drawn = np.random.default_rng(0).integers(0, len(rounds), (RESAMPLES, len(rounds)))
+    lengths = 1 + accepted[drawn].sum(1) / rounds[drawn].sum(1)
+    return [float(value) for value in np.percentile(lengths, (2.5, 97.5))]
 
 
 def _keep(session: Session, costs: CostTable) -> None:
@@ -237,6 +256,7 @@ def _report(session: Session, forecast: Forecast, source: str) -> dict[str, Any]
         "tokens_per_second": forecast.tokens_per_second,
         "recommended_draft_length": forecast.draft_length,
         "predicted_speed_up": forecast.speed_up,
+        "predicted_speed_up_interval": forecast.speed_up_interval,
         "break_even_acceptance": forecast.break_even,
         "by_acceptance": [
             {"acceptance": a, "draft_length": k, "speed_up": gain} for a, k, gain in forecast.by_acceptance
@@ -272,6 +292,7 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
         f"{forecast.acceptance:.0%} of drafted tokens would be accepted ({report['acceptance_from']}, "
         f"{forecast.generations} generations)."
     )
+    low, high = forecast.speed_up_interval
     if forecast.draft_length == 0:
         console.print(
             "[bold yellow]Do not speculate with this pair here:[/] no draft length beats plain decoding. It would pay "
@@ -280,8 +301,8 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
     else:
         console.print(
             f"[bold]Expected: {forecast.speed_up:.2f}x plain decoding at draft length {forecast.draft_length}[/] "
-            f"(`--draft-length auto` chooses by itself). Below {forecast.break_even:.0%} acceptance speculation "
-            "does not pay."
+            f"({low:.2f} to {high:.2f}, by what so many answers can tell; `--draft-length auto` chooses by itself). "
+            f"Below {forecast.break_even:.0%} acceptance speculation does not pay."
         )
     gains = "   ".join(f"{a:.0%}: {gain:.2f}x ({k})" for a, k, gain in forecast.by_acceptance)
     console.print(f"[dim]speed-up (best length) by acceptance   {gains}[/]")

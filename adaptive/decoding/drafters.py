@@ -89,7 +89,7 @@ class ModelDrafter:
             logits = self.sequence.extend(feed, 1)[:, : self.target_vocab]
             logits = self.penalties.apply(logits, drafted) if self._adjusts else logits
             q = None if self.params.greedy else transform_logits(logits.float(), self.params).softmax(-1)
-            advice = advise(position, _confidence(logits, q)) if advise is not None else Advice.MORE
+            advice = advise(position, confidence(logits, q)) if advise is not None else Advice.MORE
             if advice is Advice.DROP:
                 break
             feed = logits.argmax(-1) if q is None else draw(q, self.generator)
@@ -111,6 +111,6 @@ class ModelDrafter:
         self.sequence.rollback(length)
 
 
-def _confidence(logits: torch.Tensor, q: torch.Tensor | None) -> float:
+def confidence(logits: torch.Tensor, q: torch.Tensor | None) -> float:
     """The largest probability of q (1, vocab); without q (greedy), of the softmax of the logits (1, vocab)."""
     return float((logits.softmax(-1) if q is None else q).amax())

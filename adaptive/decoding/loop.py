@@ -82,7 +82,8 @@ class TargetSampler:
         else:
             assert proposal.probs is not None
             q = proposal.probs.to(p.device)
-            q = torch.nn.functional.pad(q, (0, p.shape[1] - q.shape[1]))
+            if q.shape[1] < p.shape[1]:
+                q = torch.nn.functional.pad(q, (0, p.shape[1] - q.shape[1]))
         return verify_sampled(p, drafted, q, self.generator)
 
 

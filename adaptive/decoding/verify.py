@@ -53,11 +53,13 @@ def verify_sampled(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, gene
     p_x, q_x = p[:-1].gather(1, at)[:, 0], q.gather(1, at)[:, 0]
     uniform = torch.rand(count, generator=generator, device=p.device, dtype=p.dtype)
     reached = (uniform * q_x < p_x).int().cumprod(0).sum()
-    # With a zero row for q after the last draft, "all accepted" draws from p itself.
-    p_n, q_n = p[reached], torch.cat([q, q.new_zeros(1, q.shape[1])])[reached]
-    residual = (p_n - q_n).clamp_(min=0)
-    # p == q up to rounding leaves nothing to draw from; then p is the right distribution.
-    residual = torch.where(residual.sum() > 0, residual, p_n)
+    p_n, residual = p[reached], p[count]
+    if count:
+        # Where all are accepted there is no q to take away, and the draw is from p itself.
+        q_n = q[reached.clamp(max=count - 1)] * (reached < count)
+        residual = (p_n - q_n).clamp_(min=0)
+        # p == q up to rounding leaves nothing to draw from; then p is the right distribution.
+        residual = torch.where(residual.sum() > 0, residual, p_n)
     extra = draw(residual[None], generator)
     *tokens, accepted = torch.cat([drafted, extra, reached[None]]).tolist()  # the round's one synchronisation
     kept = [*tokens[:accepted], tokens[count]]
