@@ -7,6 +7,7 @@ state folder) is known without loading any weights.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Iterator
@@ -262,6 +263,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             settings,
             settings.draft_device or settings.device,
             lambda share: tell("draft", border + (1 - border) * share),
+            draft=True,
         )
         if trained is not None and trained is not draft:
             tell("checkpoint", 1.0)
@@ -281,13 +283,21 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings))
 
 
-def _engine(source: Source, settings: Settings, device: str, tell: Callable[[float], None]) -> Engine:
-    """The engine that runs this kind of file."""
+def _engine(
+    source: Source, settings: Settings, device: str, tell: Callable[[float], None], draft: bool = False
+) -> Engine:
+    """The engine that runs this kind of file, as target or as ``draft``."""
     if source.gguf is not None:
         return load_gguf(source.gguf, settings, device, tell)
     from adaptive.engines.transformers import TransformersEngine
 
     with _weights_progress(tell):
+        if draft and source.quantize == "int8" and choose_device(device) == "cpu":
+            # A draft's int8 products of our own, which are several times as fast on a CPU as bitsandbytes'.
+            plain = dataclasses.replace(source, quantize="none")
+            engine = TransformersEngine(_load(plain, settings, device), int8=True)
+            if engine.lean is not None:
+                return engine
         return TransformersEngine(_load(source, settings, device))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +30,10 @@ from adaptive.engines.protocol import Engine, Sequence
 from adaptive.engines.transformers import TransformersEngine
 from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.records.types import Message
-from adaptive.settings import load_settings
+from adaptive.settings import Settings, load_settings
+from cli.calibrate import answer_plainly, read_sample
 from cli.prompts import Prompt, read_prompts
+from trainers.replay import acceptance_rate, replay_on
 
 # Bytes read to find the bandwidth: far beyond any cache.
 STREAM = 1 << 29
@@ -243,6 +246,30 @@ def show_memory(pair: Pair, prompts: list[Prompt], length: int, tokens: int) -> 
     print(f"resident memory grew by {grown / 1e6:.1f} MB from token {each} to token {done}")
 
 
+def show_int8(pair: Pair, settings: Settings, prompts: list[Prompt]) -> None:
+    """A step of the draft, its own and with int8 weights, in turn; and acceptance of both on the target's answers."""
+    other = load_pair(settings.model_copy(update={"draft_quantize": "int8"})).draft
+    assert pair.draft is not None
+    assert other is not None
+    drafts = {pair.draft.weights: pair.draft, other.weights: other}
+    sequences = {name: filled(draft, 200) for name, draft in drafts.items()}
+    times: dict[str, list[float]] = {name: [] for name in drafts}
+    for _ in range(REPEATS):
+        for name, sequence in sequences.items():
+            times[name].append(bare(sequence, 1))
+    steps = {name: statistics.median(found) for name, found in times.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "records.db"
+        answer_plainly(Assistant(pair, FixedLength(0), None), SamplingParams(temperature=0.0), prompts, log, 100)
+        examples = read_sample(pair, log)
+    own = steps[pair.draft.weights]
+    for name, draft in drafts.items():
+        rate = acceptance_rate(replay_on(draft, examples))
+        print(
+            f"draft in {name}: {steps[name] * 1e3:.3f} ms a step, {own / steps[name]:.2f} times; acceptance {rate:.4f}"
+        )
+
+
 def show_second_turn(pair: Pair, length: int) -> None:
     """First token of a second turn of a long conversation, against a pass over its new tokens alone."""
     ratios = []
@@ -291,13 +318,15 @@ def main() -> None:
         torch.set_num_threads(1)
         clock = time.process_time
     named = {name: value for name in ("target", "draft", "dtype") if (value := getattr(args, name))}
-    pair = load_pair(load_settings(named))
+    settings = load_settings(named)
+    pair = load_pair(settings)
     assert pair.draft is not None
     prompts = read_prompts(args.prompts)[: args.count]
     speed = bandwidth()
     print(f"memory reads {speed / 1e9:.1f} GB/s on {torch.get_num_threads()} thread(s)")
     show_model("target", pair.target, speed)
     show_model("draft", pair.draft, speed)
+    show_int8(pair, settings, prompts)
     if args.passes_only:
         return
     show_round(pair, prompts, args.length)

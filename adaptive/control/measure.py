@@ -43,9 +43,9 @@ CHOICES = 50
 
 
 def where_it_runs(pair: Pair) -> str:
-    """Names what the costs depend on besides the weights: engines and devices of both models."""
+    """Names what the costs depend on besides the checkpoints: how both models run, on what."""
     engines = [engine for engine in (pair.target, pair.draft) if engine is not None]
-    return " ".join(f"{engine.name}:{engine.device}:{torch.get_num_threads()}" for engine in engines)
+    return " ".join(f"{engine.name}:{engine.weights}:{engine.device}:{torch.get_num_threads()}" for engine in engines)
 
 
 def attentive_on(pair: Pair) -> bool:

@@ -239,8 +239,8 @@ def _capped_attention(
     return scores.softmax(-1) @ values
 
 
-def lean_forward(model: PreTrainedModel) -> LeanForward | None:
-    """The lean forward of a model, or None where its own is to be used."""
+def lean_forward(model: PreTrainedModel, int8: bool = False) -> LeanForward | None:
+    """The lean forward of a model, with ``int8`` weights, or None where its own is to be used."""
     with torch.inference_mode():
-        plan = read_plan(model)
+        plan = read_plan(model, int8)
         return None if plan is None else LeanForward(plan)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from adaptive.engines.packed import PackedLinear, of_module, packs, stacked
+from adaptive.engines.packed import PackedLinear, of_module, packs, packs_int8, stacked
 
 # Of the memory that is free once the model is loaded, the share that a second, packed copy of its weights
 # may take. Higher leaves too little for caches and the trainer, lower gives up speed that there is room for.
@@ -72,12 +72,14 @@ class Plan:
     names: dict[nn.Module, str]
 
 
-def read_plan(model: PreTrainedModel) -> Plan | None:
-    """The plan of ``model``, or None where it is to be run by its own forward."""
+def read_plan(model: PreTrainedModel, int8: bool = False) -> Plan | None:
+    """The plan of ``model``, or None where it is to be run by its own forward; ``int8`` as in ``PackedLinear``."""
     family = FAMILIES.get(type(model).__name__)
     if family is None or not type(model).__module__.startswith("transformers.models.") or not _plain(model):
         return None
-    return family(model)
+    if int8 and not packs_int8(model.device):
+        return None
+    return family(model, int8)
 
 
 def _plain(model: PreTrainedModel) -> bool:
@@ -147,9 +149,9 @@ class _LayerNorm:
 class _Gated:
     """down(act(gate(x)) * up(x)), gate and up as one product."""
 
-    def __init__(self, mlp: nn.Module) -> None:
-        self.both = stacked((mlp.gate_proj, mlp.up_proj))  # type: ignore[arg-type]
-        self.down = of_module(mlp.down_proj)  # type: ignore[arg-type]
+    def __init__(self, mlp: nn.Module, int8: bool) -> None:
+        self.both = stacked((mlp.gate_proj, mlp.up_proj), int8=int8)  # type: ignore[arg-type]
+        self.down = of_module(mlp.down_proj, int8)  # type: ignore[arg-type]
         self.act = _activation(mlp.act_fn)  # type: ignore[arg-type]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,8 +164,8 @@ class _Gated:
 class _Plain:
     """down(act(up(x)))."""
 
-    def __init__(self, up: nn.Module, act: nn.Module, down: nn.Module) -> None:
-        self.up, self.act, self.down = of_module(up), _activation(act), of_module(down)  # type: ignore[arg-type]
+    def __init__(self, up: nn.Linear, act: nn.Module, down: nn.Linear, int8: bool) -> None:
+        self.up, self.act, self.down = of_module(up, int8), _activation(act), of_module(down, int8)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.act(self.up(x)))
@@ -212,10 +214,10 @@ def _embedding(module: nn.Embedding, dtype: torch.dtype) -> Map:
     return lambda tokens: nn.functional.embedding(tokens, weight).to(dtype)
 
 
-def _dtypes(model: PreTrainedModel) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype]:
     """Of activations, and of the products' inputs."""
     kind = next(model.parameters()).dtype
-    return torch.promote_types(kind, torch.float32), kind
+    return torch.promote_types(kind, torch.float32), torch.float32 if int8 else kind
 
 
 def _names(model: PreTrainedModel) -> dict[nn.Module, str]:
@@ -232,7 +234,7 @@ def _windows(model: PreTrainedModel) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def _llama_like(model: PreTrainedModel) -> Plan | None:
+def _llama_like(model: PreTrainedModel, int8: bool) -> Plan | None:
     """Llama, Qwen 2 and 3, Mistral, Gemma 2 and 3: gated feed-forward, RMS norms, full rotary."""
     config = model.config
     base: Any = model.model
@@ -244,7 +246,7 @@ def _llama_like(model: PreTrainedModel) -> Plan | None:
         return None
     if getattr(config, "use_bidirectional_attention", False):
         return None
-    dtype, kind = _dtypes(model)
+    dtype, kind = _dtypes(model, int8)
     first = base.layers[0].self_attn
     size = first.head_dim
     heads, key_heads = first.q_proj.out_features // size, first.k_proj.out_features // size
@@ -267,9 +269,9 @@ def _llama_like(model: PreTrainedModel) -> Plan | None:
 
     layers, linears = [], []
     for index, (block, window) in enumerate(zip(base.layers, _windows(model), strict=True)):
-        attention, mlp = block.self_attn, _Gated(block.mlp)
-        project = stacked((attention.q_proj, attention.k_proj, attention.v_proj), order)
-        output = of_module(attention.o_proj)
+        attention, mlp = block.self_attn, _Gated(block.mlp, int8)
+        project = stacked((attention.q_proj, attention.k_proj, attention.v_proj), order, int8)
+        output = of_module(attention.o_proj, int8)
         linears += [project, output, *mlp.linears]
         layers.append(
             Layer(
@@ -289,7 +291,7 @@ def _llama_like(model: PreTrainedModel) -> Plan | None:
                 parallel=False,
             )
         )
-    head = of_module(model.lm_head)
+    head = of_module(model.lm_head, int8)
     return Plan(
         layers=tuple(layers),
         linears=(*linears, head),
@@ -309,13 +311,13 @@ def _llama_like(model: PreTrainedModel) -> Plan | None:
     )
 
 
-def _neox(model: PreTrainedModel) -> Plan | None:
+def _neox(model: PreTrainedModel, int8: bool) -> Plan | None:
     """GPT-NeoX: layer norms, fused projection by head, partial rotary, both parts in parallel."""
     config = model.config
     base: Any = model.gpt_neox
     if config.rope_parameters["rope_type"] not in FIXED_ROPES:
         return None
-    dtype, kind = _dtypes(model)
+    dtype, kind = _dtypes(model, int8)
     heads, size = config.num_attention_heads, base.layers[0].attention.head_size
     rotary = base.layers[0].attention.rotary_ndims
     if size % 2 or rotary % 2:
@@ -326,8 +328,11 @@ def _neox(model: PreTrainedModel) -> Plan | None:
     order = by_part[torch.cat([pairs, torch.arange(pairs.numel(), 3 * heads * size)])]
     layers, linears = [], []
     for block in base.layers:
-        project, output = stacked((block.attention.query_key_value,), order), of_module(block.attention.dense)
-        mlp = _Plain(block.mlp.dense_h_to_4h, block.mlp.act, block.mlp.dense_4h_to_h)
+        project, output = (
+            stacked((block.attention.query_key_value,), order, int8),
+            of_module(block.attention.dense, int8),
+        )
+        mlp = _Plain(block.mlp.dense_h_to_4h, block.mlp.act, block.mlp.dense_4h_to_h, int8)
         linears += [project, output, *mlp.linears]
         layers.append(
             Layer(
@@ -346,7 +351,7 @@ def _neox(model: PreTrainedModel) -> Plan | None:
                 parallel=config.use_parallel_residual,
             )
         )
-    head = of_module(model.lm_head)
+    head = of_module(model.lm_head, int8)
     return Plan(
         layers=tuple(layers),
         linears=(*linears, head),
@@ -366,7 +371,7 @@ def _neox(model: PreTrainedModel) -> Plan | None:
     )
 
 
-FAMILIES: dict[str, Callable[[PreTrainedModel], Plan | None]] = {
+FAMILIES: dict[str, Callable[[PreTrainedModel, bool], Plan | None]] = {
     "LlamaForCausalLM": _llama_like,
     "Qwen2ForCausalLM": _llama_like,
     "Qwen3ForCausalLM": _llama_like,

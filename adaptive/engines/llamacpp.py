@@ -166,6 +166,7 @@ class LlamaCppEngine:
     """
 
     name = "llama.cpp"
+    weights = "gguf"
 
     def __init__(self, model: LlamaModel, end_tokens: frozenset[int], threads: int, gpu: bool = False) -> None:
         """Raises AdaptiveError for a model whose state cannot be rolled back."""

@@ -3,11 +3,16 @@
 On a CPU, torch's own ``linear`` hands oneDNN a plain weight, which oneDNN reorders whenever it is
 called; the copy made here is already in its order. A module's own weight stays what it was: it is
 what an adapter merges into, and ``refresh`` makes the copy follow it.
+
+The copy may also be int8, for a draft: it reads half the bytes of bfloat16 and multiplies whole
+numbers, and what it gets slightly wrong costs a guess and nothing else.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,15 +36,26 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32
 
 
+def packs_int8(device: torch.device) -> bool:
+    """Whether products of int8 weights with inputs quantised on the fly run on this device."""
+    return (
+        device.type == "cpu"
+        and torch.backends.quantized.engine in ("x86", "fbgemm")
+        and hasattr(torch.ops.quantized, "linear_dynamic")
+    )
+
+
 class PackedLinear:
     """One or several linear modules as a single product, prepacked where the machine can.
 
     ``assemble`` returns the weight (out, in) and bias (out,) or None from the modules as they are now;
-    ``modules`` are those it reads, so that a change of one of them can be followed.
+    ``modules`` are those it reads, so that a change of one of them can be followed. ``int8`` keeps
+    the weight as int8, a scale for every output, and takes and gives float32.
     """
 
-    def __init__(self, modules: tuple[nn.Module, ...], assemble: Callable[[], Weights]) -> None:
+    def __init__(self, modules: tuple[nn.Module, ...], assemble: Callable[[], Weights], int8: bool = False) -> None:
         self.modules = modules
+        self.int8 = int8
         self._assemble = assemble
         self.refresh()
 
@@ -49,27 +65,47 @@ class PackedLinear:
         weight, bias = self._assemble()
         self.bias = bias
         self.nbytes, self.inputs = weight.nbytes, weight.shape[1]
-        self.packed = packs(weight.dtype, weight.device)
-        if self.packed:
+        self.packed = not self.int8 and packs(weight.dtype, weight.device)
+        if self.int8:
+            self.weight = _int8(weight, bias)
+            self._apply = torch.ops.quantized.linear_dynamic.default
+        elif self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
             self._apply = torch.ops.mkldnn._linear_pointwise.default
         else:
             self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x (rows, in) to (rows, out), in the weight's dtype."""
+        """x (rows, in) to (rows, out), in the weight's dtype; float32 where the weight is int8."""
+        out: torch.Tensor
         if self.packed:
-            out: torch.Tensor = self._apply(x, self.weight, self.bias, "none", [], "")
-            return out
-        return nn.functional.linear(x, self.weight, self.bias)
+            out = self._apply(x, self.weight, self.bias, "none", [], "")
+        elif self.int8:
+            out = self._apply(x, self.weight)
+        else:
+            out = nn.functional.linear(x, self.weight, self.bias)
+        return out
 
 
-def of_module(module: nn.Linear) -> PackedLinear:
+def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """Weight (out, in) rounded to int8 by output, with its bias, in the order that the product wants."""
+    weight = weight.float()
+    # A row of zeros has no scale of its own; any will do.
+    scales = (weight.abs().amax(1) / 127).clamp_(min=1e-12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this function will move to another package
+        rounded = torch.quantize_per_channel(
+            weight, scales.double(), torch.zeros(len(weight), dtype=torch.long), 0, torch.qint8
+        )
+    return torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.float())
+
+
+def of_module(module: nn.Linear, int8: bool = False) -> PackedLinear:
     """A single linear module."""
-    return PackedLinear((module,), lambda: (module.weight, module.bias))
+    return PackedLinear((module,), lambda: (module.weight, module.bias), int8)
 
 
-def stacked(modules: tuple[nn.Linear, ...], order: torch.Tensor | None = None) -> PackedLinear:
+def stacked(modules: tuple[nn.Linear, ...], order: torch.Tensor | None = None, int8: bool = False) -> PackedLinear:
     """Several modules on the same input as one product, their outputs in a row.
 
     ``order`` (out,) int64 permutes the outputs: output i is number ``order[i]`` of the plain ones.
@@ -84,4 +120,4 @@ def stacked(modules: tuple[nn.Linear, ...], order: torch.Tensor | None = None) -
             weight, bias = weight[order], None if bias is None else bias[order]
         return weight, bias
 
-    return PackedLinear(modules, assemble)
+    return PackedLinear(modules, assemble, int8)

@@ -44,11 +44,12 @@ class Sequence(Protocol):
 class Engine(Protocol):
     """A model that can score tokens in the context of a sequence.
 
-    ``end_tokens`` are the ids its checkpoint calls the end of a sequence, ``sampling`` what the
-    checkpoint recommends.
+    ``weights`` says how they are held (a dtype, a quantisation), ``end_tokens`` are the ids its
+    checkpoint calls the end of a sequence, ``sampling`` what the checkpoint recommends.
     """
 
     name: str
+    weights: str
     vocab_size: int
     context_length: int
     device: torch.device

@@ -61,12 +61,13 @@ class TransformersEngine:
     """A loaded ``PreTrainedModel``.
 
     ``lean`` computes what its forward computes, faster, where the architecture is known; elsewhere the
-    model's own forward does the arithmetic over a cache of ours.
+    model's own forward does the arithmetic over a cache of ours. ``int8`` asks for int8 products, which
+    only ``lean`` has: where that is None, there are none.
     """
 
     name = "transformers"
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, int8: bool = False) -> None:
         self.model = model.eval()
         config = model.config.get_text_config()
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
@@ -75,9 +76,11 @@ class TransformersEngine:
         self.end_tokens = _end_tokens(model)
         self.sampling = _recommended_sampling(model)
         self.adapter = MergedAdapter(model)
-        self.lean = lean_forward(model)
+        self.lean = lean_forward(model, int8)
         if self.lean is not None:
             self.adapter.listeners.append(self.lean.refresh)
+        kind = getattr(model, "quantization_method", None) or model.dtype
+        self.weights = "int8" if int8 and self.lean else str(getattr(kind, "value", kind)).removeprefix("torch.")
         keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
         self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]

@@ -1,0 +1,78 @@
+"""An int8 draft guesses nearly what the draft guesses, follows its adapters, and changes no output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.engines.packed import packs_int8
+from adaptive.engines.transformers import TransformersEngine
+from adaptive.pair import BUNDLED, load_pair
+from adaptive.settings import load_settings
+
+pytestmark = pytest.mark.skipif(
+    not packs_int8(torch.device("cpu")), reason="this build of torch has no int8 products for this processor"
+)
+TEXTS = [json.loads(line) for line in (BUNDLED / "prompts" / "code.jsonl").read_text("utf-8").splitlines()[:40]]
+
+
+def draft(int8: bool) -> TransformersEngine:
+    """The bundled draft."""
+    return TransformersEngine(AutoModelForCausalLM.from_pretrained(BUNDLED / "draft", dtype=torch.float32), int8)
+
+
+def logits(engine: TransformersEngine, tokens: list[int]) -> torch.Tensor:
+    """Of every position (n, vocab)."""
+    return engine.sequence().extend(torch.tensor(tokens), len(tokens))
+
+
+def test_it_guesses_nearly_the_same() -> None:
+    pair = load_pair(load_settings({"draft_quantize": "int8"}))
+    assert isinstance(pair.draft, TransformersEngine)
+    assert pair.draft.weights == "int8"
+    exact = draft(int8=False)
+    same = total = 0
+    for text in TEXTS:
+        tokens = pair.tokenizer.encode(json.dumps(text))
+        agree = logits(pair.draft, tokens).argmax(-1) == logits(exact, tokens).argmax(-1)
+        same, total = same + int(agree.sum()), total + len(agree)
+    assert total > 1500
+    assert same / total > 0.97
+
+
+def test_it_follows_an_adapter_and_forgets_it(tmp_path: Path) -> None:
+    tokens = list(range(5, 40))
+    engine, exact = draft(int8=True), draft(int8=False)
+    before = logits(engine, tokens)
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(BUNDLED / "draft", dtype=torch.float32), config)
+    model.save_pretrained(tmp_path / "adapter")
+    for one in (engine, exact):
+        one.apply_adapter(tmp_path / "adapter")
+    after, wanted = logits(engine, tokens), logits(exact, tokens)
+    assert (after - wanted).norm() < 0.05 * wanted.norm()
+    assert (after - before).norm() > 0.1 * before.norm()
+    engine.apply_adapter(None)
+    assert torch.equal(logits(engine, tokens), before)
+
+
+def test_greedy_output_is_the_targets_own() -> None:
+    answers = []
+    for quantised, length in (("none", 0), ("int8", 4)):
+        pair = load_pair(load_settings({"dtype": "float32", "draft_quantize": quantised}))
+        assistant = Assistant(pair, FixedLength(length), None)
+        prompt = pair.tokenizer.encode("Write a function that adds two numbers.")
+        for _ in assistant.answer(prompt, (), "", SamplingParams(temperature=0.0), StopParams(60, ignore_eos=True)):
+            pass
+        assert assistant.last is not None
+        answers.append(assistant.last.output)
+    assert answers[0] == answers[1]
