@@ -75,9 +75,10 @@ def sources(settings: Settings) -> tuple[Source, Source | None]:
         raise AdaptiveError("--draft is given without --target; name both, or neither for the bundled pair")
     else:
         target, draft = settings.target, settings.draft or ""
+    draft_quantize = "none" if settings.draft_quantize == "auto" else settings.draft_quantize
     return (
         _source(target, settings.revision, settings.quantize, "--quantize"),
-        _source(draft, settings.draft_revision, settings.draft_quantize, "--draft-quantize") if draft else None,
+        _source(draft, settings.draft_revision, draft_quantize, "--draft-quantize") if draft else None,
     )
 
 
@@ -289,14 +290,16 @@ def _engine(
     """The engine that runs this kind of file, as target or as ``draft``."""
     if source.gguf is not None:
         return load_gguf(source.gguf, settings, device, tell)
+    from adaptive.engines.packed import fast_int8
     from adaptive.engines.transformers import TransformersEngine
 
     with _weights_progress(tell):
-        if draft and source.quantize == "int8" and choose_device(device) == "cpu":
-            # A draft's int8 products of our own, which are several times as fast on a CPU as bitsandbytes'.
+        if draft and settings.draft_quantize in ("auto", "int8") and choose_device(device) == "cpu":
+            # A draft's int8 products of our own: bitsandbytes' are for the memory they save, not for speed.
             plain = dataclasses.replace(source, quantize="none")
-            engine = TransformersEngine(_load(plain, settings, device), int8=True)
-            if engine.lean is not None:
+            wanted = settings.draft_quantize == "int8" or (settings.dtype == "auto" and fast_int8())
+            engine = TransformersEngine(_load(plain, settings, device), int8=wanted)
+            if source.quantize == "none" or engine.lean is not None:
                 return engine
         return TransformersEngine(_load(source, settings, device))
 

@@ -23,6 +23,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.state import default_home
 
 Quantisation = Literal["none", "int8", "nf4"]
+DraftQuantisation = Literal["auto", "none", "int8", "nf4"]
 
 
 class Settings(BaseSettings):
@@ -38,7 +39,7 @@ class Settings(BaseSettings):
     draft_device: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     quantize: Quantisation = "none"
-    draft_quantize: Quantisation = "none"
+    draft_quantize: DraftQuantisation = "auto"
     revision: str | None = None
     draft_revision: str | None = None
     trust_remote_code: bool = False

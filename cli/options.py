@@ -41,7 +41,7 @@ SHARED: dict[str, Any] = {
         Optional[str], typer.Option(help="Target's weights: none, int8, nf4.", rich_help_panel=MODELS)
     ],
     "draft_quantize": Annotated[
-        Optional[str], typer.Option(help="Draft's weights: none, int8, nf4.", rich_help_panel=MODELS)
+        Optional[str], typer.Option(help="Draft's weights: auto, none, int8, nf4.", rich_help_panel=MODELS)
     ],
     "revision": Annotated[Optional[str], typer.Option(help="Hub revision of the target.", rich_help_panel=MODELS)],
     "draft_revision": Annotated[Optional[str], typer.Option(help="Hub revision of the draft.", rich_help_panel=MODELS)],

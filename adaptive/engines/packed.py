@@ -45,6 +45,12 @@ def packs_int8(device: torch.device) -> bool:
     )
 
 
+def fast_int8() -> bool:
+    """Whether this processor multiplies int8 vectors in one instruction (VNNI), without which int8 gains little."""
+    supported: bool = torch.cpu._is_vnni_supported() if hasattr(torch.cpu, "_is_vnni_supported") else False
+    return supported
+
+
 class PackedLinear:
     """One or several linear modules as a single product, prepacked where the machine can.
 
@@ -68,6 +74,7 @@ class PackedLinear:
         self.packed = not self.int8 and packs(weight.dtype, weight.device)
         if self.int8:
             self.weight = _int8(weight, bias)
+            self._narrow = not fast_int8()  # sums of pairs would overflow there: inputs take seven bits
             self._apply = torch.ops.quantized.linear_dynamic.default
         elif self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
@@ -81,7 +88,7 @@ class PackedLinear:
         if self.packed:
             out = self._apply(x, self.weight, self.bias, "none", [], "")
         elif self.int8:
-            out = self._apply(x, self.weight)
+            out = self._apply(x, self.weight, self._narrow)
         else:
             out = nn.functional.linear(x, self.weight, self.bias)
         return out

@@ -62,7 +62,7 @@ class TransformersEngine:
 
     ``lean`` computes what its forward computes, faster, where the architecture is known; elsewhere the
     model's own forward does the arithmetic over a cache of ours. ``int8`` asks for int8 products, which
-    only ``lean`` has: where that is None, there are none.
+    only ``lean`` has, on some processors; ``weights`` says what came of it.
     """
 
     name = "transformers"
@@ -76,11 +76,12 @@ class TransformersEngine:
         self.end_tokens = _end_tokens(model)
         self.sampling = _recommended_sampling(model)
         self.adapter = MergedAdapter(model)
-        self.lean = lean_forward(model, int8)
+        self.lean = (lean_forward(model, int8=True) if int8 else None) or lean_forward(model)
         if self.lean is not None:
             self.adapter.listeners.append(self.lean.refresh)
         kind = getattr(model, "quantization_method", None) or model.dtype
-        self.weights = "int8" if int8 and self.lean else str(getattr(kind, "value", kind)).removeprefix("torch.")
+        int8 = self.lean is not None and self.lean.plan.head.int8
+        self.weights = "int8" if int8 else str(getattr(kind, "value", kind)).removeprefix("torch.")
         keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
         self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]
