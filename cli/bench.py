@@ -32,6 +32,9 @@ def bench(
     only_ours: Annotated[bool, typer.Option("--only-ours", help="Leave transformers' generate out.")] = False,
     other_target: OtherTarget = None,
     other_draft: OtherDraft = None,
+    peer: Annotated[
+        Optional[str], typer.Option(help="URL of a llama.cpp server with the same model, to run beside.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Plain, fixed lengths, controller, and transformers' own generation, in turns on the same prompts.
@@ -61,7 +64,7 @@ def bench(
     elsewhere = other_settings(settings, other_target, other_draft)
     with open_session(settings, console) as session:
         other = load_other(elsewhere, session, console) if elsewhere is not None else None
-        rows = run(settings, session, asked, tokens, numbers, only_ours, console, other)
+        rows = run(settings, session, asked, tokens, numbers, only_ours, peer, console, other)
         adapter = session.assistant.adapter
         verdict = None
         if other is not None and elsewhere is not None:
@@ -117,16 +120,22 @@ def mixed(count: int) -> list[Prompt]:
 
 
 def contenders(
-    settings: Settings, session: Session, lengths: list[int], threads: int, other: Pair | None = None
+    settings: Settings,
+    session: Session,
+    lengths: list[int],
+    threads: int,
+    url: str | None = None,
+    other: Pair | None = None,
 ) -> list[Contender]:
     """Those of the table; the first is what the others are measured against. ``threads`` are those of
-    transformers' own, which are left out for 0; ``other`` is the same pair on another engine."""
+    transformers' own, which are left out for 0; ``url`` is that of a peer, ``other`` the same pair on another
+    engine."""
     from adaptive.control.costs import CostModel
     from adaptive.control.goodput import GoodputLength
     from adaptive.control.measure import measure
     from adaptive.control.policy import FixedLength
     from adaptive.decoding.params import SamplingParams
-    from cli.contenders import ours, policies, theirs
+    from cli.contenders import ours, peer, policies, theirs
     from cli.other import engines
 
     pair = session.pair
@@ -145,6 +154,8 @@ def contenders(
                 theirs(f"transformers, assisted {n}", pair, sampling, threads, assisted=True, length=n) for n in lengths
             ]
         field.append(theirs("transformers, prompt lookup", pair, sampling, threads, lookup=10))
+    if url is not None:
+        field.append(peer(url, pair, sampling))
     field.append(ours("ours, plain", pair, FixedLength(0), sampling))
     if pair.draft is not None:
         field += [ours(name, pair, policy, sampling) for name, policy in policies(lengths).items()]
@@ -172,6 +183,7 @@ def run(
     tokens: int,
     lengths: list[int],
     only_ours: bool,
+    peer: str | None,
     console: Any,
     other: Pair | None = None,
 ) -> list[Row]:
@@ -185,7 +197,7 @@ def run(
     # transformers decodes for itself only what it has loaded.
     theirs_too = not only_ours and _is_theirs(session.pair.target) and _is_theirs(session.pair.draft)
     threads = fastest_threads(session.pair, prompts[0]) if theirs_too else 0
-    field = contenders(settings, session, lengths, threads, other)
+    field = contenders(settings, session, lengths, threads, peer, other)
     results = track(
         race(field, prompts, tokens),
         "racing",
@@ -203,9 +215,13 @@ def _is_theirs(engine: object | None) -> bool:
 
 def show(rows: list[Row], console: Any) -> None:
     """The table for people."""
+    from rich import box
     from rich.table import Table
 
-    shown = Table("", "tokens/s", "times the first", "tokens a round", "same answer", "8-grams repeated")
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    shown.add_column("", no_wrap=True)
+    for head in ("tokens/s", "speed-up", "tokens/round", "same", "repeated"):
+        shown.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         length = "" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}"
         shown.add_row(
@@ -217,3 +233,4 @@ def show(rows: list[Row], console: Any) -> None:
             f"{row.loops:.0%}",
         )
     console.print(shown)
+    console.print("[dim]speed-up and same: against the first line; repeated: 8-grams that an answer has said before[/]")

@@ -6,8 +6,10 @@ prompt, in rotating order, so that a slow moment of the machine falls on all of 
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 # Tokens of the unrecorded answer that every contender gives first.
 WARM_UP = 16
+# Seconds that another server may take for one answer.
+PEER_PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,39 @@ def theirs(name: str, pair: Pair, sampling: SamplingParams, threads: int, **how:
         return out[0, ids.shape[1] :].tolist(), None
 
     return Contender(name, answer)
+
+
+def peer(url: str, pair: Pair, sampling: SamplingParams) -> Contender:
+    """llama.cpp's server at ``url``, given the same prompt token ids through its own HTTP API; the model it serves
+    must have the target's vocabulary. Raises AdaptiveError where nothing of the kind answers there."""
+    where = url.rstrip("/") + "/completion"
+
+    def answer(prompt: Prompt, tokens: int) -> tuple[list[int], float | None]:
+        asked = {
+            "prompt": encode_chat(pair, prompt.messages),
+            "n_predict": tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": 0.0,
+            "seed": sampling.seed or 0,
+            "ignore_eos": True,
+            "return_tokens": True,
+        }
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(where, json.dumps(asked).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=PEER_PATIENCE) as response:
+                said = json.load(response)
+            output = [int(token) for token in said["tokens"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise AdaptiveError(
+                f"no llama.cpp server answers at {url} ({error}); start one, or leave --peer out"
+            ) from error
+        rounds = len(output) - said.get("timings", {}).get("draft_n_accepted", 0)
+        return output, len(output) / max(1, rounds)
+
+    return Contender("peer", answer)
 
 
 ASSISTED = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")

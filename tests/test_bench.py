@@ -52,6 +52,15 @@ def test_bench_lists_every_contender_with_the_same_greedy_answer(
     assert rows["ours, plain"]["mean_acceptance_length"] == 1.0
 
 
+def test_a_peer_that_is_not_there_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nowhere = ("--only-ours", "--peer", "http://127.0.0.1:1")
+    code, _, err = bench(monkeypatch, capsys, "--state-dir", str(tmp_path), "--count", "1", "--tokens", "4", *nowhere)
+    assert code == 2
+    assert "no llama.cpp server answers at http://127.0.0.1:1" in err
+
+
 def test_a_wrong_length_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = bench(monkeypatch, capsys, "--lengths", "two")
     assert code == 2
