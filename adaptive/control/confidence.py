@@ -25,8 +25,8 @@ KEEP = 0.993
 WEIGHT = 4.0
 # What is left at a swap of the draft.
 KEEP_AT_SWAP = 0.1
-# Drafted tokens after which the table is made anew: a bin moves by a percent a token.
-CALIBRATE_EVERY = 8
+# Drafted tokens after which the table is made anew: a bin moves by a percent a token, a table takes 10 us.
+CALIBRATE_EVERY = 24
 # Least weight of one token in the running mean of what follows a token of some confidence, and tokens
 # that the first guess of it counts for.
 FOLLOW_STEP, FOLLOW_WEIGHT = 0.02, 8.0

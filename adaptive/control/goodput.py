@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from adaptive.control.acceptance import Acceptance
 from adaptive.control.confidence import Calibration
@@ -48,14 +48,16 @@ PLAIN_EVERY = 200
 # few dozen small steps in Python, which cost several times as much when the models' passes have driven
 # them out of the caches; one after the other they do not. More rounds are late to see a change.
 BATCH = 8
+# Decisions for which the best length by acceptance at each position is kept. It is what a forecast starts from
+# and, where confidence is asked for, decides nothing by itself; its inputs move by a percent a round.
+REFRESH = 4
 # Weight of one answer in the running mean of their lengths, and the mean to begin with (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
 # Tokens to catch up with that are not worth a thought.
 FEW_WAITING = 8
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """A finished round: forwards that the draft made, what it had to catch up with, and how sure it was."""
 
     outcome: Round
@@ -96,6 +98,7 @@ class GoodputLength(LengthPolicy):
         self.finished: float | None = None  # when the last round of this answer came to its end
         self.committed = 0  # tokens that it committed
         self.decided = False
+        self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
         self.waiting = 0
         self.confidences: list[float] = []
         self.reach = 1.0  # probability that everything drafted so far in this round is accepted
@@ -123,8 +126,10 @@ class GoodputLength(LengthPolicy):
         costs = self.costs
         costs.at(context)
         self.plain_s = costs.round(0)
-        self.best, predicted = self._best_fixed()
-        self.speculative = self._speculative_rate(predicted)
+        if self.age == 0 or not self.attentive:
+            self.best, self.predicted = self._best_fixed()
+        self.age = (self.age + 1) % REFRESH
+        self.speculative = self._speculative_rate()
         self.speculating = self.speculative * self.plain_s > 1
         rate = max(1 / self.plain_s, self.speculative)
         # A token is dropped where even its verification, and is the last one where a further one, costs more
@@ -132,7 +137,8 @@ class GoodputLength(LengthPolicy):
         dearer = [costs.verify(k + 1) - costs.verify(k) for k in range(self.longest)]
         self.drop_below = [rate * seconds for seconds in dearer]
         self.last_below = [rate * (seconds + costs.draft_step()) for seconds in dearer[1:]]
-        self.drafting = self.speculating or self.budget >= min(BUDGET, self._cost_of_trying(waiting))
+        self.price = min(BUDGET, self._cost_of_trying(waiting))
+        self.drafting = self.speculating or self.budget >= self.price
         self.expected_plain = costs.with_tokens(1 / self.plain_s)
         self.expected_speculative = costs.with_tokens(self.speculative)
         self.decided = True
@@ -156,11 +162,11 @@ class GoodputLength(LengthPolicy):
                 break
         return best, rate
 
-    def _speculative_rate(self, predicted: float) -> float:
+    def _speculative_rate(self) -> float:
         """Tokens per second of speculation lately, shrunk towards the prediction."""
         speed = self.costs.speed
         weight = RATE_WEIGHT * self.costs.round(self.best) / speed
-        return self.recent.rate(predicted * speed, weight) / speed
+        return self.recent.rate(self.predicted * speed, weight) / speed
 
     def _worth_catching_up(self, limit: int) -> bool:
         """Whether the rest of the answer will save the time of feeding the draft what it has not seen."""
@@ -195,7 +201,10 @@ class GoodputLength(LengthPolicy):
             self.costs.observe_between(seconds, tokens)
         for seen in self.seen:
             self._learn(seen)
-        self.between, self.seen, self.decided = [], [], False
+        # Plain rounds say nothing new of the draft: as long as no try can be paid for, the decision stands.
+        plain = not self.speculating and not any(seen.steps for seen in self.seen)
+        self.decided = self.decided and plain and self.budget < self.price
+        self.between, self.seen = [], []
 
     def _learn(self, seen: Seen) -> None:
         costs, outcome, steps, waiting = self.costs, seen.outcome, seen.steps, seen.waiting
@@ -215,6 +224,7 @@ class GoodputLength(LengthPolicy):
         if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
             self.acceptance.changed()
             self.calibration.changed()
+            self.age = 0
         if waiting > FEW_WAITING and not self.speculating:
             seconds += costs.draft(0, waiting)
         # What it really took, if that was less: costs that are believed too high are found out by tries.
@@ -224,6 +234,7 @@ class GoodputLength(LengthPolicy):
     def begin(self, scope: Scope) -> None:
         """Estimates of another session or temperature start from the general ones."""
         self.settle()
+        self.decided, self.age = False, 0
         self.acceptance.begin(scope.session, "model", scope.temperature)
         if self.this_answer:
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
@@ -233,6 +244,7 @@ class GoodputLength(LengthPolicy):
     def swapped(self) -> None:
         """Doubt what was learned of the draft, and look again at once."""
         self.settle()
+        self.decided, self.age = False, 0
         self.acceptance.swapped()
         self.calibration.swapped()
         self.recent.forget()

@@ -89,10 +89,15 @@ class ModelDrafter:
             logits = self.sequence.extend(feed, 1)[:, : self.target_vocab]
             logits = self.penalties.apply(logits, drafted) if self._adjusts else logits
             q = None if self.params.greedy else transform_logits(logits.float(), self.params).softmax(-1)
-            advice = advise(position, confidence(logits, q)) if advise is not None else Advice.MORE
+            advice = Advice.MORE
+            if advise is not None:
+                sure, best = (logits.float().softmax(-1) if q is None else q).max(-1)
+                advice = advise(position, float(sure))
+            elif q is None:
+                best = logits.argmax(-1)
             if advice is Advice.DROP:
                 break
-            feed = logits.argmax(-1) if q is None else draw(q, self.generator)
+            feed = best if q is None else draw(q, self.generator)
             tokens.append(feed)
             if q is not None:
                 probs.append(q)
@@ -109,8 +114,3 @@ class ModelDrafter:
     def rollback(self, length: int) -> None:
         """Forget the drafts that did not stand."""
         self.sequence.rollback(length)
-
-
-def confidence(logits: torch.Tensor, q: torch.Tensor | None) -> float:
-    """The largest probability of q (1, vocab); without q (greedy), of the softmax of the logits (1, vocab)."""
-    return float((logits.softmax(-1) if q is None else q).amax())
