@@ -141,6 +141,7 @@ def test_calibration_learns_what_confidence_is_worth() -> None:
         sure = rng.choice([0.15, 0.85])
         hit = rng.random() < (0.5 if sure > 0.5 else 0.15)
         calibration.observe([sure], 1, int(hit))
+        calibration.calibrate()
     assert calibration.of(0.85)[0] == pytest.approx(0.5, abs=0.12)
     assert calibration.of(0.15)[0] == pytest.approx(0.15, abs=0.1)
     assert calibration.table == sorted(calibration.table)

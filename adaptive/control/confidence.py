@@ -25,8 +25,6 @@ KEEP = 0.993
 WEIGHT = 4.0
 # What is left at a swap of the draft.
 KEEP_AT_SWAP = 0.1
-# Drafted tokens after which the table is made anew: a bin moves by a percent a token, a table takes 10 us.
-CALIBRATE_EVERY = 24
 # Least weight of one token in the running mean of what follows a token of some confidence, and tokens
 # that the first guess of it counts for.
 FOLLOW_STEP, FOLLOW_WEIGHT = 0.02, 8.0
@@ -44,7 +42,6 @@ class Calibration:
         self.follow = [min(0.9, 0.3 + 0.6 * c) for c in CENTRES]
         self.followed = [0.0] * len(CENTRES)  # tokens in each running mean
         self.table = list(CENTRES)
-        self.stale = 0  # tokens observed since the table was made
 
     def of(self, confidence: float) -> tuple[float, float]:
         """Probability that a token of this confidence is accepted, given that all before it were; and the
@@ -54,7 +51,7 @@ class Calibration:
 
     def observe(self, confidences: list[float], drafted: int, accepted: int) -> None:
         """One round: the confidence at every position that was computed, how many of them were
-        proposed, and how many of those accepted."""
+        proposed, and how many of those accepted. ``calibrate`` makes it count."""
         for i in range(min(drafted, accepted + 1)):
             b = bisect.bisect(EDGES, confidences[i])
             hit = 1.0 if i < accepted else 0.0
@@ -66,9 +63,6 @@ class Calibration:
             self.followed[b] += 1
             step = max(FOLLOW_STEP, 1 / (self.followed[b] + FOLLOW_WEIGHT))
             self.follow[b] += step * (self.of(confidences[i + 1])[0] - self.follow[b])
-        self.stale += drafted
-        if self.stale >= CALIBRATE_EVERY:
-            self.calibrate()
 
     def swapped(self) -> None:
         """The draft is another one."""
@@ -86,7 +80,6 @@ class Calibration:
 
     def calibrate(self) -> None:
         """Posterior means of all bins, then isotonic regression (pool adjacent violators, weighted)."""
-        self.stale = 0
         blocks: list[tuple[float, float, int]] = []  # mean, weight, bins
         for a, r, centre in zip(self.accepted, self.rejected, CENTRES, strict=True):
             weight = a + r + WEIGHT

@@ -201,6 +201,8 @@ class GoodputLength(LengthPolicy):
             self.costs.observe_between(seconds, tokens)
         for seen in self.seen:
             self._learn(seen)
+        if any(seen.confidences for seen in self.seen):
+            self.calibration.calibrate()
         # Plain rounds say nothing new of the draft: as long as no try can be paid for, the decision stands.
         plain = not self.speculating and not any(seen.steps for seen in self.seen)
         self.decided = self.decided and plain and self.budget < self.price

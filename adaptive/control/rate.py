@@ -8,8 +8,8 @@ import math
 # rounds. The long one decides; a shorter long memory mistakes chance for a trend.
 KEEP_LONG, KEEP_SHORT = 0.995, 0.94
 # Standard deviations between the two memories that count as a change. Lower sees changes in chance
-# (one in 700 rounds or so by this bound), higher is late after a true one.
-CHANGE = 3.0
+# more often, and forgets what was right; higher is late after a true one.
+CHANGE = 2.5
 # Rounds in the short memory before it may speak of a change.
 ENOUGH = 6.0
 
