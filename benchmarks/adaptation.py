@@ -71,6 +71,7 @@ class Point:
     by_kind: dict[str, int]
     train_s: float
     status: str
+    message: str
     held_out: dict[str, Figures]
     all: Figures
     live: Figures | None
@@ -100,10 +101,10 @@ class Rounds:
             self.log.write(generation)
             self.log.flush()
 
-    def learn(self) -> str:
-        """One round of training; what became of its adapter."""
+    def learn(self) -> tuple[str, str]:
+        """One round of training; what became of its adapter, in a word and in a sentence."""
         outcome = distill(self.state.records, self.store, self.base, self.draft, self.recipe)
-        return outcome.manifest.status if outcome.manifest else "nothing better"
+        return outcome.manifest.status if outcome.manifest else "nothing better", outcome.message
 
     @contextmanager
     def in_use(self) -> Iterator[Any]:
@@ -122,7 +123,9 @@ class Rounds:
 class Full(Rounds):
     """Full fine-tuning of the draft, the ceiling: same records, split, loss and steps, no adapter, no gate."""
 
-    def learn(self) -> str:
+    embeddings = True
+
+    def learn(self) -> tuple[str, str]:
         """Start from the draft as it came, keep the checkpoint that is best on the validation prompts."""
         if not hasattr(self, "fresh"):
             self.fresh = lora.snapshot(self.draft)
@@ -135,9 +138,17 @@ class Full(Rounds):
             return acceptance_rate(replay(self.draft, validation))
 
         self.draft.requires_grad_(True)
-        result = fit(self.draft, examples(parts.train, context), evaluate, evaluate(), self.recipe)
+        for module in (self.draft.get_input_embeddings(), self.draft.get_output_embeddings()):
+            module.requires_grad_(self.embeddings)
+        result = fit(self.draft, examples(parts.train, context), evaluate, self.recipe)
         lora.restore(self.draft, result.best or self.fresh)
-        return "kept" if result.best else "nothing better"
+        return "kept" if result.best else "nothing better", f"step {result.best_step} of {result.steps}"
+
+
+class Layers(Full):
+    """Full fine-tuning without the embeddings: all that an adapter reaches where they are tied."""
+
+    embeddings = False
 
 
 def as_examples(generations: list[Generation]) -> list[Example]:
@@ -149,38 +160,37 @@ def as_examples(generations: list[Generation]) -> list[Example]:
     return [e for e in examples(from_rows(rows), 1 << 20) if e.replayable]
 
 
-def follow(learner: Rounds, given: Stream, rounds: list[int], draft_length: int) -> list[Point]:
+def follow(learner: Rounds, given: Stream, rounds: list[int], draft_length: int) -> Iterator[Point]:
     """The whole stream, with a round of training after each of ``rounds`` generations; the first point is before."""
     held_out = {kind: as_examples(generations) for kind, generations in given.held_out.items()}
     kinds = dict.fromkeys(g.domain or "" for g in given.generations)
-    points, train_s = [], 0.0
+    train_s = 0.0
     for at, until in zip([0, *rounds], [*rounds, len(given.generations)], strict=True):
-        status = "untrained"
+        status, message = "untrained", ""
         if at:
             began = time.process_time()
-            status = learner.learn()
+            status, message = learner.learn()
             train_s += time.process_time() - began
         said, coming = given.generations[:at], given.generations[at:until]
         with learner.in_use() as draft:
             replays = {kind: replay(draft, found) for kind, found in held_out.items()}
             live = replay(draft, as_examples(coming)) if coming else None
-        points.append(
-            Point(
-                generations=at,
-                by_kind={kind: sum(g.domain == kind for g in said) for kind in kinds},
-                train_s=train_s,
-                status=status,
-                held_out={kind: figures(found, draft_length) for kind, found in replays.items()},
-                all=figures([r for kind in kinds for r in replays[kind]], draft_length),
-                live=figures(live, draft_length) if live else None,
-            )
+        yield Point(
+            generations=at,
+            by_kind={kind: sum(g.domain == kind for g in said) for kind in kinds},
+            train_s=train_s,
+            status=status,
+            message=message,
+            held_out={kind: figures(found, draft_length) for kind, found in replays.items()},
+            all=figures([r for kind in kinds for r in replays[kind]], draft_length),
+            live=figures(live, draft_length) if live else None,
         )
         learner.hear(coming)
-    return points
 
 
 def recipe_of(text: str, seed: int, draft_length: int) -> tuple[type[Rounds], Recipe]:
-    """``loss=js,rank=8`` as a recipe; ``full=true`` is full fine-tuning. Fields are those of ``Recipe``."""
+    """``loss=js,rank=8`` as a recipe, fields as those of ``Recipe``; ``full=all`` (or ``layers``, without the
+    embeddings) is full fine-tuning."""
     choices: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -190,7 +200,7 @@ def recipe_of(text: str, seed: int, draft_length: int) -> tuple[type[Rounds], Re
             choices[name] = json.loads(value)
         except json.JSONDecodeError:
             choices[name] = value
-    learner = Full if choices.pop("full", False) else Rounds
+    learner = {"all": Full, "layers": Layers, None: Rounds}[choices.pop("full", None)]
     return learner, replace(Recipe(seed=seed, draft_length=draft_length), **choices)
 
 
@@ -250,7 +260,7 @@ def main() -> None:
         watched = {k: answers[k] for k in [*spec.split(":")[1].split(","), *filter(None, args.watch.split(","))]}
         given = stream(spec, watched, rounds[-1], args.set_aside, seed)
         with tempfile.TemporaryDirectory() as folder:
-            points = follow(learner(Path(folder), settings, recipe), given, rounds, args.draft_length)
+            points = list(follow(learner(Path(folder), settings, recipe), given, rounds, args.draft_length))
         kept[names[one]] = {"stream": spec, "recipe": text, "seed": seed, "points": [asdict(p) for p in points]}
         last = points[-1]
         print(

@@ -28,6 +28,7 @@ from adaptive.settings import Settings
 from trainers.recipe import Recipe
 
 ROUNDS, NEW = 40, 25
+SET_ASIDE = 60
 KINDS = ("tools", "math")
 # Retained generations of a round: enough to see a gain of 0.03, and forty rounds take minutes.
 BUFFER = 200
@@ -63,18 +64,21 @@ def main() -> None:
         speaker = settings.model_copy(update={"target": str(BUNDLED / "draft"), "draft": str(BUNDLED / "draft")})
     cache = args.cache / "self" if args.records == "self" else args.cache
     answers = {kind: answers_of(kind, speaker, BUNDLED / "prompts", cache, 0.7, 2) for kind in KINDS}
-    given = stream(f"mixture:{','.join(KINDS)}", answers, ROUNDS * NEW, 64, args.seed)
+    given = stream(f"mixture:{','.join(KINDS)}", answers, (ROUNDS + 1) * NEW, SET_ASIDE, args.seed)
     if args.records == "shuffled":
         given = Stream(shuffled(given.generations, args.seed), given.held_out)
-    rounds = [NEW * n for n in range(1, ROUNDS + 1) if NEW * n >= 50]  # fewer are too few to split
-    with tempfile.TemporaryDirectory() as folder:
-        points = follow(Rounds(Path(folder), settings, Recipe(buffer=BUFFER, seed=args.seed)), given, rounds, 6)
+    rounds = [NEW * n for n in range(2, ROUNDS + 2)]  # the first has two parts: 25 are too few to split
     promotions, worst = 0, 0.0
-    for before, after in pairwise(points):
-        change = after.all.acceptance - before.all.acceptance
-        worst = min(worst, change)
-        promotions += after.status == "promoted"
-        print(f"{after.generations:5} generations  {after.status:14}  {after.all.acceptance:.4f} ({change:+.4f})")
+    with tempfile.TemporaryDirectory() as folder:
+        learner = Rounds(Path(folder), settings, Recipe(buffer=BUFFER, seed=args.seed))
+        for before, after in pairwise(follow(learner, given, rounds, 6)):
+            change = after.all.acceptance - before.all.acceptance
+            worst = min(worst, change)
+            promotions += after.status == "promoted"
+            print(
+                f"{after.generations:5} generations  {after.status:14}  {after.all.acceptance:.4f} ({change:+.4f})",
+                flush=True,
+            )
     print(f"{len(rounds)} rounds, {promotions} promotions, worst change of held-out acceptance {worst:+.4f}")
 
 

@@ -187,9 +187,8 @@ def adapted(folder: Path, texts: list[Text]) -> Any:
         for i, (p, o, limited) in enumerate(texts)
     ]
     held_out = found[len(found) * 4 // 5 :]
-    before = acceptance_rate(replay(model, held_out))
     result = fit(
-        model, found[: len(found) * 4 // 5], lambda: acceptance_rate(replay(model, held_out)), before, Recipe(epochs=8)
+        model, found[: len(found) * 4 // 5], lambda: acceptance_rate(replay(model, held_out)), Recipe(epochs=8)
     )
     assert result.best is not None, "the distillation taught the draft nothing"
     restore(model, result.best)

@@ -49,7 +49,7 @@ def speed(figures: dict[str, Any], costs: CostTable) -> float:
         rounds * (length * costs.draft_s + costs.verify_s[length] + costs.overhead_s)
         for length, rounds in enumerate(figures["rounds"])
     ]
-    return float(figures["tokens"] / min(seconds))
+    return float(figures["tokens"] / (min(seconds) + figures["tokens"] * costs.token_s))
 
 
 def table(runs: list[Result], costs: CostTable) -> None:

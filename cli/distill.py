@@ -35,6 +35,9 @@ TRAINING = "Training"
 # Draft length of the table where none was asked for: the usual one of fixed-length engines.
 TABLE_DRAFT_LENGTH = 4
 
+# Tokens of the answer that break-even is counted in: a usual one of an assistant.
+ANSWER_TOKENS = 200
+
 
 @shared_options()
 def distill(
@@ -269,6 +272,9 @@ def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
                 _add_rows(table, name, figures)
         console.print(table)
     console.print(outcome.message, style="green" if _promoted(outcome) else None)
+    paid = break_even(outcome, settings)
+    if paid is not None:
+        console.print(paid)
     console.print(
         f"[dim]{outcome.train_generations} generations trained on, {outcome.steps} steps "
         f"(best: {outcome.best_step}), {outcome.train_seconds:.0f} s of training, {outcome.seconds:.0f} s in all.[/]"
@@ -293,6 +299,35 @@ def _attempts_table(outcome: DistillOutcome) -> Any:
             f"{fit.seconds:.0f}",
         )
     return table
+
+
+def break_even(outcome: DistillOutcome, settings: Settings) -> str | None:
+    """When the time of training is saved again, at the costs of the last session; None where nothing is known.
+
+    Both drafts at the table's draft length, or plain decoding where that is faster.
+    """
+    from adaptive.control.memory import last_costs
+    from adaptive.pair import pair_identity
+    from adaptive.state import PairState
+
+    costs = last_costs(PairState(settings.state_dir / pair_identity(settings).id).controller)
+    if costs is None or outcome.verdict is None:
+        return None
+    held = outcome.verdict.recent
+    plain = costs.verify_s[0] + costs.overhead_s
+    round_s = held.draft_length * costs.draft_s + costs.verify_s[held.draft_length] + costs.overhead_s
+    before, after = (
+        min(plain, round_s / lengths.mean) + costs.token_s
+        for lengths in (held.mean_acceptance_length_before, held.mean_acceptance_length_after)
+    )
+    if after >= before:
+        return "At the costs of the last session, that makes answers no faster."
+    answers = outcome.train_seconds / (ANSWER_TOKENS * (before - after))
+    return (
+        f"At the costs of the last session: {1 / before:.0f} tokens/s become {1 / after:.0f}, and the "
+        f"{outcome.train_seconds:.0f} s of training are saved again after {answers:.0f} answers of "
+        f"{ANSWER_TOKENS} tokens."
+    )
 
 
 def _promoted(outcome: DistillOutcome) -> bool:

@@ -80,7 +80,7 @@ def test_it_reports_gain_retention_and_break_even(
         "--cache", str(tmp_path / "cache"), "--costs", str(tmp_path / "costs.json"), "--json", str(tmp_path / "r.json"),
         "--stream", "change:a,b", "--stream", "stationary:b", "--rounds", "40,80", "--answers", "2",
         "--set-aside", "10", "--max-new-tokens", "20", "--seeds", "2", "--recipe", "rank=4,epochs=8,learning_rate=0.02",
-        "--recipe", "full=true,epochs=2,learning_rate=0.005", "--plot",
+        "--recipe", "full=all,epochs=2,learning_rate=0.005", "--plot",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", arguments)
     adaptation.main()

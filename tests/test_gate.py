@@ -55,6 +55,14 @@ def test_a_gain_on_recent_records_that_costs_older_ones_is_refused() -> None:
     assert "older" in verdict.reason
 
 
+def test_a_new_kind_may_cost_older_ones_a_tenth_of_what_it_brings() -> None:
+    rng = np.random.default_rng(0)
+    recent, older = figures(rng, 60, 0.25, 0.01), figures(rng, 60, -0.018, 0.01)
+    assert -0.025 < older.gain.mean < -0.01
+    assert judge(recent, older, streak=1).promote
+    assert not judge(figures(rng, 60, 0.08, 0.01), older, streak=1).promote
+
+
 @pytest.mark.parametrize("generations", [1, 2, 5])
 def test_too_little_data_is_no_promotion_and_says_so(generations: int) -> None:
     verdict = judge(figures(np.random.default_rng(0), generations, 0.5), None, streak=1)

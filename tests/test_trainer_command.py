@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
+from adaptive.control.acceptance import Acceptance
+from adaptive.control.confidence import Calibration
+from adaptive.control.costs import UNMEASURED
+from adaptive.control.memory import Memory, save
 from adaptive.decoding.params import SamplingParams
 from adaptive.errors import AdaptiveError
 from adaptive.pair import pair_identity
@@ -73,6 +78,29 @@ def test_it_reports_figures_and_the_next_command(pair: list[str], own_home: Path
     spoken = distill(pair, *training, "--epochs", "1", "--no-promote")
     assert spoken.exit_code == 0, spoken.output
     assert "Next: adaptive" in spoken.output
+
+
+def test_it_says_when_the_training_is_paid_back(pair: list[str], own_home: Path) -> None:
+    state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
+    write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
+    training = ("--rank", "8", "--lr", "0.02", "--epochs", "4", "--no-promote")
+    assert "saved again" not in distill(pair, *training).output
+    cheap = replace(UNMEASURED, draft_s=0.01)
+    save(state.controller, Memory("cpu", None, cheap, Acceptance(), Calibration()))
+    assert "of training are saved again after" in " ".join(distill(pair, *training).output.split())
+
+
+def test_compare_trains_rivals_and_shows_the_gate_the_best(pair: list[str], own_home: Path) -> None:
+    state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
+    write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
+    found = distill(pair, "--compare", "--json", "--rank", "4", "--lr", "0.02", "--epochs", "2")
+    outcome = json.loads(found.stdout)
+    tried = {json.dumps(one["recipe"]): one["validation_acceptance"] for one in outcome["attempts"]}
+    assert len(tried) == 3
+    chosen = AdapterStore(state.adapters).show(outcome["adapter"]).hyperparameters
+    best = json.loads(max(tried, key=lambda recipe: tried[recipe]))
+    assert {name: chosen[name] for name in best} == best
+    assert outcome["verdict"] is not None
 
 
 def test_an_empty_log_says_what_to_do(pair: list[str]) -> None:

@@ -42,7 +42,7 @@ AUTO = "kl-tv"
 @dataclass(frozen=True)
 class Progress:
     """Where a round stands. ``loss`` is a running mean in nats per token; ``held_out_acceptance`` that of
-    the last evaluation, of the draft in use before the first; ``seconds_left`` at the present pace, at most."""
+    the last evaluation (nan before the first); ``seconds_left`` at the present pace, at most."""
 
     step: int
     steps: int
@@ -53,8 +53,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Fit:
-    """What training came to. ``best`` is the state with the highest held-out ``acceptance``, None where no
-    checkpoint was above the one to beat; ``stopped`` says that it was asked to end early."""
+    """What training came to. ``best`` is the state with the highest held-out ``acceptance``, None where nothing
+    was evaluated yet; ``stopped`` says that it was asked to end early."""
 
     best: AdapterState | None
     acceptance: float
@@ -68,7 +68,6 @@ def fit(
     model: PeftModel | PreTrainedModel,
     train: Sequence[Example],
     evaluate: Callable[[], float],
-    to_beat: float,
     recipe: Recipe,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -76,15 +75,16 @@ def fit(
 ) -> Fit:
     """Train what ``model`` lets train: its adapter, or all of a plain draft.
 
-    ``evaluate`` gives held-out acceptance and may raise Stopped. With a ``checkpoint`` that was begun, the
-    round goes on where an interrupted one stood, and can be gone on with from its last evaluation.
+    ``evaluate`` gives held-out acceptance, by which the best checkpoint is kept, and may raise Stopped. With a
+    ``checkpoint`` that was begun, the round goes on where an interrupted one stood, and can be gone on with
+    from its last evaluation.
     """
     stop = should_stop or (lambda: False)
     weights = [p for p in model.parameters() if p.requires_grad]
     rate = recipe.learning_rate or default_learning_rate(int(model.config.get_text_config().hidden_size))
     optimizer = torch.optim.AdamW(_groups(model, recipe), lr=rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
     now = checkpoint.load(weights, optimizer) if checkpoint else None
-    now = now or Standing(best_acceptance=to_beat, acceptance=to_beat, next_evaluation=1 / recipe.evaluations)
+    now = now or Standing(next_evaluation=1 / recipe.evaluations)
     clock, stopped = _Clock(recipe, _steps(len(train), recipe), now), False
     try:
         for batch in islice(_batches(train, recipe), now.step, None):

@@ -19,12 +19,12 @@ class Recipe:
     ``loss`` auto is the KL-TV mixture where the target's distribution was stored, cross-entropy where
     only text is known (``fit.position_losses``). ``kept`` is how many entries of each stored distribution
     are used, the others joining the rest bucket (None: all). ``learning_rate`` None scales with the draft's
-    width (``lora.default_learning_rate``), ``b_factor`` multiplies it for the B matrices (LoRA+, Hayou et al.
-    2024). ``start`` zero trains a new adapter over the retained records,
-    parent goes on from the one in use. ``buffer`` is how many generations are retained, ``retain`` which
-    (``trainers.buffer``). A round ends after ``epochs`` (None: see ``fit.DEFAULT_EPOCHS``) or
-    ``max_seconds`` of training, whichever is first, or when ``patience`` evaluations in a row found no
-    better checkpoint.
+    width (``lora.default_learning_rate``); ``b_factor`` multiplies it for the B matrices, which start at
+    zero and learn too slowly at the rate of the others (LoRA+, Hayou et al. 2024). ``start`` zero trains a
+    new adapter over the retained records, parent goes on from the one in use. ``buffer`` is how many
+    generations are retained, ``retain`` which (``trainers.buffer``). A round ends after ``epochs`` (None:
+    see ``fit.DEFAULT_EPOCHS``) or ``max_seconds`` of training, whichever is first, or when ``patience``
+    evaluations in a row found no better checkpoint.
     """
 
     loss: LossName = "auto"
@@ -37,7 +37,7 @@ class Recipe:
     embeddings: bool = False
     start: Start = "zero"
     learning_rate: float | None = None
-    b_factor: float = 1.0
+    b_factor: float = 4.0
     schedule: Literal["cosine", "constant"] = "cosine"
     warm_up: float = 0.05
     weight_decay: float = 0.0
@@ -62,6 +62,7 @@ class Recipe:
             "rank": self.rank,
             "alpha": self.alpha,
             "lr": 1.0 if self.learning_rate is None else self.learning_rate,
+            "b factor": self.b_factor,
             "epochs": 1.0 if self.epochs is None else self.epochs,
             "max-seconds": 1.0 if self.max_seconds is None else self.max_seconds,
             "batch": self.batch,

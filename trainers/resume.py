@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +27,11 @@ from trainers.dataset import Example
 
 @dataclass
 class Standing:
-    """Where training stands. ``best`` is the state with the highest held-out acceptance so far, None where none
-    was above the one to beat; ``loss`` is a running mean in nats per token; ``seconds`` of training."""
+    """Where training stands. ``best`` is the state with the highest held-out acceptance so far; ``acceptance`` that
+    of the last evaluation; ``loss`` is a running mean in nats per token; ``seconds`` of training."""
 
-    best_acceptance: float
-    acceptance: float
+    best_acceptance: float = -1.0
+    acceptance: float = math.nan
     step: int = 0
     seconds: float = 0.0
     best_step: int = 0

@@ -105,6 +105,15 @@ def load(file: Path, device: str) -> Memory:
     return Memory(device, content.get("adapter"), costs, acceptance, calibration)
 
 
+def last_costs(file: Path) -> CostTable | None:
+    """What a round cost in the last session, wherever it ran; None where nothing was measured."""
+    try:
+        device = str(json.loads(file.read_text(encoding="utf-8"))["device"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return load(file, device).costs
+
+
 def _restore(counts: Counts, stored: dict[str, Any]) -> None:
     counts.accepted = _numbers(stored["accepted"], LONGEST)
     counts.rejected = _numbers(stored["rejected"], LONGEST)
