@@ -87,7 +87,7 @@ def distill(
 
     Example: adaptive distill --data chats.jsonl --max-seconds 120
 
-    Example: torchrun --nproc-per-node 2 --no-python adaptive distill
+    Example: torchrun --nproc-per-node 2 -m cli.main distill
     """
     if no_promote and force:
         raise AdaptiveError("--no-promote and --force contradict each other; give one of them")
