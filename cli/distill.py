@@ -79,15 +79,13 @@ def distill(
     """Teach the draft what the target said, and put it into use if that helps on text it was not trained on.
 
     ctrl-C stops at once and keeps the best draft so far as a candidate. The same command again goes on with a
-    round that was interrupted. Under torchrun or accelerate launch, several processes train as one.
+    round that was interrupted. Under torchrun (torchrun -m cli.main distill), several processes train as one.
 
     Example: adaptive distill
 
     Example: adaptive distill --prompts prompts.jsonl --temperature 0.7
 
     Example: adaptive distill --data chats.jsonl --max-seconds 120
-
-    Example: torchrun --nproc-per-node 2 -m cli.main distill
     """
     if no_promote and force:
         raise AdaptiveError("--no-promote and --force contradict each other; give one of them")
