@@ -65,8 +65,8 @@ def compare(pair: Pair, prompts: list[Prompt], tokens: int, lengths: list[int], 
     assert isinstance(pair.target, LlamaCppEngine)
     differences = 0
     for length in lengths:
-        assistant = Assistant(pair, FixedLength(length), None)
         for number, prompt in enumerate(prompts):
+            assistant = Assistant(pair, FixedLength(length), None)  # nothing cached, as where the target is alone
             for _ in assistant.chat(prompt.messages, SamplingParams(), StopParams(tokens, ignore_eos=True)):
                 pass
             assert assistant.last is not None
