@@ -13,9 +13,10 @@ from __future__ import annotations
 FEW = 16
 # Passes of each kind at the beginning, in turn; the first of each builds its graph and does not count.
 TRIES = 3
-# Passes after which the other number is tried once more, times how much slower it was, at most RARELY times.
-# More often costs more where it is far slower, more seldom notices later that a machine has become idle.
-AGAIN, RARELY = 200, 100
+# The other number is tried once more after so many passes, and after so many times the seconds that the last try
+# lost: trying costs a hundredth of the time at most, and a machine that has become idle is noticed within
+# seconds. More often costs more, more seldom stays on one thread for longer than the other program ran.
+AGAIN, SHARE = 200, 100
 # Weight of the newest pass in the mean of its number. Higher follows a single slow moment, lower stays slow for
 # longer. What a number that is only tried takes is believed at once: in use, it soon shows.
 WEIGHT = 0.1
@@ -30,7 +31,8 @@ class ThreadChoice:
         self.most = most
         self._means: dict[tuple[int, int], float] = {}
         self._passes: dict[int, int] = {}
-        self._again: dict[int, int] = {}
+        self._again: dict[int, tuple[int, float]] = {}  # passes and seconds after which to try the other number
+        self._seconds: dict[int, float] = {}
 
     def best(self, tokens: int) -> int:
         """The faster number for passes of so many tokens, as far as is known."""
@@ -47,7 +49,8 @@ class ThreadChoice:
         if passes < 2 * TRIES:
             return 1 if passes % 2 else self.most
         best = self.best(tokens)
-        return 1 + self.most - best if passes >= self._again.get(tokens, 2 * TRIES + AGAIN) else best
+        after, when = self._again.get(tokens, (2 * TRIES + AGAIN, 0.0))
+        return 1 + self.most - best if passes >= after and self._seconds[tokens] >= when else best
 
     def observe(self, tokens: int, threads: int, seconds: float) -> None:
         """A pass of ``tokens`` tokens on so many ``threads`` took this long."""
@@ -56,14 +59,12 @@ class ThreadChoice:
         passes = self._passes[tokens] = self._passes.get(tokens, 0) + 1
         if passes <= 2:
             return
+        self._seconds[tokens] = self._seconds.get(tokens, 0.0) + seconds
         before = self.best(tokens)
         mean = self._means.get((tokens, threads))
         if mean is not None and threads == before:
             seconds = mean + WEIGHT * (min(seconds, MOST * mean) - mean)
         self._means[tokens, threads] = seconds
-        if threads != before or self.best(tokens) != before:
-            slower = self._means[tokens, 1] / self._means[tokens, self.most] if self._known(tokens) else 1.0
-            self._again[tokens] = passes + round(AGAIN * min(RARELY, max(slower, 1 / slower)))
-
-    def _known(self, tokens: int) -> bool:
-        return (tokens, 1) in self._means and (tokens, self.most) in self._means
+        other = self._means.get((tokens, 1 + self.most - threads))
+        if other is not None and (threads != before or self.best(tokens) != before):
+            self._again[tokens] = passes + AGAIN, self._seconds[tokens] + SHARE * abs(seconds - other)
