@@ -124,23 +124,36 @@ class GgufTokenizer(PreTrainedTokenizerBase):
         clean_up_tokenization_spaces: bool | None = None,
         **kwargs: Any,
     ) -> str:
-        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return b"".join(self._piece(i, skip_special_tokens) for i in ids).decode("utf-8", "replace")
-
-    def _piece(self, token: int, skip_special: bool) -> bytes:
-        if not 0 <= token < self.vocab_size:
-            raise AdaptiveError(f"token {token} does not exist: the vocabulary has {self.vocab_size}")
-        if (token, skip_special) not in self._pieces:
-            buffer = ctypes.create_string_buffer(256)
-            length = self._library.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, not skip_special)
-            if length < 0:
-                buffer = ctypes.create_string_buffer(-length)
-                length = self._library.llama_token_to_piece(
-                    self._vocab, token, buffer, len(buffer), 0, not skip_special
-                )
-            self._pieces[token, skip_special] = buffer.raw[:length]
-        return self._pieces[token, skip_special]
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        pieces = self._said if skip_special_tokens else self._whole
+        return b"".join(map(pieces.__getitem__, ids)).decode("utf-8", "replace")
 
     @cached_property
-    def _pieces(self) -> dict[tuple[int, bool], bytes]:
-        return {}
+    def _said(self) -> _Pieces:
+        return _Pieces(self._model, special=False)
+
+    @cached_property
+    def _whole(self) -> _Pieces:
+        return _Pieces(self._model, special=True)
+
+
+class _Pieces(dict[int, bytes]):
+    """The bytes that tokens stand for, asked of the library once each; those of special tokens if wanted."""
+
+    def __init__(self, model: LlamaModel, special: bool) -> None:
+        super().__init__()
+        self._model, self._special = model, special
+
+    def __missing__(self, token: int) -> bytes:
+        model = self._model
+        if not 0 <= token < model.vocab_size:
+            raise AdaptiveError(f"token {token} does not exist: the vocabulary has {model.vocab_size}")
+        room = 256
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            length = model.library.llama_token_to_piece(model.vocab, token, buffer, room, 0, self._special)
+            if length >= 0:
+                break
+            room = -length  # what it takes
+        self[token] = buffer.raw[:length]
+        return self[token]
