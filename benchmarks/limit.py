@@ -247,26 +247,27 @@ def show_memory(pair: Pair, prompts: list[Prompt], length: int, tokens: int) -> 
 
 
 def show_int8(pair: Pair, settings: Settings, prompts: list[Prompt]) -> None:
-    """A step of the draft, its own and with int8 weights, in turn; and acceptance of both on the target's answers."""
-    other = load_pair(settings.model_copy(update={"draft_quantize": "int8"})).draft
-    assert pair.draft is not None
-    assert other is not None
-    drafts = {pair.draft.weights: pair.draft, other.weights: other}
-    sequences = {name: filled(draft, 200) for name, draft in drafts.items()}
-    times: dict[str, list[float]] = {name: [] for name in drafts}
+    """A step of the draft, in its own dtype and with int8 weights, in turn; and acceptance of both on the target's
+    answers."""
+    drafts: list[Engine] = []
+    for kind in ("none", "int8"):
+        draft = load_pair(settings.model_copy(update={"draft_quantize": kind})).draft
+        assert draft is not None
+        drafts.append(draft)
+    sequences = [filled(draft, 200) for draft in drafts]
+    times: list[list[float]] = [[], []]
     for _ in range(REPEATS):
-        for name, sequence in sequences.items():
-            times[name].append(bare(sequence, 1))
-    steps = {name: statistics.median(found) for name, found in times.items()}
+        for found, sequence in zip(times, sequences, strict=True):
+            found.append(bare(sequence, 1))
+    steps = [statistics.median(found) for found in times]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "records.db"
         answer_plainly(Assistant(pair, FixedLength(0), None), SamplingParams(temperature=0.0), prompts, log, 100)
         examples = read_sample(pair, log)
-    own = steps[pair.draft.weights]
-    for name, draft in drafts.items():
+    for draft, step in zip(drafts, steps, strict=True):
         rate = acceptance_rate(replay_on(draft, examples))
         print(
-            f"draft in {name}: {steps[name] * 1e3:.3f} ms a step, {own / steps[name]:.2f} times; acceptance {rate:.4f}"
+            f"draft in {draft.weights}: {step * 1e3:.3f} ms a step, {steps[0] / step:.2f} times; acceptance {rate:.4f}"
         )
 
 
