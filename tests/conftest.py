@@ -74,8 +74,9 @@ def save_random_pair(folder: Path, architecture: str, vocab_size: int | None = N
     return folders[0], folders[1]
 
 
-def save_random_adapter(draft: Path, folder: Path, seed: int = 0) -> Path:
-    """A LoRA adapter of random weights for this draft, large enough to change what it predicts."""
+def save_random_adapter(draft: Path, folder: Path, seed: int = 0, std: float = 0.05) -> Path:
+    """A LoRA adapter of random weights for this draft, large enough to change what it predicts; ten times that
+    ``std`` leaves nothing of what it knew."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -85,6 +86,6 @@ def save_random_adapter(draft: Path, folder: Path, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(std=0.05)
+                parameter.normal_(std=std)
     peft_model.save_pretrained(folder)
     return folder

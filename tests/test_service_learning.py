@@ -39,7 +39,7 @@ def ask(http: httpx.Client, prompt: str) -> dict[str, Any]:
 
 def publish_random_adapter(store: AdapterStore, folder: Path, seed: int = 0, draft: Path = BUNDLED / "draft") -> str:
     """An adapter that is bad, as a candidate; it fits the bundled draft, or another model."""
-    made = save_random_adapter(draft, folder, seed)
+    made = save_random_adapter(draft, folder, seed, std=0.5)
 
     def write(place: Path) -> None:
         for name in ("adapter_model.safetensors", "adapter_config.json"):

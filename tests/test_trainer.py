@@ -33,7 +33,7 @@ from trainers.round import distill
 
 VOCAB = 48
 BASE = BaseDraft("tiny", "0123")
-SHORT = Recipe(rank=8, epochs=10, evaluations=8, learning_rate=2e-2, batch=8, draft_length=4)
+SHORT = Recipe(rank=8, epochs=10, evaluations=8, learning_rate=2e-2, b_factor=1.0, batch=8, draft_length=4)
 
 
 def target() -> PreTrainedModel:
