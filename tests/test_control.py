@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptive.control.acceptance import Acceptance
-from adaptive.control.confidence import Calibration
-from adaptive.control.costs import LONGEST, CostModel, CostTable, from_samples
+from adaptive.control.confidence import Calibration, bin_of
+from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed, from_samples
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import Advice, FixedLength, LengthPolicy, Scope
 from adaptive.control.rivals import AdditiveLength, AverageLength, BanditLength, ThresholdLength
@@ -27,6 +27,11 @@ TABLE = CostTable(
     context_s=0.0,
     context=0,
 )
+
+
+def judged(drafted: int, accepted: int) -> Round:
+    """A round of which only the outcome matters."""
+    return Round("model", drafted, accepted, 0.0, 0.0)
 
 
 class Clock:
@@ -102,7 +107,7 @@ def test_acceptance_converges_to_the_true_conditional_one(true: list[float]) -> 
         accepted = 0
         while accepted < 4 and rng.random() < true[accepted]:
             accepted += 1
-        estimator.observe(4, accepted)
+        estimator.observe([judged(4, accepted)])
         if number >= 2000:  # the mean over time: a discounted estimate goes on moving
             sums = [s + e for s, e in zip(sums, estimator.estimate()[:4], strict=True)]
     for position in range(4):
@@ -113,7 +118,7 @@ def test_a_position_after_a_rejection_is_unobserved() -> None:
     estimator = Acceptance()
     before = estimator.estimate()
     for _ in range(50):
-        estimator.observe(8, 1)
+        estimator.observe([judged(8, 1)])
     after = estimator.estimate()
     assert after[0] > 0.9
     assert after[1] < 0.2
@@ -126,11 +131,11 @@ def test_another_session_starts_from_what_all_have_in_common() -> None:
     estimator = Acceptance()
     estimator.begin("one", "model", 0.0)
     for _ in range(300):
-        estimator.observe(1, 1)
+        estimator.observe([judged(1, 1)])
     estimator.begin("two", "model", 0.0)
     assert estimator.estimate()[0] > 0.9
     for _ in range(30):
-        estimator.observe(1, 0)
+        estimator.observe([judged(1, 0)])
     assert estimator.estimate()[0] < 0.4
 
 
@@ -140,7 +145,7 @@ def test_calibration_learns_what_confidence_is_worth() -> None:
     for _ in range(2000):
         sure = rng.choice([0.15, 0.85])
         hit = rng.random() < (0.5 if sure > 0.5 else 0.15)
-        calibration.observe([sure], 1, int(hit))
+        calibration.observe([bin_of(sure)], 1, int(hit))
         calibration.calibrate()
     assert calibration.of(0.85)[0] == pytest.approx(0.5, abs=0.12)
     assert calibration.of(0.15)[0] == pytest.approx(0.15, abs=0.1)
@@ -153,7 +158,7 @@ def test_costs_follow_a_machine_that_changes_speed_and_ignore_hiccups() -> None:
         k = rng.choice([0, 1, 4])
         hiccup = 20.0 if number % 37 == 0 else 1.0
         seconds = TABLE.verify_s[k] * 1.7 * hiccup * rng.uniform(0.9, 1.1)
-        model.observe(Round("model", k, 0, (0.03 + 0.1 * k) * 1.7, seconds), k, 0)
+        model.observe([Timed(Round("model", k, 0, (0.03 + 0.1 * k) * 1.7, seconds), k, 0)])
     for k in (0, 1, 4):
         assert model.verify(k) == pytest.approx(1.7 * TABLE.verify_s[k], rel=0.1)
     assert model.draft(1) == pytest.approx(1.7 * (TABLE.start_s + TABLE.draft_s), rel=0.1)
@@ -162,8 +167,20 @@ def test_costs_follow_a_machine_that_changes_speed_and_ignore_hiccups() -> None:
 def test_a_cost_measured_in_a_bad_moment_is_mended_in_a_few_rounds() -> None:
     model = CostModel(dataclasses.replace(TABLE, start_s=TABLE.start_s * 50, draft_s=TABLE.draft_s * 50))
     for _ in range(20):
-        model.observe(Round("model", 1, 0, TABLE.draft_s, TABLE.verify_s[1]), 1, 0)
+        model.observe([Timed(Round("model", 1, 0, TABLE.draft_s, TABLE.verify_s[1]), 1, 0)])
     assert model.draft(1) == pytest.approx(TABLE.draft_s, rel=0.35)
+
+
+@pytest.mark.parametrize("slower", [0.25, 1.5, 6.0])
+def test_rounds_that_are_learned_from_together_move_the_costs_no_further_than_they_are_off(slower: float) -> None:
+    model = CostModel(TABLE)
+    batch = [Timed(Round("none", 0, 0, 0.0, TABLE.verify_s[0] * slower), 0, 0)] * 8
+    for _ in range(3):
+        model.observe(batch)
+        assert min(1.0, slower) * 0.85 < model.verify(0) / TABLE.verify_s[0] < max(1.0, slower) * 1.15
+    for _ in range(3):
+        model.observe(batch)
+    assert model.verify(0) == pytest.approx(TABLE.verify_s[0] * slower, rel=0.1)
 
 
 def test_verification_is_never_cheaper_for_more_tokens() -> None:

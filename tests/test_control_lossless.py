@@ -11,6 +11,7 @@ from conftest import BUNDLED, save_random_pair
 from test_lossless_sampled import PARAMS, PROMPT, VOCAB, NoText, exact_distribution, models, p_value  # noqa: F401
 
 from adaptive.assistant import Assistant
+from adaptive.control.confidence import bin_of
 from adaptive.control.costs import CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import load, remembered, save
@@ -23,7 +24,7 @@ from adaptive.decoding.sampling import Penalties
 from adaptive.decoding.verify import Proposal
 from adaptive.engines.transformers import TransformersEngine
 from adaptive.pair import load_pair
-from adaptive.records.types import Message
+from adaptive.records.types import Message, Round
 from adaptive.settings import load_settings
 
 RUNS = 4000
@@ -131,8 +132,8 @@ def test_greedy_output_is_the_same_under_every_policy(
 def test_what_was_learned_is_there_in_the_next_session(tmp_path: Path) -> None:
     policy = GoodputLength(CHEAP)
     for _ in range(50):
-        policy.acceptance.observe(4, 2)
-        policy.calibration.observe([0.9, 0.8, 0.3], 3, 2)
+        policy.acceptance.observe([Round("model", 4, 2, 0.0, 0.0)])
+        policy.calibration.observe([bin_of(0.9), bin_of(0.8), bin_of(0.3)], 3, 2)
     policy.calibration.calibrate()
     save(tmp_path / "controller.json", remembered(policy, "cpu", "0003"))
     again = load(tmp_path / "controller.json", "cpu")

@@ -12,9 +12,11 @@ observations, so that a new session starts from what is known and soon speaks fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from adaptive.control.costs import LONGEST
+from adaptive.records.types import Round
 
 # Imaginary observations of the level above in each level's mean. Larger is slower to see that a
 # session differs, smaller makes the first rounds of a session jump about.
@@ -38,14 +40,12 @@ class Counts:
     accepted: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
     rejected: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """One round. Positions after the rejected one were not judged."""
-        for i in range(min(accepted, LONGEST)):
-            self.accepted[i] = self.accepted[i] * self.keep + 1.0
-            self.rejected[i] *= self.keep
-        if accepted < drafted and accepted < LONGEST:
-            self.accepted[accepted] *= self.keep
-            self.rejected[accepted] = self.rejected[accepted] * self.keep + 1.0
+    def add(self, accepted: list[int], rejected: list[int]) -> None:
+        """What some rounds saw: how often each position, from the first, was accepted and rejected."""
+        for i, (hits, misses) in enumerate(zip(accepted, rejected, strict=True)):
+            keep = self.keep ** (hits + misses)
+            self.accepted[i] = self.accepted[i] * keep + hits
+            self.rejected[i] = self.rejected[i] * keep + misses
 
     def scale(self, factor: float) -> None:
         """Remember only ``factor`` of everything."""
@@ -90,11 +90,17 @@ class Acceptance:
             self.session = Counts(KEEP_SESSION)
         self.session_id, self.kind = session, kind
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """One round in which something was drafted."""
-        self.everything.observe(drafted, accepted)
-        self._kind.observe(drafted, accepted)
-        self.session.observe(drafted, accepted)
+    def observe(self, rounds: Sequence[Round]) -> None:
+        """Some rounds. Positions after the rejected one were not judged."""
+        reach = min(LONGEST, max((r.accepted + (r.accepted < r.drafted) for r in rounds), default=0))
+        accepted, rejected = [0] * reach, [0] * reach
+        for r in rounds:
+            for i in range(min(r.accepted, reach)):
+                accepted[i] += 1
+            if r.accepted < min(r.drafted, reach):
+                rejected[r.accepted] += 1
+        for counts in (self.everything, self._kind, self.session):
+            counts.add(accepted, rejected)
 
     def swapped(self) -> None:
         """The draft is another one: what was counted is a weak hint of what it will do."""

@@ -12,6 +12,7 @@ confident token is not less likely to be accepted) by pooling those that are not
 from __future__ import annotations
 
 import bisect
+import itertools
 
 # Upper edges of the bins but the last, finest where the decision falls and where confident drafts are.
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
@@ -33,6 +34,11 @@ FOLLOW_STEP, FOLLOW_WEIGHT = 0.02, 8.0
 KEEP_AT_CHANGE = 0.3
 
 
+def bin_of(confidence: float) -> int:
+    """The bin that a confidence falls into."""
+    return bisect.bisect(EDGES, confidence)
+
+
 class Calibration:
     """Calibrated acceptance by confidence bin."""
 
@@ -46,23 +52,21 @@ class Calibration:
     def of(self, confidence: float) -> tuple[float, float]:
         """Probability that a token of this confidence is accepted, given that all before it were; and the
         acceptance to expect of the token after it, if it is."""
-        b = bisect.bisect(EDGES, confidence)
+        b = bin_of(confidence)
         return self.table[b], self.follow[b]
 
-    def observe(self, confidences: list[float], drafted: int, accepted: int) -> None:
-        """One round: the confidence at every position that was computed, how many of them were
+    def observe(self, bins: list[int], drafted: int, accepted: int) -> None:
+        """One round: the bin of the confidence at every position that was computed, how many of them were
         proposed, and how many of those accepted. ``calibrate`` makes it count."""
-        for i in range(min(drafted, accepted + 1)):
-            b = bisect.bisect(EDGES, confidences[i])
+        for i, b in enumerate(bins[: min(drafted, accepted + 1)]):
             hit = 1.0 if i < accepted else 0.0
             self.accepted[b] = self.accepted[b] * KEEP + hit
             self.rejected[b] = self.rejected[b] * KEEP + 1.0 - hit
         # The position after an accepted token shows what follows it, whether it was proposed or not.
-        for i in range(min(accepted, len(confidences) - 1)):
-            b = bisect.bisect(EDGES, confidences[i])
+        for b, following in itertools.pairwise(bins[: accepted + 1]):
             self.followed[b] += 1
             step = max(FOLLOW_STEP, 1 / (self.followed[b] + FOLLOW_WEIGHT))
-            self.follow[b] += step * (self.of(confidences[i + 1])[0] - self.follow[b])
+            self.follow[b] += step * (self.table[following] - self.follow[b])
 
     def swapped(self) -> None:
         """The draft is another one."""

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from adaptive.records.types import Round
 
@@ -93,6 +95,14 @@ def _between(xs: list[int], ys: list[float], x: int) -> float:
     return ys[i] + (ys[i] - ys[i - 1]) * (x - xs[i]) / (xs[i] - xs[i - 1])
 
 
+class Timed(NamedTuple):
+    """A finished round, the forwards that the draft made, and the extra tokens that the first of them was fed."""
+
+    outcome: Round
+    steps: int
+    waiting: int
+
+
 class Steps:
     """The size of the steps by which one estimate follows what is seen."""
 
@@ -100,13 +110,20 @@ class Steps:
         self.size = size
         self.streak = 0.0  # observations far off on one side in a row, with their sign
 
-    def factor(self, seen: float, expected: float) -> float:
-        """What to multiply the estimate by. Where they nearly agree the step shrinks, so that it can rest."""
-        off = max(-1.0, min(1.0, (seen / expected - 1.0) * 10.0))
-        far = abs(off) == 1.0 and not 0.8 < seen / expected < 1.25
-        self.streak = (self.streak if self.streak * off > 0 else 0.0) + off if far else 0.0
-        grown = GROWTH ** max(0.0, abs(self.streak) - PATIENCE)
-        return math.exp(off * min(self.size * grown, LARGEST_STEP))
+    def factor(self, ratios: Sequence[float]) -> float:
+        """What to multiply the estimate by, from seen / expected of some observations in their order. Where
+        they nearly agree a step shrinks, so that the estimate can rest."""
+        move = 0.0
+        for ratio in ratios:
+            off = max(-1.0, min(1.0, (ratio - 1.0) * 10.0))
+            far = not 0.8 < ratio < 1.25
+            self.streak = (self.streak if self.streak * off > 0 else 0.0) + off if far else 0.0
+            grown = GROWTH ** (abs(self.streak) - PATIENCE) if abs(self.streak) > PATIENCE else 1.0
+            move += off * min(self.size * grown, LARGEST_STEP)
+        if abs(move) > LARGEST_STEP:  # all were compared with one estimate: together they tell no more than it is off
+            middle = abs(math.log(max(sorted(ratios)[len(ratios) // 2], 1e-9)))
+            move = math.copysign(min(abs(move), max(LARGEST_STEP, middle)), move)
+        return math.exp(move)
 
 
 class CostModel:
@@ -149,22 +166,30 @@ class CostModel:
         """Seconds of a round of ``length`` drafted tokens apart from drafting them."""
         return self.verify(length) + self.speed * self.overhead_s
 
-    def observe(self, outcome: Round, steps: int, waiting: int) -> None:
-        """Learn from a round whose drafter made ``steps`` forwards, the first with ``waiting`` extra tokens."""
-        if not self.measured:
-            self._first(outcome)
-        k = min(outcome.drafted, LONGEST)
-        expected = self.verify(k)
-        self.verify_s[k] *= 1 + LENGTH_STEP * max(-1.0, min(1.0, (outcome.verify_s / expected - 1.0) * 10.0))
-        self.speed *= self.speed_steps.factor(outcome.verify_s, expected)
-        self._keep_rising(k)
-        if steps:
-            factor = self.draft_steps.factor(outcome.draft_s, self.draft(steps, waiting))
-            if waiting <= steps:
-                self.start_s *= factor
-                self.draft_s *= factor
-            else:  # mostly catching up
-                self.catch_up_s *= factor
+    def observe(self, rounds: Sequence[Timed]) -> None:
+        """Learn from finished rounds."""
+        if rounds and not self.measured:
+            self._first(rounds[0].outcome)
+        verified: list[float] = []
+        drafted: list[float] = []
+        caught_up: list[float] = []
+        for outcome, steps, waiting in rounds:
+            k = min(outcome.drafted, LONGEST)
+            ratio = outcome.verify_s / self.verify(k)
+            verified.append(ratio)
+            self.verify_s[k] *= 1 + LENGTH_STEP * max(-1.0, min(1.0, (ratio - 1.0) * 10.0))
+            if steps:
+                mostly = drafted if waiting <= steps else caught_up
+                mostly.append(outcome.draft_s / self.draft(steps, waiting))
+        self.speed *= self.speed_steps.factor(verified)
+        for k in {min(r.outcome.drafted, LONGEST) for r in rounds}:
+            self._keep_rising(k)
+        if drafted:
+            factor = self.draft_steps.factor(drafted)
+            self.start_s *= factor
+            self.draft_s *= factor
+        if caught_up:
+            self.catch_up_s *= self.draft_steps.factor(caught_up)
 
     def with_tokens(self, rate: float) -> float:
         """Tokens per second where rounds alone would give ``rate``: what every token takes beside comes on top.
@@ -173,9 +198,9 @@ class CostModel:
         """
         return 1 / (1 / rate + self.speed * self.token_s)
 
-    def observe_between(self, seconds: float, tokens: int) -> None:
-        """Learn from the time between two rounds, in which the caller had ``tokens`` tokens to deal with."""
-        factor = self.between_steps.factor(seconds, self.speed * (self.overhead_s + tokens * self.token_s))
+    def observe_between(self, times: int, seconds: float, tokens: int) -> None:
+        """Learn from the ``seconds`` between some rounds, in which the caller had ``tokens`` tokens to deal with."""
+        factor = self.between_steps.factor([seconds / (self.speed * (times * self.overhead_s + tokens * self.token_s))])
         self.overhead_s *= factor
         self.token_s *= factor
 

@@ -24,11 +24,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from adaptive.control.acceptance import Acceptance
-from adaptive.control.confidence import Calibration
-from adaptive.control.costs import LONGEST, CostModel, CostTable
+from adaptive.control.confidence import Calibration, bin_of
+from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
 from adaptive.control.policy import Advice, LengthPolicy, Scope
 from adaptive.control.rate import RecentRate
 from adaptive.records.types import Round
@@ -57,15 +56,6 @@ ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
 FEW_WAITING = 8
 
 
-class Seen(NamedTuple):
-    """A finished round: forwards that the draft made, what it had to catch up with, and how sure it was."""
-
-    outcome: Round
-    steps: int
-    waiting: int
-    confidences: list[float]
-
-
 class GoodputLength(LengthPolicy):
     """Maximises expected tokens per second from measured costs and observed acceptance."""
 
@@ -92,23 +82,27 @@ class GoodputLength(LengthPolicy):
         self.this_answer = 0
         self.budget = BUDGET  # plain rounds' time that tries may spend
         self.since_plain = 0
-        # What was seen since the last decision: rounds, and seconds and tokens between rounds.
-        self.seen: list[Seen] = []
-        self.between: list[tuple[float, int]] = []
+        # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
+        # and how often, how long and with how many tokens the caller was busy between rounds.
+        self.seen: list[Timed] = []
+        self.sure: list[list[int]] = []
+        self.pauses, self.pause_s, self.pause_tokens = 0, 0.0, 0
         self.finished: float | None = None  # when the last round of this answer came to its end
         self.committed = 0  # tokens that it committed
         self.decided = False
         self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
         self.waiting = 0
-        self.confidences: list[float] = []
+        self.bins: list[int] = []  # of the confidences of this round
         self.reach = 1.0  # probability that everything drafted so far in this round is accepted
         self._decide(0, 0)
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The most tokens to draft; ``advise`` ends the draft before that where the policy is attentive."""
         if self.finished is not None:
-            self.between.append((self.clock() - self.finished, self.committed))
-        self.waiting, self.confidences, self.reach = waiting, [], 1.0
+            self.pauses += 1
+            self.pause_s += self.clock() - self.finished
+            self.pause_tokens += self.committed
+        self.waiting, self.bins, self.reach = waiting, [], 1.0
         if not self.decided:
             self._decide(context, waiting)
         self.expected = self.expected_plain
@@ -175,54 +169,57 @@ class GoodputLength(LengthPolicy):
 
     def advise(self, position: int, confidence: float) -> Advice:
         """Drop a token whose verification is not worth its time; go on while a further one is."""
-        self.confidences.append(confidence)
-        accept, follow = self.calibration.of(confidence)
-        self.reach *= accept
-        if self.reach < self.drop_below[position - 1]:
+        b = bin_of(confidence)
+        self.bins.append(b)
+        self.reach = reach = self.reach * self.calibration.table[b]
+        if reach < self.drop_below[position - 1]:
             return Advice.DROP
-        if position >= self.longest or self.reach * follow <= self.last_below[position - 1]:
+        if position >= self.longest or reach * self.calibration.follow[b] <= self.last_below[position - 1]:
             return Advice.LAST
         return Advice.MORE
 
     def observe(self, outcome: Round) -> None:
         """Keep a finished round; every ``BATCH`` rounds, and at once after a try, they are learned from."""
         self.finished, self.committed = self.clock(), 1 + outcome.accepted
-        steps = len(self.confidences) if self.attentive else outcome.drafted
+        steps = len(self.bins) if self.attentive else outcome.drafted
         self.this_answer += self.committed
         if not outcome.drafted:
             self.since_plain = 0
-        self.seen.append(Seen(outcome, steps, self.waiting, self.confidences))
+        self.seen.append(Timed(outcome, steps, self.waiting))
+        self.sure.append(self.bins)
         if len(self.seen) >= BATCH or (steps and not self.speculating):
             self.settle()
 
     def settle(self) -> None:
         """Learn costs, acceptance and calibration from the rounds seen since the last time."""
-        for seconds, tokens in self.between:
-            self.costs.observe_between(seconds, tokens)
-        for seen in self.seen:
-            self._learn(seen)
-        if any(seen.confidences for seen in self.seen):
+        seen, sure = self.seen, self.sure
+        if self.pauses:
+            self.costs.observe_between(self.pauses, self.pause_s, self.pause_tokens)
+        self.costs.observe(seen)
+        for timed, bins in zip(seen, sure, strict=True):
+            self._learn(timed, bins)
+        self.acceptance.observe([timed.outcome for timed in seen if timed.outcome.drafted])
+        if any(sure):
             self.calibration.calibrate()
         # Plain rounds say nothing new of the draft: as long as no try can be paid for, the decision stands.
-        plain = not self.speculating and not any(seen.steps for seen in self.seen)
+        plain = not self.speculating and not any(timed.steps for timed in seen)
         self.decided = self.decided and plain and self.budget < self.price
-        self.between, self.seen = [], []
+        self.seen, self.sure = [], []
+        self.pauses, self.pause_s, self.pause_tokens = 0, 0.0, 0
 
-    def _learn(self, seen: Seen) -> None:
-        costs, outcome, steps, waiting = self.costs, seen.outcome, seen.steps, seen.waiting
-        costs.observe(outcome, steps, waiting)
+    def _learn(self, timed: Timed, bins: list[int]) -> None:
+        """Rate, budget and calibration after one round."""
+        costs, (outcome, steps, waiting) = self.costs, timed
         if not steps:
             self.budget = min(BUDGET, self.budget + TRY_SHARE)
             return
         seconds = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.plain(outcome.drafted)
         tokens = 1.0 + outcome.accepted
         if self.attentive:
-            judged = seen.confidences[: min(outcome.drafted, outcome.accepted + 1)]
+            judged = bins[: min(outcome.drafted, outcome.accepted + 1)]
             # How likely the judged tokens were says the same as what came of them, with less chance in it.
-            tokens = 1.0 + sum(self.calibration.of(c)[0] for c in judged)
-            self.calibration.observe(seen.confidences, outcome.drafted, outcome.accepted)
-        if outcome.drafted:
-            self.acceptance.observe(outcome.drafted, outcome.accepted)
+            tokens = 1.0 + sum(self.calibration.table[b] for b in judged)
+            self.calibration.observe(bins, outcome.drafted, outcome.accepted)
         if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
             self.acceptance.changed()
             self.calibration.changed()
