@@ -131,7 +131,7 @@ def test_two_processes_are_as_good_as_one_also_after_a_kill(tmp_path: Path, own_
     pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--device", "cpu"]
     state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
     write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
-    training = ["--no-promote", "--json", "--epochs", "20", "--lr", "0.02", "--rank", "8"]
+    training = ["--no-promote", "--json", "--epochs", "20", "--lr", "0.005", "--rank", "8"]
     alone = json.loads(command(pair, *training).stdout)
 
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cli.main", "distill", *pair, *training]

@@ -25,7 +25,7 @@ from adaptive.records.writer import LogWriter
 from checkpoints.manifest import BaseDraft
 from checkpoints.store import AdapterStore
 from trainers import lora
-from trainers.dataset import examples, fold, loop_start, read_log, repeated_ngrams, split
+from trainers.dataset import examples, fold, gate_share, loop_start, read_log, repeated_ngrams, split
 from trainers.fit import position_losses
 from trainers.recipe import Recipe
 from trainers.replay import acceptance_rate, replay
@@ -150,7 +150,7 @@ def test_distillation_raises_held_out_acceptance_and_is_promoted(tmp_path: Path,
     # The figures are those of what lies in the store, and the draft itself is as it was.
     assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
     model = lora.load(draft, store.path(str(store.current_id())))
-    held_out = [e for e in examples(split(read_log(log, 1000)).gate, 128) if e.replayable]
+    held_out = [e for e in examples(split(read_log(log, 1000), first=True).gate, 128) if e.replayable]
     assert acceptance_rate(replay(model, held_out)) == pytest.approx(outcome.verdict.recent.acceptance_after.mean)
 
 
@@ -182,7 +182,8 @@ def test_a_better_recipe_on_the_same_records_is_judged_on_all_that_was_held_out(
     longer = distill(log, store, BASE, small_draft(), SHORT)
     assert brief.verdict is not None
     assert longer.verdict is not None
-    assert longer.verdict.recent.generations == brief.verdict.recent.generations
+    # The first is judged on more; what the second is judged on was trained on by neither.
+    assert brief.verdict.recent.generations > longer.verdict.recent.generations == len(split(read_log(log, 1000)).gate)
     assert longer.verdict.promote, longer.message
 
 
@@ -210,6 +211,20 @@ def test_no_prompt_is_ever_on_two_sides_and_sides_never_change(tmp_path: Path, s
     parts = split(large)
     assert len(parts.train) + len(parts.validation) + len(parts.gate) == 160
     assert fold("  What is\n2+2? ") == fold("what is 2+2?")
+
+
+@pytest.mark.parametrize(("generations", "share"), [(40, 0.35), (120, 0.3), (1000, 0.2)])
+def test_a_first_adapter_is_judged_on_more_and_never_on_what_chose_it(
+    tmp_path: Path, generations: int, share: float
+) -> None:
+    said = [generation(f"{i}", np.arange(9), np.arange(1, 30), SamplingParams()) for i in range(generations)]
+    rows = read_log(write_log(tmp_path / "r.db", said), 2000)
+    usual, first = split(rows), split(rows, first=True)
+    assert gate_share(generations, first=True) == pytest.approx(share)
+    assert abs(len(first.gate) - share * generations) < 4 * (generations * share * (1 - share)) ** 0.5
+    assert set(usual.gate["id"]) <= set(first.gate["id"])
+    assert usual.validation["id"] == first.validation["id"]
+    assert sorted([*first.train["id"], *first.validation["id"], *first.gate["id"]]) == sorted(rows["id"])
 
 
 def test_loops_are_cut_out(tmp_path: Path) -> None:
@@ -387,7 +402,7 @@ def test_the_adapter_is_plain_peft_that_others_load(tmp_path: Path, log: Path) -
     assert json.loads((folder / "adapter_config.json").read_text())["target_modules"]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=torch.float32)
     loaded = PeftModel.from_pretrained(plain, str(folder)).merge_and_unload()
-    held_out = [e for e in examples(split(read_log(log, 1000)).gate, 128) if e.replayable]
+    held_out = [e for e in examples(split(read_log(log, 1000), first=True).gate, 128) if e.replayable]
     assert outcome.verdict is not None
     wanted = outcome.verdict.recent.acceptance_after.mean
     assert acceptance_rate(replay(loaded, held_out)) == pytest.approx(wanted, abs=1e-3)

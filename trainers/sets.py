@@ -12,7 +12,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from checkpoints.manifest import BaseDraft, Manifest
 from trainers import processes
-from trainers.dataset import GATE_SHARE, VALIDATION_SHARE, Example, examples, from_rows, join, read_log, split
+from trainers.dataset import VALIDATION_SHARE, Example, examples, from_rows, gate_share, join, read_log, split
 from trainers.gate import MIN_GENERATIONS
 from trainers.recipe import Recipe
 from trainers.resume import Checkpoint
@@ -71,8 +71,7 @@ def gather(
         if kept.begin(made_of, sets.train + sets.validation):
             return sets, True
     sets = _read(log, extra, in_use, recipe, context, None)
-    where = "the log" if extra is None else "the data"
-    _check_enough(len(sets.train), len(sets.validation), len(sets.recent), where)
+    _check_enough(sets, in_use is None, "the log" if extra is None else "the data")
     if kept is not None:
         kept.begin(made_of, sets.train + sets.validation)
     return sets, False
@@ -89,7 +88,7 @@ def _read(
         rows = read_log(log, recipe.buffer, until, recipe.retain)
     if extra is not None:
         rows = join(rows, extra)
-    parts = split(rows)
+    parts = split(rows, first=in_use is None)
     validation = [e for e in examples(parts.validation, context) if e.replayable]
     gate = [e for e in examples(parts.gate, context) if e.replayable]
     recent, older = _recent_and_older(gate, in_use, extra is not None)
@@ -115,12 +114,14 @@ def _recent_and_older(
     return recent[-MOST_RECENT:], older[::stride]
 
 
-def _check_enough(train: int, validation: int, gate: int, where: str) -> None:
+def _check_enough(sets: Sets, first: bool, where: str) -> None:
     """Raise AdaptiveError saying how much there is, how much is needed, and about how much more that is."""
+    train, validation, gate = len(sets.train), len(sets.validation), len(sets.recent)
+    share = gate_share(train + validation + gate, first)
     needs = (
-        (MIN_TRAIN - train, 1 - GATE_SHARE - VALIDATION_SHARE),
+        (MIN_TRAIN - train, 1 - share - VALIDATION_SHARE),
         (MIN_VALIDATION - validation, VALIDATION_SHARE),
-        (MIN_GENERATIONS - gate, GATE_SHARE),
+        (MIN_GENERATIONS - gate, share),
     )
     more = max(math.ceil(missing / share) for missing, share in needs)
     if more > 0:
