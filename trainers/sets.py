@@ -13,7 +13,7 @@ from adaptive.records.log import Log
 from checkpoints.manifest import BaseDraft, Manifest
 from trainers import processes
 from trainers.dataset import VALIDATION_SHARE, Example, examples, from_rows, gate_share, join, read_log, split
-from trainers.gate import MIN_GENERATIONS
+from trainers.gate import MIN_GENERATIONS, MIN_POSITIONS
 from trainers.recipe import Recipe
 from trainers.resume import Checkpoint
 
@@ -108,7 +108,7 @@ def _recent_and_older(
     else:
         last = (in_use.trained_on.last_id or 0) if in_use else 0
         recent, older = [e for e in gate if e.id > last], [e for e in gate if e.id <= last]
-        if len(recent) < ENOUGH_RECENT:
+        if len(recent) < ENOUGH_RECENT or sum(len(e.output) - 1 for e in recent) < MIN_POSITIONS:
             recent, older = list(gate), []
     stride = max(1, -(-len(older) // MOST_OLDER))  # evenly over the past
     return recent[-MOST_RECENT:], older[::stride]
