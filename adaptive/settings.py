@@ -40,6 +40,7 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     quantize: Quantisation = "none"
     draft_quantize: DraftQuantisation = "auto"
+    compile: bool = False
     revision: str | None = None
     draft_revision: str | None = None
     trust_remote_code: bool = False

@@ -107,7 +107,8 @@ def calibrate(
     console = Console(stderr=True, highlight=False)
     elsewhere = other_settings(settings, other_target, other_draft)
     verdict = None
-    with open_session(settings.model_copy(update={"record": False, "draft_length": "0"}), console) as session:
+    unrecorded = settings.model_copy(update={"record": False, "draft_length": "0"})
+    with open_session(unrecorded, console, measuring=True) as session:
         if session.pair.draft is None:
             raise AdaptiveError("there is no draft to calibrate; name one with --draft")
         from adaptive.assistant import sampling_params

@@ -43,6 +43,12 @@ SHARED: dict[str, Any] = {
     "draft_quantize": Annotated[
         Optional[str], typer.Option(help="Draft's weights: auto, none, int8, nf4.", rich_help_panel=MODELS)
     ],
+    "compile": Annotated[
+        Optional[bool],
+        typer.Option(
+            "--compile/--no-compile", help="Compile short passes in the background (CPU).", rich_help_panel=MODELS
+        ),
+    ],
     "revision": Annotated[Optional[str], typer.Option(help="Hub revision of the target.", rich_help_panel=MODELS)],
     "draft_revision": Annotated[Optional[str], typer.Option(help="Hub revision of the draft.", rich_help_panel=MODELS)],
     "trust_remote_code": Annotated[

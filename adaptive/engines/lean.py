@@ -12,12 +12,15 @@ are bfloat16: attention over a float32 cache is several times faster on a CPU, a
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from adaptive.engines.compiled import CompiledPass, constants
 from adaptive.engines.lean_cache import LeanCache
 from adaptive.engines.lean_plan import Layer, Plan, read_plan
 from adaptive.engines.lean_threads import choose_threads
@@ -57,6 +60,9 @@ class LeanForward:
         self._spaces: dict[int, Workspace] = {}
         self._table_length = 0
         self._masks = MaskTable(plan)
+        # Passes that are compiled, by (tokens, rows of logits). They come from another thread.
+        self._compiled: dict[tuple[int, int], CompiledPass] = {}
+        self._weights_are_read = threading.Lock()
         # Threads of a pass over a few tokens; a prompt takes all that torch was given.
         self.threads = choose_threads([p for p in plan.linears if p is not plan.head], plan.weight_dtype)
 
@@ -67,21 +73,47 @@ class LeanForward:
 
     def refresh(self, modules: frozenset[str]) -> None:
         """Follow a change of the weights of these modules (their names in the model)."""
-        for linear in self.plan.linears:
-            if any(self.plan.names.get(module) in modules for module in linear.modules):
+        with self._weights_are_read:
+            changed = [
+                linear
+                for linear in self.plan.linears
+                if any(self.plan.names.get(module) in modules for module in linear.modules)
+            ]
+            for linear in changed:
                 linear.refresh()
+            for which, compiled in self._compiled.items():
+                compiled.update(constants(self.plan, *which, only=frozenset(changed)))
+
+    def install(self, which: tuple[int, int], package: Path) -> None:
+        """Use a compiled pass, for (tokens, rows of logits), from the next call on. From any thread. Raises
+        RuntimeError where it cannot be loaded."""
+        with self._weights_are_read, torch.inference_mode():
+            compiled = CompiledPass(package, constants(self.plan, *which))
+            self._compiled = {**self._compiled, which: compiled}
 
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
         """Append tokens (n,) to the cache; logits (rows, vocab) of the last ``rows`` of them."""
         given = torch.get_num_threads()
         if given <= self.threads or len(tokens) > FEW:
-            return self._pass(tokens, rows, cache)
+            return self._quickest_pass(tokens, rows, cache)
         torch.set_num_threads(self.threads)  # a fraction of a microsecond
         try:
-            return self._pass(tokens, rows, cache)
+            return self._quickest_pass(tokens, rows, cache)
         finally:
             torch.set_num_threads(given)
+
+    def _quickest_pass(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
+        compiled = self._compiled.get((len(tokens), rows))
+        start, end = cache.length, cache.length + len(tokens)
+        if compiled is None or not start:  # the first tokens of a text are a prompt's
+            return self._pass(tokens, rows, cache)
+        if end > self._table_length:
+            self._extend_tables(end)
+        cache.reserve(end)
+        logits = compiled(tokens, self._places[:end], self._turns[start:end], cache)
+        cache.length = end
+        return logits
 
     def _pass(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
         plan, count, start = self.plan, len(tokens), cache.length
@@ -173,13 +205,16 @@ class LeanForward:
         size / 2)); values are turned by one, which leaves them alone."""
         self._table_length = min(max(2 * length, 2048), max(self.plan.context_length, length))
         positions = torch.arange(self._table_length, device=self.plan.device)[None]
-        self._tables = []
+        self._tables, turns = [], []
         for rope in self.plan.ropes:
             turn = rope(positions)
             half = self.plan.head_size // 2
             # Partial rotary: the rest of every head is turned by one.
             turn = torch.cat([turn, turn.new_ones(len(turn), half - turn.shape[1])], 1)
             self._tables.append((turn[:, None, None], torch.stack([turn, torch.ones_like(turn)])[:, None]))
+            turns.append(torch.view_as_real(turn))
+        # The same as compiled passes want it: real numbers (n, ropes, size / 2, 2).
+        self._places, self._turns = positions[0], torch.stack(turns, 1)
 
 
 class MaskTable:

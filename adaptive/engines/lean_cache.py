@@ -19,6 +19,8 @@ class LeanCache:
     def __init__(self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.length = 0
         self.capacity = 0
+        # Keys and values (2, heads, capacity, size) of every layer.
+        self.layers: tuple[torch.Tensor, ...] = ()
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         self._shape = (layers, 2, heads, size)
 
@@ -34,7 +36,7 @@ class LeanCache:
         buffer = torch.zeros(layers, two, heads, capacity, size, dtype=self._buffer.dtype, device=self._buffer.device)
         if self.length:
             buffer[:, :, :, : self.length] = self._buffer[:, :, :, : self.length]
-        self._buffer = buffer
+        self._buffer, self.layers = buffer, buffer.unbind(0)
         self._keys, self._values = buffer[:, :1], buffer[:, 1:]
         self._pairs = torch.view_as_complex(buffer.view(layers, two, heads, capacity, size // 2, 2))
         self.capacity = capacity

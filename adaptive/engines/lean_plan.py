@@ -40,7 +40,7 @@ class Layer:
     output: PackedLinear
     attention_post_norm: Map | None
     mix_norm: Map
-    mix: Map
+    mix: Gated | Plain
     mix_post_norm: Map | None
     scale: float
     rope: int
@@ -57,7 +57,7 @@ class Plan:
 
     layers: tuple[Layer, ...]
     linears: tuple[PackedLinear, ...]
-    embed: Map
+    embed: Embedding
     final_norm: Map
     head: PackedLinear
     logit_cap: float | None
@@ -103,7 +103,7 @@ def _plain(model: PreTrainedModel) -> bool:
     return True
 
 
-class _RmsNorm:
+class RmsNorm:
     """x / sqrt(mean(x ** 2) + eps) * weight, in four operations: |x / sqrt(d)| and sqrt(eps) are the sides of
     a right triangle whose hypotenuse is the divisor."""
 
@@ -123,10 +123,10 @@ class _RmsNorm:
         return y if self.out == y.dtype else y.to(self.out)
 
 
-class _HeadNorm:
+class HeadNorm:
     """RMS norm of each head's queries and keys (n, heads, size), in place. ``weight`` (heads, size)."""
 
-    def __init__(self, norm: _RmsNorm, weight: torch.Tensor) -> None:
+    def __init__(self, norm: RmsNorm, weight: torch.Tensor) -> None:
         self.side = norm.side
         self.weight = weight
 
@@ -135,7 +135,9 @@ class _HeadNorm:
         return x.div_(torch.hypot(length, self.side)).mul_(self.weight)
 
 
-class _LayerNorm:
+class LayerNorm:
+    """A layer norm, in float32 wherever the weights are."""
+
     def __init__(self, module: nn.LayerNorm, dtype: torch.dtype, out: torch.dtype) -> None:
         self.shape, self.eps, self.out = module.normalized_shape, module.eps, out
         self.weight = None if module.weight is None else module.weight.to(dtype)
@@ -146,12 +148,13 @@ class _LayerNorm:
         return y if self.out == y.dtype else y.to(self.out)
 
 
-class _Gated:
+class Gated:
     """down(act(gate(x)) * up(x)), gate and up as one product."""
 
     def __init__(self, mlp: nn.Module, int8: bool) -> None:
         self.both = stacked((mlp.gate_proj, mlp.up_proj), int8=int8)  # type: ignore[arg-type]
         self.down = of_module(mlp.down_proj, int8)  # type: ignore[arg-type]
+        self.activation = type(mlp.act_fn).__name__
         self.act = _activation(mlp.act_fn)  # type: ignore[arg-type]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,10 +164,11 @@ class _Gated:
     linears = property(lambda self: (self.both, self.down))
 
 
-class _Plain:
+class Plain:
     """down(act(up(x)))."""
 
     def __init__(self, up: nn.Linear, act: nn.Module, down: nn.Linear, int8: bool) -> None:
+        self.activation = type(act).__name__
         self.up, self.act, self.down = of_module(up, int8), _activation(act), of_module(down, int8)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -203,15 +207,19 @@ def _rope(module: nn.Module, dtype: torch.dtype, kind: str | None = None) -> Map
     return turns
 
 
-def _embedding(module: nn.Embedding, dtype: torch.dtype) -> Map:
-    weight = module.weight
-    scale = getattr(module, "embed_scale", None)
-    if scale is not None:
-        factor = scale.to(weight.dtype)  # rounded as transformers rounds it
-        return lambda tokens: (nn.functional.embedding(tokens, weight) * factor).to(dtype)
-    if weight.dtype == dtype:
-        return lambda tokens: nn.functional.embedding(tokens, weight)
-    return lambda tokens: nn.functional.embedding(tokens, weight).to(dtype)
+class Embedding:
+    """Tokens (n,) to (n, width) in the activations' dtype; Gemma's times a factor, rounded as transformers does."""
+
+    def __init__(self, module: nn.Embedding, dtype: torch.dtype) -> None:
+        self.weight, self.dtype = module.weight, dtype
+        scale = getattr(module, "embed_scale", None)
+        self.factor: torch.Tensor | None = None if scale is None else scale.to(self.weight.dtype)
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.embedding(tokens, self.weight)
+        if self.factor is not None:
+            x = x * self.factor
+        return x if x.dtype == self.dtype else x.to(self.dtype)
 
 
 def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype]:
@@ -256,20 +264,20 @@ def _llama_like(model: PreTrainedModel, int8: bool) -> Plan | None:
     order = torch.cat([turned, torch.arange(turned.numel(), turned.numel() + key_heads * size)])
     rope_kinds = list(dict.fromkeys(kinds))
 
-    def norm(module: nn.Module, out: torch.dtype = kind) -> _RmsNorm:
-        return _RmsNorm(module, dtype, out, plus_one=gemma)
+    def norm(module: nn.Module, out: torch.dtype = kind) -> RmsNorm:
+        return RmsNorm(module, dtype, out, plus_one=gemma)
 
-    def head_norm(attention: nn.Module) -> _HeadNorm | None:
+    def head_norm(attention: nn.Module) -> HeadNorm | None:
         if not hasattr(attention, "q_norm"):
             return None
         inside = pair_order(1, size, size)
         q, k = norm(attention.q_norm), norm(attention.k_norm)  # type: ignore[arg-type]
         weights = [q.weight[inside]] * heads + [k.weight[inside]] * key_heads
-        return _HeadNorm(q, torch.stack(weights))
+        return HeadNorm(q, torch.stack(weights))
 
     layers, linears = [], []
     for index, (block, window) in enumerate(zip(base.layers, _windows(model), strict=True)):
-        attention, mlp = block.self_attn, _Gated(block.mlp, int8)
+        attention, mlp = block.self_attn, Gated(block.mlp, int8)
         project = stacked((attention.q_proj, attention.k_proj, attention.v_proj), order, int8)
         output = of_module(attention.o_proj, int8)
         linears += [project, output, *mlp.linears]
@@ -295,7 +303,7 @@ def _llama_like(model: PreTrainedModel, int8: bool) -> Plan | None:
     return Plan(
         layers=tuple(layers),
         linears=(*linears, head),
-        embed=_embedding(base.embed_tokens, dtype),
+        embed=Embedding(base.embed_tokens, dtype),
         final_norm=norm(base.norm),
         head=head,
         logit_cap=getattr(config, "final_logit_softcapping", None),
@@ -332,16 +340,16 @@ def _neox(model: PreTrainedModel, int8: bool) -> Plan | None:
             stacked((block.attention.query_key_value,), order, int8),
             of_module(block.attention.dense, int8),
         )
-        mlp = _Plain(block.mlp.dense_h_to_4h, block.mlp.act, block.mlp.dense_4h_to_h, int8)
+        mlp = Plain(block.mlp.dense_h_to_4h, block.mlp.act, block.mlp.dense_4h_to_h, int8)
         linears += [project, output, *mlp.linears]
         layers.append(
             Layer(
-                attention_norm=_LayerNorm(block.input_layernorm, dtype, kind),
+                attention_norm=LayerNorm(block.input_layernorm, dtype, kind),
                 project=project,
                 head_norm=None,
                 output=output,
                 attention_post_norm=None,
-                mix_norm=_LayerNorm(block.post_attention_layernorm, dtype, kind),
+                mix_norm=LayerNorm(block.post_attention_layernorm, dtype, kind),
                 mix=mlp,
                 mix_post_norm=None,
                 scale=block.attention.scaling,
@@ -355,8 +363,8 @@ def _neox(model: PreTrainedModel, int8: bool) -> Plan | None:
     return Plan(
         layers=tuple(layers),
         linears=(*linears, head),
-        embed=_embedding(base.embed_in, dtype),
-        final_norm=_LayerNorm(base.final_layer_norm, dtype, kind),
+        embed=Embedding(base.embed_in, dtype),
+        final_norm=LayerNorm(base.final_layer_norm, dtype, kind),
         head=head,
         logit_cap=None,
         ropes=(_rope(base.rotary_emb, dtype),),

@@ -55,12 +55,19 @@ class PackedLinear:
     """One or several linear modules as a single product, prepacked where the machine can.
 
     ``assemble`` returns the weight (out, in) and bias (out,) or None from the modules as they are now;
-    ``modules`` are those it reads, so that a change of one of them can be followed. ``int8`` keeps
-    the weight as int8, a scale for every output, and takes and gives float32.
+    ``modules`` are those it reads, so that a change of one of them can be followed; ``order`` as in
+    ``stacked``. ``int8`` keeps the weight as int8, a scale for every output, and takes and gives float32.
     """
 
-    def __init__(self, modules: tuple[nn.Module, ...], assemble: Callable[[], Weights], int8: bool = False) -> None:
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        assemble: Callable[[], Weights],
+        int8: bool = False,
+        order: torch.Tensor | None = None,
+    ) -> None:
         self.modules = modules
+        self.order = order
         self.int8 = int8
         self._assemble = assemble
         self.refresh()
@@ -127,4 +134,4 @@ def stacked(modules: tuple[nn.Linear, ...], order: torch.Tensor | None = None, i
             weight, bias = weight[order], None if bias is None else bias[order]
         return weight, bias
 
-    return PackedLinear(modules, assemble, int8)
+    return PackedLinear(modules, assemble, int8, order)
