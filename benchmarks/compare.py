@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--lengths", default="4")
     parser.add_argument("--adapter", type=Path)
+    parser.add_argument("--compile", action="store_true", help="also the same pair with --compile")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--processor-time",
@@ -93,6 +94,16 @@ def main() -> None:
         learned.draft.apply_adapter(args.adapter)
         field += [ours(f"{name}, distilled", learned, policy, sampling) for name, policy in policies(lengths).items()]
         field.append(controlled("ours, controller, distilled", learned, sampling))
+    if args.compile:
+        compiled = load_pair(settings.model_copy(update={"compile": True}))
+        assert compiled.compilation is not None
+        compiled.compilation.wait()
+        field.append(ours("ours compiled, plain", compiled, FixedLength(0), sampling))
+        field += [
+            ours(name.replace("ours", "ours compiled"), compiled, policy, sampling)
+            for name, policy in policies(lengths).items()
+        ]
+        field.append(controlled("ours compiled, controller", compiled, sampling))
     rows = table(
         field, list(race(field, prompts, args.tokens, time.process_time if args.processor_time else time.perf_counter))
     )

@@ -1,11 +1,12 @@
 """What this machine allows, and how near decoding comes to it.
 
-    python benchmarks/limit.py [--target DIR --draft DIR] [--length 4] [--prompts FILE]
+    python benchmarks/limit.py [--target DIR --draft DIR] [--length 4] [--prompts FILE] [--compile]
 
 Prints the memory's bandwidth; for each model the bytes that a pass reads, the time that reading them
 takes (the floor), and the time of bare passes over 1 to 8 tokens; where the time of a speculative round
 goes, and the share of it that is neither model's forward; how a round grows with the context; memory
-over many tokens; and the time to the first token of a second turn.
+over many tokens; and the time to the first token of a second turn. With --compile alone: compiled passes
+beside eager ones, and how long both starts take.
 """
 
 from __future__ import annotations
@@ -81,15 +82,15 @@ def filled(engine: Engine, context: int) -> Sequence:
     return sequence
 
 
-def bare(sequence: Sequence, count: int) -> float:
-    """Seconds of a pass over ``count`` tokens, all of whose logits are wanted; undone each time."""
+def bare(sequence: Sequence, count: int, rows: int | None = None, repeats: int = REPEATS) -> float:
+    """Seconds of a pass over ``count`` tokens, with logits of all or of ``rows``; undone each time."""
     held, tokens = sequence.length, torch.arange(count)
 
     def call() -> None:
-        sequence.extend(tokens, count)
+        sequence.extend(tokens, count if rows is None else rows)
         sequence.rollback(held)
 
-    return seconds(call)
+    return seconds(call, repeats)
 
 
 def show_model(name: str, engine: Engine, speed: float) -> None:
@@ -271,6 +272,41 @@ def show_int8(pair: Pair, settings: Settings, prompts: list[Prompt]) -> None:
         )
 
 
+def show_compiled(settings: Settings) -> None:
+    """Eager and compiled passes in turn, and the seconds until all are in use at a first and at a second start."""
+    settings = settings.model_copy(update={"compile": True, "draft_quantize": "none"})
+    for _ in range(2):
+        began = time.perf_counter()
+        compiled = load_pair(settings)
+        loaded = time.perf_counter() - began
+        assert compiled.compilation is not None
+        compiled.compilation.wait()
+        print(
+            f"start: {compiled.compilation.missing} passes to compile; models loaded after {loaded:.1f} s, "
+            f"all in use after {time.perf_counter() - began:.1f} s {compiled.compilation.problem or ''}"
+        )
+    eager = load_pair(settings.model_copy(update={"compile": False}))
+    int8 = load_pair(settings.model_copy(update={"compile": False, "draft_quantize": "int8"}))
+    drafts: list[Any] = [int8.draft, eager.draft, compiled.draft]
+    for name, engines, passes in (
+        ("target", [eager.target, compiled.target], ((1, 1), (2, 2), (5, 5), (9, 9))),
+        ("draft", drafts, ((1, 1), (2, 1))),
+    ):
+        for context in (200, 1500):
+            sequences = [filled(engine, context) for engine in engines]
+            for count, rows in passes:
+                times: list[list[float]] = [[] for _ in engines]
+                for _ in range(REPEATS):
+                    for found, sequence in zip(times, sequences, strict=True):
+                        found.append(bare(sequence, count, rows, 5))
+                said = ", ".join(
+                    f"{engine.weights} {statistics.median(found) * 1e3:.3f} ms "
+                    f"({statistics.median(a / b for a, b in zip(found, times[-1], strict=True)):.2f})"
+                    for engine, found in zip(engines, times, strict=True)
+                )
+                print(f"{name}, {count} token(s) after {context}: {said}")
+
+
 def show_second_turn(pair: Pair, length: int) -> None:
     """First token of a second turn of a long conversation, against a pass over its new tokens alone."""
     ratios = []
@@ -307,6 +343,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--passes-only", action="store_true", help="bandwidth, floors and bare passes, no more")
     parser.add_argument("--memory-tokens", type=int, default=10_000)
+    parser.add_argument("--compile", action="store_true", help="compiled passes beside eager ones, no more")
     parser.add_argument(
         "--processor-time",
         action="store_true",
@@ -320,6 +357,9 @@ def main() -> None:
         clock = time.process_time
     named = {name: value for name in ("target", "draft", "dtype") if (value := getattr(args, name))}
     settings = load_settings(named)
+    if args.compile:
+        show_compiled(settings)
+        return
     pair = load_pair(settings)
     assert pair.draft is not None
     prompts = read_prompts(args.prompts)[: args.count]
