@@ -1,18 +1,20 @@
 """The controller on the clock: ``auto`` against every fixed length, interleaved, on the bundled pair.
 
-Every prompt is answered once in each way, in an order that turns with the prompt, so that a slow
-moment of the machine falls on all ways alike. Greedy: the text is the same in every way. Prints, for
-every kind of prompts, tokens per second by way, ``auto`` over the best fixed length, the speed-up
-that ``adaptive calibrate`` predicted from other prompts of the kind over the measured one, and
-``auto`` over plain decoding with a draft of random weights.
+Every prompt is answered in each way, one after the other in random order, and that several times over: of
+the times of one prompt in one way the median counts, so that a slow moment of the machine is nobody's
+disadvantage. Greedy: the text is the same in every way. Prints, for every kind of prompts, tokens per
+second by way, ``auto`` over the best fixed length, the speed-up that ``adaptive calibrate`` predicted
+from other prompts of the kind over the measured one, and ``auto`` over plain decoding with a draft of
+random weights.
 
-    python benchmarks/controller_live.py [--kinds math code roleplay] [--prompts 24] [--tokens 100]
+    python benchmarks/controller_live.py [--kinds math code roleplay] [--prompts 24] [--tokens 100] [--passes 3]
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import random
 import statistics
 import tempfile
 import time
@@ -37,7 +39,7 @@ from cli.prompts import Prompt, read_prompts
 from trainers.dataset import repeated_ngrams
 
 GREEDY = SamplingParams(temperature=0.0)
-# Prompts at the end of each file from which calibration takes its sample.
+# Prompts from which calibration takes its sample: every second one of a file, the others are raced on.
 SAMPLE = 64
 
 
@@ -91,34 +93,39 @@ def confidence_seconds(vocab: int, repeats: int = 200) -> float:
 
 @dataclasses.dataclass
 class Way:
-    """One way of decoding, and the seconds of every answer."""
+    """One way of decoding: tokens and seconds of every answer, by prompt, and seconds of all rounds."""
 
     name: str
     assistant: Assistant
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    tokens: int = 0
+    tokens: dict[int, int] = dataclasses.field(default_factory=dict)
+    times: dict[int, list[float]] = dataclasses.field(default_factory=dict)
     spent: float = 0.0
 
     @property
+    def seconds(self) -> list[float]:
+        """Of every prompt, the median over the passes."""
+        return [statistics.median(times) for times in self.times.values()]
+
+    @property
     def rate(self) -> float:
-        """Tokens per second over all answers."""
-        return self.tokens / sum(self.seconds)
+        """Tokens per second over all prompts."""
+        return sum(self.tokens.values()) / sum(self.seconds)
 
 
-def interleaved(ways: list[Way], prompts: list[Prompt], tokens: int) -> float:
-    """Answer every prompt in every way; the share of repeated 8-grams in the answers."""
-    stop, repeated = StopParams(max_new_tokens=tokens), []
-    for number, prompt in enumerate(prompts):
-        turn = number % len(ways)
-        for way in ways[turn:] + ways[:turn]:
-            for _ in way.assistant.chat(prompt.messages, GREEDY, stop):
-                pass
-            done = way.assistant.last
-            assert done is not None
-            way.seconds.append(done.timings.predicted_s)
-            way.tokens += len(done.output) - 1
-            way.spent += sum(r.draft_s + r.verify_s for r in done.rounds)
-        repeated.append(repeated_ngrams(np.array(done.output)))
+def interleaved(ways: list[Way], prompts: list[Prompt], tokens: int, passes: int) -> float:
+    """Answer every prompt in every way, ``passes`` times; the share of repeated 8-grams in the answers."""
+    stop, repeated, order = StopParams(max_new_tokens=tokens), [], random.Random(0)
+    for _ in range(passes):
+        for number, prompt in enumerate(prompts):
+            for way in order.sample(ways, len(ways)):
+                for _ in way.assistant.chat(prompt.messages, GREEDY, stop):
+                    pass
+                done = way.assistant.last
+                assert done is not None
+                way.times.setdefault(number, []).append(done.timings.predicted_s)
+                way.tokens[number] = len(done.output) - 1
+                way.spent += sum(r.draft_s + r.verify_s for r in done.rounds)
+            repeated.append(repeated_ngrams(np.array(done.output)))
     return float(np.concatenate(repeated).mean())
 
 
@@ -134,20 +141,21 @@ def forecast(pair: Pair, costs: CostTable, prompts: list[Prompt], tokens: int) -
 def one_kind(pair: Pair, kind: str, prompts: list[Prompt], args: argparse.Namespace) -> None:
     """All ways on the prompts of one kind."""
     costs = measure(pair, GREEDY, thorough=True)
-    expected = forecast(pair, costs, prompts[-SAMPLE:], args.tokens)
+    expected = forecast(pair, costs, prompts[1::2][:SAMPLE], args.tokens)
     policy = Timed(GoodputLength(expected.costs, attentive=attentive_on(pair)))
     lengths = sorted({*args.lengths, 0, expected.draft_length})
     ways = [Way(f"{k}", Assistant(pair, FixedLength(k), None)) for k in lengths]
     auto = Way("auto", Assistant(pair, policy, None))
-    repeated = interleaved([*ways, auto], prompts[: args.prompts], args.tokens)
+    repeated = interleaved([*ways, auto], prompts[::2][: args.prompts], args.tokens, args.passes)
     by_length = dict(zip(lengths, ways, strict=True))
     best = max(lengths, key=lambda k: by_length[k].rate)
     plain = by_length[0].rate
     advised = by_length[expected.draft_length].rate / plain
     paired = statistics.median(b / a for a, b in zip(auto.seconds, by_length[best].seconds, strict=True))
     low, high = expected.speed_up_interval
+    decoded = sum(auto.tokens.values())
     print(
-        f"{kind}: {args.prompts} prompts, {auto.tokens} tokens, {repeated:.0%} of 8-grams repeated\n  tokens/s  "
+        f"{kind}: {args.prompts} prompts, {decoded} tokens, {repeated:.0%} of 8-grams repeated\n  tokens/s  "
         + "  ".join(f"{w.name}: {w.rate:.0f}" for w in [*ways, auto])
         + f"\n  auto / best fixed ({best}): {auto.rate / by_length[best].rate:.3f} (median of prompts {paired:.3f})"
         f"   auto / plain: {auto.rate / plain:.3f}"
@@ -169,8 +177,8 @@ def useless(args: argparse.Namespace) -> None:
         pair = load_pair(load_settings({"target": str(BUNDLED / "target"), "draft": folder}))
         policy = GoodputLength(measure(pair, GREEDY), attentive=attentive_on(pair))
         ways = [Way("plain", Assistant(pair, FixedLength(0), None)), Way("auto", Assistant(pair, policy, None))]
-        prompts = read_prompts(BUNDLED / "prompts" / f"{args.kinds[0]}.jsonl")[: 2 * args.prompts]
-        interleaved(ways, prompts, args.tokens)
+        prompts = read_prompts(BUNDLED / "prompts" / f"{args.kinds[0]}.jsonl")[: args.prompts]
+        interleaved(ways, prompts, args.tokens, args.passes)
     plain, auto = ways
     paired = statistics.median(b / a for a, b in zip(auto.seconds, plain.seconds, strict=True))
     print(
@@ -185,6 +193,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["math", "code", "roleplay"])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6])
     args = parser.parse_args()
     pair = load_pair(load_settings({}))
