@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from cli.options import shared_options
+from cli.waiting import wait
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -90,9 +90,7 @@ def distill(
     if no_promote and force:
         raise AdaptiveError("--no-promote and --force contradict each other; give one of them")
     if prompts is None:
-        # Before torch is imported: its threads then sleep while they wait for each other. Spinning, they cost a
-        # training step beside another busy process seconds instead of tenths; decoding alone spins faster.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        wait(spins=0)  # a training step beside another busy process takes tenths of seconds, spinning seconds
     recipe = _recipe(settings, epochs, max_seconds, rank, lr, loss, from_current)
     promotion: Promotion = "never" if no_promote else "force" if force else "gate"
 

@@ -28,6 +28,7 @@ from cli import (
     records,
     serve,
 )
+from cli.waiting import wait
 
 app = typer.Typer(
     name="adaptive",
@@ -53,6 +54,7 @@ app.add_typer(config.app, name="config")
 
 def run() -> None:
     """Run the command line; a user's mistake is one line on standard error and exit status 2."""
+    wait()
     debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))
     # It warns of a kernel for 4-bit weights that nothing here needs.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

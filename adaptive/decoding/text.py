@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Tokens kept before the new ones when decoding, so that a tokenizer which treats the first token of
 # a text differently (a leading space) sees the true left context. 4 covers every one we know.
@@ -19,8 +19,8 @@ class TextStream:
     UTF-8 character, is held back until that is decided."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
-        self.tokenizer = tokenizer
         self.stop = tuple(stop)
+        self._text = _decoder(tokenizer)
         self.window: list[int] = []  # the last tokens; their text up to now is `before`
         self.before = ""
         self.held = ""  # decoded, but perhaps the beginning of a stop string
@@ -29,13 +29,13 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that is certain after one more token; sets ``stopped`` at a stop string."""
         self.window.append(token)
-        after = self._decode()
+        after = self._text(self.window)
         if after.endswith("\ufffd"):
             return ""
         new = after[len(self.before) :]
         if len(self.window) > WINDOW:
             self.window = self.window[-LEFT_CONTEXT:]
-            after = self._decode()
+            after = self._text(self.window)
         self.before = after
         return self._release(new)
 
@@ -43,12 +43,9 @@ class TextStream:
         """Whatever is still held back, once no more tokens come."""
         if self.stopped:
             return ""
-        text = self._release(self._decode()[len(self.before) :]) + self.held
+        text = self._release(self._text(self.window)[len(self.before) :]) + self.held
         self.held = ""
         return text
-
-    def _decode(self) -> str:
-        return str(self.tokenizer.decode(self.window, skip_special_tokens=True))
 
     def _release(self, new: str) -> str:
         text = self.held + new
@@ -59,6 +56,19 @@ class TextStream:
         hold = max((_overlap(text, stop) for stop in self.stop), default=0)
         self.held = text[len(text) - hold :]
         return text[: len(text) - hold]
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """From token ids to text. What transformers does around the tokenizers library for one token takes five times
+    as long as the library; it is left out where it does nothing."""
+    plain = (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and type(tokenizer).decode is PreTrainedTokenizerBase.decode
+        and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+        and not tokenizer.clean_up_tokenization_spaces
+    )
+    decode = tokenizer.backend_tokenizer.decode if plain else tokenizer.decode
+    return lambda tokens: str(decode(tokens, skip_special_tokens=True))
 
 
 def _overlap(text: str, stop: str) -> int:

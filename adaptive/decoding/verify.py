@@ -39,6 +39,8 @@ class Verdict:
 
 def verify_greedy(logits: torch.Tensor, drafted: torch.Tensor) -> Verdict:
     """logits (K + 1, vocab) of the target, drafted (K,)."""
+    if not len(drafted):
+        return Verdict(0, logits.argmax(-1).tolist(), logits.new_zeros(1))
     both = torch.cat([logits.argmax(-1), drafted]).tolist()  # the round's one synchronisation
     best, proposed = both[: len(logits)], both[len(logits) :]
     # The target's choice stands in every row that is reached: an accepted draft is that choice.
