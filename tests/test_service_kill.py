@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
@@ -21,6 +22,8 @@ from adaptive.records.log import Log
 from checkpoints.store import AdapterStore
 
 PATIENCE_S = 240.0
+# Seconds in which the server notices that its trainer is dead.
+NOTICED_S = 15.0
 # Answers that the first training round needs, and rounds from then on without a wait.
 ANSWERS = 90
 SETTINGS = "distill_after = 1\ndistill_idle_seconds = 0\ndistill = 'always'\n"
@@ -71,16 +74,21 @@ def training_process(server: Server) -> psutil.Process | None:
 
 def kill_the_trainer(server: Server, http: httpx.Client, rng: random.Random) -> str:
     """At a random moment of a round, or of the next one where this one is over first. Returns what it was doing."""
-    worker = until(lambda: training_process(server), server)
-    time.sleep(rng.uniform(0.0, 8.0))
-    doing = http.get("/adaptive/trainer").json()["reason"]
-    if not worker.is_running():
-        ask(http, "One more answer begins another round.", 0)
+    over = ""
+    while True:
         worker = until(lambda: training_process(server), server)
-        doing = "the round before had just ended"
-    worker.send_signal(signal.SIGKILL)
-    until(lambda: http.get("/adaptive/trainer").json()["crashes"], server)
-    return str(doing)
+        time.sleep(rng.uniform(0.0, 8.0))
+        doing = http.get("/adaptive/trainer").json()["reason"]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + NOTICED_S
+        while time.monotonic() < deadline:
+            if http.get("/adaptive/trainer").json()["crashes"]:
+                return str(over or doing)
+            time.sleep(0.02)
+        # It had reported its round before it was killed, and that is no crash.
+        over = "the round before had just ended"
+        ask(http, "One more answer begins another round.", 0)
 
 
 def kill_while_answering(server: Server, rng: random.Random) -> None:
