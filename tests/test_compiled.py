@@ -11,16 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPTNeoXConfig,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from test_lean import GROUPED, SIZES, lean
+from test_lean import made as random_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from adaptive.engines.compiled import Compilation, compilable
 from adaptive.engines.lean import LeanForward, lean_forward
@@ -28,43 +21,15 @@ from adaptive.errors import AdaptiveError
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
-GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
-CONFIGS = {
-    "llama": LlamaConfig(**GROUPED),
-    "qwen2": Qwen2Config(**{k: v for k, v in GROUPED.items() if k != "head_dim"}),
-    "qwen3": Qwen3Config(**GROUPED),
-    "gemma2": Gemma2Config(**GROUPED, sliding_window=7, query_pre_attn_scalar=24),
-    "gemma3": Gemma3TextConfig(**GROUPED, sliding_window=7, query_pre_attn_scalar=24, sliding_window_pattern=2),
-    "gpt-neox": GPTNeoXConfig(**SIZES, rotary_pct=0.5),
-}
+KINDS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt-neox")
 # By kind of model: (tokens, rows of logits). Every pass takes its ten seconds to compile.
-PASSES = dict.fromkeys(CONFIGS, ((3, 3),)) | {"llama": ((1, 1),), "qwen2": ((2, 1),)}
+PASSES = dict.fromkeys(KINDS, ((3, 3),)) | {"llama": ((1, 1),), "qwen2": ((2, 1),)}
 OFTEN = ("llama", "qwen2", "gemma2")
 
 
-def made(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A checkpoint of random weights, none of them at a value that would hide a mistake."""
-    torch.manual_seed(5)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.to(dtype)
-
-
-def lean(model: PreTrainedModel) -> LeanForward:
-    """Its lean forward, which there must be."""
-    forward = lean_forward(model)
-    assert forward is not None
-    return forward
+def made(name: str) -> PreTrainedModel:
+    """A checkpoint of random weights in float32."""
+    return random_model(name, torch.float32)
 
 
 def text(length: int) -> torch.Tensor:
@@ -121,7 +86,7 @@ def test_compiled_logits_equal_eager_ones(name: str, folder: Path) -> None:
 
 @needs_compiler
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in OFTEN])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in OFTEN])
 def test_compiled_logits_of_other_kinds_equal_eager_ones(name: str, tmp_path: Path) -> None:
     compile_all([(lean(made(name)), PASSES[name])], tmp_path)
     eager, compiled, _ = both(name, tmp_path)

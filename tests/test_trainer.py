@@ -30,6 +30,7 @@ from trainers.fit import position_losses
 from trainers.recipe import Recipe
 from trainers.replay import acceptance_rate, replay
 from trainers.round import distill
+from trainers.sets import gather
 
 VOCAB = 48
 BASE = BaseDraft("tiny", "0123")
@@ -185,6 +186,23 @@ def test_a_better_recipe_on_the_same_records_is_judged_on_all_that_was_held_out(
     # The first is judged on more; what the second is judged on was trained on by neither.
     assert brief.verdict.recent.generations > longer.verdict.recent.generations == len(split(read_log(log, 1000)).gate)
     assert longer.verdict.promote, longer.message
+
+
+@pytest.mark.parametrize(("tokens", "apart"), [(8, False), (40, True)])
+def test_new_answers_too_short_to_judge_by_are_judged_together_with_the_old(
+    tmp_path: Path, log: Path, tokens: int, apart: bool
+) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    distill(log, store, BASE, small_draft(), SHORT, promotion="force")
+    in_use = store.show(str(store.current_id()))
+    rng = np.random.default_rng(0)
+    answers = rng.integers(0, VOCAB, (100, tokens))
+    greedy = SamplingParams(temperature=0.0)
+    write_log(log, [generation(f"new {i}", np.arange(9), said, greedy) for i, said in enumerate(answers)])
+    sets, _ = gather(log, None, in_use, SHORT, BASE, 128, None)
+    held_out = len(split(read_log(log, 1000)).gate)
+    assert len(sets.recent) + len(sets.older) == held_out
+    assert bool(sets.older) == apart
 
 
 def test_records_with_nothing_to_learn_leave_the_draft_in_use(tmp_path: Path) -> None:
