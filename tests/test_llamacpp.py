@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +135,19 @@ def test_logits_are_those_of_transformers_also_in_long_and_grown_passes(draft: L
     torch.testing.assert_close(grown.extend(tokens[900:905], 5), expected[900:905], atol=0.05, rtol=0)
 
 
-def test_logits_stay_what_they_are_when_the_next_pass_runs(draft: LlamaCppEngine) -> None:
+def test_logits_outlive_the_sequence_that_they_came_from(draft: LlamaCppEngine) -> None:
     sequence = draft.sequence()
     first = sequence.extend(torch.tensor([5, 6, 7]), 2)
     kept = first.clone()
-    sequence.extend(torch.tensor([8, 9]), 2)
+    context = weakref.ref(sequence._context)
+    del sequence
+    gc.collect()
+    others = [draft.sequence().extend(torch.tensor([8, 9]), 2) for _ in range(5)]  # would take memory given back
     assert torch.equal(first, kept)
+    assert len(others) == 5
+    del first, others
+    gc.collect()
+    assert context() is None
 
 
 def test_a_pass_that_was_interrupted_is_forgotten(draft: LlamaCppEngine) -> None:

@@ -68,10 +68,11 @@ class TargetSampler:
         self.params = params
         self.penalties = penalties
         self.generator = generator
+        self._nothing = torch.empty(0, dtype=torch.long, device=generator.device)
 
     def verify(self, logits: torch.Tensor, proposal: Proposal | None) -> Verdict:
         """logits (K + 1, vocab) after the last committed token and after each of K drafted ones."""
-        drafted = logits.new_empty(0, dtype=torch.long) if proposal is None else proposal.tokens.to(logits.device)
+        drafted = self._nothing if proposal is None else proposal.tokens.to(logits.device)
         if self.penalties.active or self.penalties.bias is not None:
             logits = self.penalties.apply(logits, drafted)
         if self.params.greedy:
@@ -110,10 +111,10 @@ def speculative_round(
         proposal = drafter.propose(committed, draft_length, advise)
     proposed = time.perf_counter()
 
-    fed = torch.tensor(committed[target.length :])
+    fed, drafted = torch.tensor(committed[target.length :]), 0
     if proposal is not None:
-        fed = torch.cat([fed.to(proposal.tokens.device), proposal.tokens])
-    logits = target.extend(fed, 1 + (len(proposal.tokens) if proposal else 0))
+        fed, drafted = torch.cat([fed.to(proposal.tokens.device), proposal.tokens]), len(proposal.tokens)
+    logits = target.extend(fed, 1 + drafted)
     verdict = sampler.verify(logits, proposal)
 
     committed += verdict.tokens
@@ -124,12 +125,12 @@ def speculative_round(
     verified = time.perf_counter()
     outcome = Round(
         drafter=proposal.drafter if proposal else "none",
-        drafted=len(proposal.tokens) if proposal else 0,
+        drafted=drafted,
         accepted=verdict.accepted,
         draft_s=proposed - began,
         verify_s=verified - proposed,
     )
-    return outcome, verdict, logits[: verdict.accepted + 1]
+    return outcome, verdict, logits if verdict.accepted == drafted else logits[: verdict.accepted + 1]
 
 
 class Decoding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from adaptive.records.types import Supervision
@@ -21,26 +22,35 @@ class SupervisionTape:
     """Collects rows on the device and hands them over once, at the end of a generation."""
 
     def __init__(self) -> None:
-        self._logits: list[torch.Tensor] = []
+        self._rows: torch.Tensor | None = None  # (BATCH, vocab), of which the first are waiting
         self._waiting = 0
         self._chosen: list[torch.Tensor] = []
         self._digested: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def append(self, logits: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Raw target logits (n, vocab) of n committed positions, which nobody changes any more; chosen
-        (n,) log-probabilities."""
-        self._logits.append(logits)
-        self._chosen.append(chosen)
-        self._waiting += len(logits)
-        if self._waiting >= BATCH:
+    def append(self, logits: torch.Tensor, chosen: torch.Tensor | None) -> None:
+        """Raw target logits (n, vocab) of n committed positions, which are copied; chosen (n,) log-probabilities,
+        or None for a whole answer that is greedy."""
+        if chosen is not None:
+            self._chosen.append(chosen)
+        end = self._waiting + len(logits)
+        if end > BATCH:
             self._digest()
+            end = len(logits)
+        if end >= BATCH and not self._waiting:
+            self._reduce(logits)
+            return
+        if self._rows is None:
+            self._rows = logits.new_empty(BATCH, logits.shape[-1])
+        self._rows[self._waiting : end] = logits
+        self._waiting = end
 
     def _digest(self) -> None:
         """Reduce the waiting rows to what is kept of them."""
-        if not self._logits:
-            return
-        logits = torch.cat(self._logits)
-        self._logits, self._waiting = [], 0
+        if self._rows is not None and self._waiting:
+            self._reduce(self._rows[: self._waiting])
+            self._waiting = 0
+
+    def _reduce(self, logits: torch.Tensor) -> None:
         # One softmax: a logsumexp takes several times as long on a CPU.
         top = logits.float().log_softmax(-1).topk(min(TOP_K, logits.shape[-1]), dim=-1)
         logprobs = top.values
@@ -55,8 +65,13 @@ class SupervisionTape:
             ids=ids.numpy().astype(np.int32),
             logprobs=logprobs.numpy().astype(np.float16),
             rest=rest.numpy().astype(np.float16),
-            chosen=_rows(self._chosen, first, count).float().numpy().astype(np.float16),
+            chosen=self._chosen_of(first, count),
         )
+
+    def _chosen_of(self, first: int, count: int) -> npt.NDArray[np.float16]:
+        if not self._chosen:
+            return np.zeros(count - first, dtype=np.float16)
+        return _rows(self._chosen, first, count).float().numpy().astype(np.float16)
 
 
 def _rows(parts: Sequence[torch.Tensor], first: int, count: int) -> torch.Tensor:

@@ -30,22 +30,22 @@ class Proposal:
 @dataclass(frozen=True)
 class Verdict:
     """How many drafted tokens stand, all tokens that the round commits (accepted + 1), and the
-    log-probability of each of them under the distribution it was drawn from (0 when greedy)."""
+    log-probability of each of them under the distribution it was drawn from (None when greedy: it is 0)."""
 
     accepted: int
     tokens: list[int]
-    chosen: torch.Tensor
+    chosen: torch.Tensor | None
 
 
 def verify_greedy(logits: torch.Tensor, drafted: torch.Tensor) -> Verdict:
     """logits (K + 1, vocab) of the target, drafted (K,)."""
-    if not len(drafted):
-        return Verdict(0, logits.argmax(-1).tolist(), logits.new_zeros(1))
+    if not drafted.shape[0]:
+        return Verdict(0, logits.argmax(-1).tolist(), None)
     both = torch.cat([logits.argmax(-1), drafted]).tolist()  # the round's one synchronisation
-    best, proposed = both[: len(logits)], both[len(logits) :]
+    best, proposed = both[: logits.shape[0]], both[logits.shape[0] :]
     # The target's choice stands in every row that is reached: an accepted draft is that choice.
     accepted = next((i for i, (a, b) in enumerate(zip(best, proposed, strict=False)) if a != b), len(proposed))
-    return Verdict(accepted, best[: accepted + 1], logits.new_zeros(accepted + 1))
+    return Verdict(accepted, best[: accepted + 1], None)
 
 
 def verify_sampled(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, generator: torch.Generator) -> Verdict:

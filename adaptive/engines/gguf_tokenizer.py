@@ -117,6 +117,12 @@ class GgufTokenizer(PreTrainedTokenizerBase):
             else {"input_ids": found[0], "attention_mask": masks[0]}
         )
 
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:
+        """The text of a list of ids, without what transformers does around it; of anything else, as it does it."""
+        if type(token_ids) is list and token_ids and type(token_ids[0]) is int:
+            return self._decode(token_ids, skip_special_tokens)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs)
+
     def _decode(
         self,
         token_ids: int | list[int],

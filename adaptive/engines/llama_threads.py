@@ -8,6 +8,8 @@ while decoding, and the one that was not faster is tried again now and then.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 # Tokens up to which passes are timed, each number for itself. Longer ones are a prompt's, which all threads
 # compute unless single tokens are better off with one.
 FEW = 16
@@ -24,20 +26,33 @@ WEIGHT = 0.1
 MOST = 4.0
 
 
+@dataclass(slots=True)
+class Passes:
+    """What is known of passes over one number of tokens.
+
+    ``means`` are seconds by number of threads; the ``other`` number than the ``best`` is tried once more after
+    ``again`` passes and ``when`` seconds.
+    """
+
+    best: int
+    other: int = 1
+    count: int = 0
+    seconds: float = 0.0
+    again: int = 2 * TRIES + AGAIN
+    when: float = 0.0
+    means: dict[int, float] = field(default_factory=dict)
+
+
 class ThreadChoice:
     """The number of threads for the next pass, from what earlier ones took. ``most`` is all of them."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._means: dict[tuple[int, int], float] = {}
-        self._passes: dict[int, int] = {}
-        self._again: dict[int, tuple[int, float]] = {}  # passes and seconds after which to try the other number
-        self._seconds: dict[int, float] = {}
+        self._passes = [Passes(most) for _ in range(FEW + 1)]  # by number of tokens
 
     def best(self, tokens: int) -> int:
         """The faster number for passes of so many tokens, as far as is known."""
-        alone, together = self._means.get((tokens, 1)), self._means.get((tokens, self.most))
-        return 1 if alone is not None and together is not None and alone < together else self.most
+        return self._passes[tokens].best
 
     def choose(self, tokens: int) -> int:
         """Threads for a pass of ``tokens`` tokens."""
@@ -45,26 +60,33 @@ class ThreadChoice:
             return 1
         if tokens > FEW:
             return self.best(1)
-        passes = self._passes.get(tokens, 0)
-        if passes < 2 * TRIES:
-            return 1 if passes % 2 else self.most
-        best = self.best(tokens)
-        after, when = self._again.get(tokens, (2 * TRIES + AGAIN, 0.0))
-        return 1 + self.most - best if passes >= after and self._seconds[tokens] >= when else best
+        known = self._passes[tokens]
+        if known.count < 2 * TRIES:
+            return 1 if known.count % 2 else self.most
+        return known.other if known.count >= known.again and known.seconds >= known.when else known.best
 
     def observe(self, tokens: int, threads: int, seconds: float) -> None:
         """A pass of ``tokens`` tokens on so many ``threads`` took this long."""
         if self.most == 1 or tokens > FEW:
             return
-        passes = self._passes[tokens] = self._passes.get(tokens, 0) + 1
-        if passes <= 2:
+        known = self._passes[tokens]
+        known.count += 1
+        if known.count <= 2:
             return
-        self._seconds[tokens] = self._seconds.get(tokens, 0.0) + seconds
-        before = self.best(tokens)
-        mean = self._means.get((tokens, threads))
-        if mean is not None and threads == before:
+        known.seconds += seconds
+        mean = known.means.get(threads)
+        if mean is not None and threads == known.best:
             seconds = mean + WEIGHT * (min(seconds, MOST * mean) - mean)
-        self._means[tokens, threads] = seconds
-        other = self._means.get((tokens, 1 + self.most - threads))
-        if other is not None and (threads != before or self.best(tokens) != before):
-            self._again[tokens] = passes + AGAIN, self._seconds[tokens] + SHARE * abs(seconds - other)
+        known.means[threads] = seconds
+        self._compare(known, threads)
+
+    def _compare(self, known: Passes, threads: int) -> None:
+        """See which number is the best one now that one of them is known better."""
+        alone, together = known.means.get(1), known.means.get(self.most)
+        if alone is None or together is None:
+            return
+        best = 1 if alone < together else self.most
+        if threads != known.best or best != known.best:  # a try, or a change of mind
+            known.again = known.count + AGAIN
+            known.when = known.seconds + SHARE * abs(alone - together)
+        known.best, known.other = best, 1 + self.most - best

@@ -36,6 +36,17 @@ CAPACITY = 1024
 FALLBACK_TEMPERATURE = 0.7
 
 
+class Context:
+    """A context of the library, which is given back when nobody has it or its logits any more."""
+
+    def __init__(self, engine: LlamaCppEngine, capacity: int) -> None:
+        library = engine.llama.library
+        self.pointer = engine.new_context(capacity)
+        self.memory = library.llama_get_memory(self.pointer)
+        self.model = engine.llama  # outlives its contexts
+        weakref.finalize(self, library.llama_free, self.pointer)
+
+
 class LlamaCppSequence:
     """One text in a context of llama.cpp."""
 
@@ -44,9 +55,11 @@ class LlamaCppSequence:
         self.length = 0
         self.capacity = 0
         self._written = 0  # tokens that the library may hold, more than ``length`` after an interrupted pass
-        self._context: Any = None
-        self._close: weakref.finalize[Any, Any] | None = None
+        self._context: Context | None = None
+        self._pointer: Any = None  # the context's own, as the library wants it
+        self._memory: Any = None
         self._threads = 0  # of the context's last pass
+        self._shape = (0, 0)  # tokens and rows of the last pass
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self._tokens = np.zeros(BATCH, dtype=np.int32)
         self._flags = np.zeros(BATCH, dtype=np.int8)
@@ -76,36 +89,34 @@ class LlamaCppSequence:
         library = self.engine.llama.library
         state, size = None, 0
         if self.length:
-            size = library.llama_state_seq_get_size(self._context, 0)
+            pointer = self._pointer
+            size = library.llama_state_seq_get_size(pointer, 0)
             state = (ctypes.c_uint8 * size)()
-            size = library.llama_state_seq_get_data(self._context, state, size, 0)
+            size = library.llama_state_seq_get_data(pointer, state, size, 0)
         self.close()
-        self._context = self.engine.new_context(capacity)
-        self._close = weakref.finalize(self, library.llama_free, self._context)
-        self._memory = library.llama_get_memory(self._context)
+        self._context = Context(self.engine, capacity)
+        self._pointer, self._memory = self._context.pointer, self._context.memory
         self._threads = 0
         self.capacity = capacity
-        self.engine.adapter.use(self._context)
-        if state is not None and library.llama_state_seq_set_data(self._context, state, size, 0) != size:
+        self.engine.adapter.use(self._pointer)
+        if state is not None and library.llama_state_seq_set_data(self._pointer, state, size, 0) != size:
             self.length = self._written = 0
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp could not move its cache; give the prompt again")
 
     def close(self) -> None:
         """Give the context back."""
-        if self._close is not None:
-            self._close()
-        self._context = self._close = None
+        self._context = self._pointer = self._memory = None
         self._views.clear()
         self.capacity = 0
 
     def use_adapter(self) -> None:
         """The engine's adapter is another one: tell the context."""
         if self._context is not None:
-            self.engine.adapter.use(self._context)
+            self.engine.adapter.use(self._pointer)
 
     def extend(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
         """Append tokens (n,) and return logits (rows, vocab), float32, of the last rows; see the protocol."""
-        count = len(tokens)
+        count = tokens.shape[0]
         if self.length + count > self.capacity:
             self.reserve(self.length + count)
         if self._written > self.length:
@@ -118,7 +129,7 @@ class LlamaCppSequence:
         at = 0
         while at < count:
             end = min(at + BATCH, count, max(plain, at) + ROWS)
-            found.append(self._pass(given[at:end], max(0, end - max(plain, at))))
+            found.append(self._pass(given[at:end], max(0, end - max(plain, at))).clone())
             at = end
         return torch.cat(found)
 
@@ -126,19 +137,21 @@ class LlamaCppSequence:
         """One call of the library: at most BATCH tokens, logits (rows, vocab) of the last ones."""
         count = len(tokens)
         self._tokens[:count] = tokens
-        self._flags[: count - rows] = 0
-        self._flags[count - rows : count] = 1
-        self._batch.n_tokens = count
+        if self._shape != (count, rows):
+            self._flags[: count - rows] = 0
+            self._flags[count - rows : count] = 1
+            self._batch.n_tokens = count
+            self._shape = count, rows
         self._written = self.length + count
         threads = self.engine.threads.choose(count)
         if threads != self._threads:
             self._threads = threads
-            self.engine.llama.library.llama_set_n_threads(self._context, threads, threads)
+            self.engine.llama.library.llama_set_n_threads(self._pointer, threads, threads)
         began = time.perf_counter()
-        status = self._decode(self._context, self._batch)
+        status = self._decode(self._pointer, self._batch)
         if status:
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp failed with status {status}: {complaint()}")
-        address = ctypes.addressof(self._logits(self._context).contents) if rows else 0  # waits for an accelerator
+        address = ctypes.addressof(self._logits(self._pointer).contents) if rows else 0  # waits for an accelerator
         self.engine.threads.observe(count, threads, time.perf_counter() - began)
         self.length = self._written
         if not rows:
@@ -146,9 +159,10 @@ class LlamaCppSequence:
         view = self._views.get((address, rows))
         if view is None:
             buffer = (ctypes.c_float * (rows * self.engine.vocab_size)).from_address(address)
+            buffer.context = self._context  # type: ignore[attr-defined]  # outlives what is seen of it
             view = torch.from_numpy(np.ctypeslib.as_array(buffer).reshape(rows, -1))
             self._views[address, rows] = view
-        return view.clone()  # the next pass writes there
+        return view
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

@@ -34,7 +34,8 @@ class Sequence(Protocol):
         """Append ``tokens`` (n,) int64 and return the logits of the last ``rows`` of them, (rows, vocab).
 
         Row i predicts the token after the (n - rows + i)-th one. Tokens may be on any device; logits
-        are on the engine's, in its dtype. The caller keeps ``length + n`` within the context.
+        are on the engine's, in its dtype, and may be overwritten by the sequence's next ``extend``. The caller
+        keeps ``length + n`` within the context.
         """
 
     def rollback(self, length: int) -> None:
