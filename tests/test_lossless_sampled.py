@@ -183,6 +183,15 @@ def test_a_million_draws_of_the_acceptance_rule_follow_the_target(params: Sampli
     assert p_value(observed, exact) > 0.001
 
 
+def test_where_nothing_is_left_of_p_minus_q_the_draw_is_from_p() -> None:
+    generator = torch.Generator().manual_seed(4)
+    p, q = torch.tensor([[0.5, 0.5, 0.0]] * 2), torch.tensor([[1.0, 0.5, 0.0]])  # as rounding leaves them, in large
+    verdicts = [verify_sampled(p, torch.tensor([0]), q, generator) for _ in range(400)]
+    drawn = Counter(verdict.tokens[0] for verdict in verdicts if not verdict.accepted)
+    assert drawn[0] + drawn[1] == sum(drawn.values()) > 100
+    assert min(drawn[0], drawn[1]) > sum(drawn.values()) / 4
+
+
 def test_chosen_is_the_log_probability_under_the_drawn_distribution() -> None:
     generator = torch.Generator().manual_seed(1)
     p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])

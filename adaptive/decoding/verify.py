@@ -14,6 +14,8 @@ import torch
 
 from adaptive.decoding.sampling import draw
 
+# Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
+NOTHING = 1e-30
 
 @dataclass(frozen=True)
 class Proposal:
@@ -50,20 +52,20 @@ def verify_greedy(logits: torch.Tensor, drafted: torch.Tensor) -> Verdict:
 
 def verify_sampled(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, generator: torch.Generator) -> Verdict:
     """Target probabilities p (K + 1, vocab), drafted (K,) drawn from q (K, vocab); all on one device."""
-    count = len(drafted)
+    count = drafted.shape[0]
+    if not count:
+        extra = draw(p, generator)
+        return Verdict(0, extra.tolist(), p.index_select(1, extra)[0].log())
     at = drafted[:, None]
     p_x, q_x = p[:-1].gather(1, at)[:, 0], q.gather(1, at)[:, 0]
     uniform = torch.rand(count, generator=generator, device=p.device, dtype=p.dtype)
-    reached = (uniform * q_x < p_x).int().cumprod(0).sum()
-    p_n, residual = p[reached], p[count]
-    if count:
-        # Where all are accepted there is no q to take away, and the draw is from p itself.
-        q_n = q[reached.clamp(max=count - 1)] * (reached < count)
-        residual = (p_n - q_n).clamp_(min=0)
-        # p == q up to rounding leaves nothing to draw from; then p is the right distribution.
-        residual = torch.where(residual.sum() > 0, residual, p_n)
-    extra = draw(residual[None], generator)
-    *tokens, accepted = torch.cat([drafted, extra, reached[None]]).tolist()  # the round's one synchronisation
-    kept = [*tokens[:accepted], tokens[count]]
-    chosen = p[: accepted + 1].gather(1, torch.tensor(kept, device=p.device)[:, None])[:, 0].log()
-    return Verdict(accepted, kept, chosen)
+    reached = (uniform * q_x < p_x).int().cumprod(0).sum(0, keepdim=True)
+    p_n = p.index_select(0, reached)
+    # Where all are accepted there is no q to take away, and the draw is from p itself.
+    q_n = q.index_select(0, reached.clamp(max=count - 1)).mul_(reached < count)
+    residual = (p_n - q_n).clamp_(min=0)
+    # p == q up to rounding leaves nothing to draw from; then p is the right distribution.
+    extra = draw(residual.add_(p_n, alpha=NOTHING), generator)
+    *tokens, accepted = torch.cat([drafted, extra, reached]).tolist()  # the round's one synchronisation
+    chosen = torch.cat([p_x[:accepted], p_n.index_select(1, extra)[0]]).log()
+    return Verdict(accepted, [*tokens[:accepted], tokens[count]], chosen)
