@@ -1,7 +1,7 @@
 """Ours and transformers' own decoding on one pair, in turns on the same prompts: the table of docs/performance.md.
 
     python benchmarks/compare.py [--target DIR --draft DIR] [--count 40] [--tokens 200] [--lengths 4]
-                                 [--prompts FILE] [--adapter FOLDER] [--temperature 0.7]
+                                 [--prompts FILE] [--adapter FOLDER] [--temperature 0.7] [--only-ours]
 
 ``adaptive bench`` without a session's state: nothing learned before is used, and an adapter is named by
 its folder; the same controller then runs once without it and once with it.
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="4")
     parser.add_argument("--adapter", type=Path)
     parser.add_argument("--compile", action="store_true", help="also the same pair with --compile")
+    parser.add_argument("--only-ours", action="store_true", help="leave transformers' own decoding out")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--processor-time",
@@ -78,12 +79,16 @@ def main() -> None:
     prompts = read_prompts(args.prompts)[: args.count] if args.prompts else mixed(args.count)
     sampling = SamplingParams(temperature=args.temperature, seed=1)
     lengths = [int(part) for part in args.lengths.split(",")]
-    threads = fastest_threads(pair, prompts[0])
-    field = [
-        theirs("transformers, plain", pair, sampling, threads),
-        theirs("transformers, assisted", pair, sampling, threads, assisted=True),
-        *(theirs(f"transformers, assisted {n}", pair, sampling, threads, assisted=True, length=n) for n in lengths),
-        theirs("transformers, prompt lookup", pair, sampling, threads, lookup=10),
+    field = []
+    if not args.only_ours:
+        threads = fastest_threads(pair, prompts[0])
+        field = [
+            theirs("transformers, plain", pair, sampling, threads),
+            theirs("transformers, assisted", pair, sampling, threads, assisted=True),
+            *(theirs(f"transformers, assisted {n}", pair, sampling, threads, assisted=True, length=n) for n in lengths),
+            theirs("transformers, prompt lookup", pair, sampling, threads, lookup=10),
+        ]
+    field += [
         ours("ours, plain", pair, FixedLength(0), sampling),
         *(ours(name, pair, policy, sampling) for name, policy in policies(lengths).items()),
         controlled("ours, controller", pair, sampling),
@@ -108,11 +113,9 @@ def main() -> None:
         field, list(race(field, prompts, args.tokens, time.process_time if args.processor_time else time.perf_counter))
     )
     dtype = str(getattr(pair.target, "model").dtype).removeprefix("torch.")  # noqa: B009
-    print(
-        f"{len(prompts)} prompts, {args.tokens} tokens, temperature {args.temperature}, {dtype}; "
-        f"transformers on {threads} of {torch.get_num_threads()} threads"
-        f"{'; processor time' if args.processor_time else ''}\n"
-    )
+    peers = "" if args.only_ours else f"; transformers on {threads} of {torch.get_num_threads()} threads"
+    timed = "; processor time" if args.processor_time else ""
+    print(f"{len(prompts)} prompts, {args.tokens} tokens, temperature {args.temperature}, {dtype}{peers}{timed}\n")
     print(markdown(rows))
 
 

@@ -55,7 +55,9 @@ def distill(
     max_seconds: Annotated[
         Optional[float], typer.Option(help="Seconds of training, at most.", rich_help_panel=TRAINING)
     ] = None,
-    rank: Annotated[Optional[int], typer.Option(help="Rank of the adapter.", rich_help_panel=TRAINING)] = None,
+    rank: Annotated[
+        Optional[int], typer.Option(help="Rank of the adapter; by default from the width.", rich_help_panel=TRAINING)
+    ] = None,
     lr: Annotated[
         Optional[float],
         typer.Option(help="Peak learning rate; by default from the draft's width.", rich_help_panel=TRAINING),
@@ -158,7 +160,7 @@ def run(
             extra=extra,
             promotion=promotion,
             checkpoint=state.training,
-            rivals=recipe.rivals() if compare else (),
+            rivals=recipe.rivals(int(draft.config.get_text_config().hidden_size)) if compare else (),
         )
 
 

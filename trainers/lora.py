@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from adaptive.errors import AdaptiveError
-from trainers.recipe import Recipe
+from trainers.recipe import Recipe, default_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +67,7 @@ def attach(draft: PreTrainedModel, recipe: Recipe) -> PeftModel:
     modules = dict(draft.named_modules())
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        r=recipe.rank,
+        r=recipe.rank or default_rank(int(draft.config.get_text_config().hidden_size)),
         lora_alpha=recipe.alpha,
         target_modules=_shortened(names, list(modules)),
         use_rslora=recipe.rslora,

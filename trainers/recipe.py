@@ -12,16 +12,26 @@ Start = Literal["zero", "parent"]
 Retain = Literal["newest", "kinds"]
 
 
+def default_rank(width: int) -> int:
+    """Rank of the adapter of a draft of this hidden size: 128 at 256, 64 up to 512, 32 beyond; at most half the width.
+
+    In a narrow draft, whose few weights have little to spare, rank 32 has 87% of what training all weights gains
+    and 128 has 91% (docs/distillation.md); in a wide one 32 holds as many numbers a layer as 128 does there.
+    """
+    power_of_two = 1 << (2**15 // width).bit_length() >> 1
+    return max(1, min(width // 2, max(32, power_of_two)))
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The choices of one round.
 
     ``loss`` auto is the KL-TV mixture where the target's distribution was stored, cross-entropy where
     only text is known (``fit.position_losses``). ``kept`` is how many entries of each stored distribution
-    are used, the others joining the rest bucket (None: all). ``learning_rate`` None scales with the draft's
-    width (``lora.default_learning_rate``); ``b_factor`` multiplies it for the B matrices, which start at
-    zero and learn too slowly at the rate of the others (LoRA+, Hayou et al. 2024). ``start`` zero trains a
-    new adapter over the retained records, parent goes on from the one in use. ``buffer`` is how many
+    are used, the others joining the rest bucket (None: all). ``rank`` and ``learning_rate`` None go by the draft's
+    width (``default_rank``, ``lora.default_learning_rate``); ``b_factor`` multiplies the rate for the B matrices,
+    which start at zero and learn too slowly at that of the others (LoRA+, Hayou et al. 2024). ``start`` zero trains
+    a new adapter over the retained records, parent goes on from the one in use. ``buffer`` is how many
     generations are retained, ``retain`` which (``trainers.buffer``). A round ends after ``epochs`` (None:
     see ``fit.DEFAULT_EPOCHS``) or ``max_seconds`` of training, whichever is first, or when ``patience``
     evaluations in a row found no better checkpoint.
@@ -29,7 +39,7 @@ class Recipe:
 
     loss: LossName = "auto"
     kept: int | None = None
-    rank: int = 32
+    rank: int | None = None
     alpha: int = 32
     rslora: bool = False
     dora: bool = False
@@ -59,7 +69,7 @@ class Recipe:
             raise AdaptiveError(f"loss is {self.loss!r}; it must be one of {', '.join(get_args(LossName))}")
         positive = {
             "kept": 1 if self.kept is None else self.kept,
-            "rank": self.rank,
+            "rank": 1 if self.rank is None else self.rank,
             "alpha": self.alpha,
             "lr": 1.0 if self.learning_rate is None else self.learning_rate,
             "b factor": self.b_factor,
@@ -75,14 +85,14 @@ class Recipe:
             if not value > 0:  # also refuses nan
                 raise AdaptiveError(f"{name} is {value}; it must be above 0")
 
-    def rivals(self) -> tuple[Recipe, ...]:
-        """What else is worth a try on these records, where time does not matter (``--compare``).
+    def rivals(self, width: int) -> tuple[Recipe, ...]:
+        """What else is worth a try for a draft of this width, where time does not matter (``--compare``).
 
         Each changes one choice, to one that won on some kind of text (docs/distillation.md).
         """
         others: tuple[dict[str, Any], ...] = (
             {"loss": "js" if self.loss != "js" else "kl-tv"},
-            {"rank": 4 * self.rank},
+            {"rank": 2 * (self.rank or default_rank(width))},
             {"start": "zero" if self.start == "parent" else "parent"},
         )
         return tuple(replace(self, **other) for other in others)

@@ -21,6 +21,7 @@ import torch
 from adaptive.control.policy import Advice
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.sampling import Penalties, draw, transform_logits
+from adaptive.decoding.tokens import argmax, as_tensor
 from adaptive.decoding.verify import Proposal
 from adaptive.engines.protocol import Engine, Sequence
 
@@ -81,7 +82,7 @@ class ModelDrafter:
         ``advise`` is asked when a distribution is known and nothing has been drawn from it yet.
         """
         # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
-        feed = torch.tensor(committed[self.sequence.length :]).clamp_(max=self.engine.vocab_size - 1)
+        feed = as_tensor(committed[self.sequence.length :]).clamp_(max=self.engine.vocab_size - 1)
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         drafted = feed[:0]
@@ -94,7 +95,7 @@ class ModelDrafter:
                 sure, best = (logits.float().softmax(-1) if q is None else q).max(-1)
                 advice = advise(position, float(sure))
             elif q is None:
-                best = logits.argmax(-1)
+                best = argmax(logits)
             if advice is Advice.DROP:
                 break
             feed = best if q is None else draw(q, self.generator)

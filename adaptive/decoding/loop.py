@@ -18,6 +18,7 @@ from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Penalties, transform_logits
 from adaptive.decoding.supervision import SupervisionTape
 from adaptive.decoding.text import TextStream
+from adaptive.decoding.tokens import as_tensor
 from adaptive.decoding.verify import Proposal, Verdict, verify_greedy, verify_sampled
 from adaptive.engines.protocol import Sequence
 from adaptive.records.types import Round, Supervision, Timings
@@ -111,7 +112,7 @@ def speculative_round(
         proposal = drafter.propose(committed, draft_length, advise)
     proposed = time.perf_counter()
 
-    fed, drafted = torch.tensor(committed[target.length :]), 0
+    fed, drafted = as_tensor(committed[target.length :]), 0
     if proposal is not None:
         fed, drafted = torch.cat([fed.to(proposal.tokens.device), proposal.tokens]), len(proposal.tokens)
     logits = target.extend(fed, 1 + drafted)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from adaptive.decoding.sampling import draw
+from adaptive.decoding.tokens import argmax
 
 # Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
 NOTHING = 1e-30
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -42,8 +44,8 @@ class Verdict:
 def verify_greedy(logits: torch.Tensor, drafted: torch.Tensor) -> Verdict:
     """logits (K + 1, vocab) of the target, drafted (K,)."""
     if not drafted.shape[0]:
-        return Verdict(0, logits.argmax(-1).tolist(), None)
-    both = torch.cat([logits.argmax(-1), drafted]).tolist()  # the round's one synchronisation
+        return Verdict(0, argmax(logits).tolist(), None)
+    both = torch.cat([argmax(logits), drafted]).tolist()  # the round's one synchronisation
     best, proposed = both[: logits.shape[0]], both[logits.shape[0] :]
     # The target's choice stands in every row that is reached: an accepted draft is that choice.
     accepted = next((i for i, (a, b) in enumerate(zip(best, proposed, strict=False)) if a != b), len(proposed))

@@ -2,45 +2,55 @@
 
 llama.cpp's threads wait for each other by spinning, some two hundred times a pass. Where another program holds
 a core, each wait can last as long as that program's turn, and a pass of a millisecond takes a third of a
-second. One thread alone is then a hundred times as fast; on an idle machine it is slower. So both are timed
-while decoding, and the one that was not faster is tried again now and then.
+second. One thread alone is then a hundred times as fast; on an idle machine it is slower. So the number that is
+not in use is tried now and then, and compared with the passes just before: a machine's speed changes from second
+to second by more than lies between the two.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 # Tokens up to which passes are timed, each number for itself. Longer ones are a prompt's, which all threads
 # compute unless single tokens are better off with one.
 FEW = 16
-# Passes of each kind at the beginning, in turn; the first of each builds its graph and does not count.
-TRIES = 3
-# The other number is tried once more after so many passes, and after so many times the seconds that the last try
+# Passes of a trial, and those before it that they are compared with, by their medians. A first pass does not count:
+# it builds a graph, or wakes a thread that has gone to sleep, and takes up to half as long again. Fewer, and a
+# moment in which the machine did something else is taken for the rule.
+TRIES, RECENT = 5, 9
+# One thread must take at most this share of the time of all. The pace of a machine changes by as much within
+# the few passes of a trial; what one thread is chosen for is a factor of a hundred.
+CLEAR = 0.8
+# A trial ends with a pass that takes so many times as long as the others, and one begins when passes do.
+DECISIVE = 4.0
+# The other number is tried again after so many passes, and after so many times the seconds that the last trial
 # lost: trying costs a hundredth of the time at most, and a machine that has become idle is noticed within
 # seconds. More often costs more, more seldom stays on one thread for longer than the other program ran.
 AGAIN, SHARE = 200, 100
-# Weight of the newest pass in the mean of its number. Higher follows a single slow moment, lower stays slow for
-# longer. What a number that is only tried takes is believed at once: in use, it soon shows.
-WEIGHT = 0.1
-# A pass counts as at most so many times the mean: one slow moment must not change the choice.
-MOST = 4.0
 
 
 @dataclass(slots=True)
 class Passes:
     """What is known of passes over one number of tokens.
 
-    ``means`` are seconds by number of threads; the ``other`` number than the ``best`` is tried once more after
-    ``again`` passes and ``when`` seconds.
+    ``best`` is the number of threads in use, ``recent`` are the seconds that it takes; ``left`` passes are left of a
+    trial of the ``other`` number, which has ``tried`` these. ``settling`` passes do not count. A trial begins with
+    pass ``again``, after ``when`` seconds, or when passes take much longer than the ``slower`` number did in the last.
     """
 
     best: int
     other: int = 1
     count: int = 0
     seconds: float = 0.0
-    again: int = 2 * TRIES + AGAIN
+    settling: int = 1
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    left: int = 0
+    tried: list[float] = field(default_factory=list)
+    slower: float = float("inf")
+    again: int = 0
     when: float = 0.0
-    means: dict[int, float] = field(default_factory=dict)
 
 
 class ThreadChoice:
@@ -61,32 +71,42 @@ class ThreadChoice:
         if tokens > FEW:
             return self.best(1)
         known = self._passes[tokens]
-        if known.count < 2 * TRIES:
-            return 1 if known.count % 2 else self.most
-        return known.other if known.count >= known.again and known.seconds >= known.when else known.best
+        return known.other if known.left else known.best
 
-    def observe(self, tokens: int, threads: int, seconds: float) -> None:
-        """A pass of ``tokens`` tokens on so many ``threads`` took this long."""
+    def observe(self, tokens: int, seconds: float) -> None:
+        """The pass of ``tokens`` tokens, on the threads last chosen, took this long."""
         if self.most == 1 or tokens > FEW:
             return
         known = self._passes[tokens]
         known.count += 1
-        if known.count <= 2:
-            return
         known.seconds += seconds
-        mean = known.means.get(threads)
-        if mean is not None and threads == known.best:
-            seconds = mean + WEIGHT * (min(seconds, MOST * mean) - mean)
-        known.means[threads] = seconds
-        self._compare(known, threads)
+        if known.left:
+            self._try(known, seconds)
+        elif known.settling:
+            known.settling -= 1
+        else:
+            known.recent.append(seconds)
+            due = known.count >= known.again and known.seconds >= known.when
+            limit = DECISIVE * known.slower
+            if len(known.recent) == RECENT and (due or (seconds > limit and median(known.recent) > limit)):
+                known.left, known.settling = TRIES, 1
 
-    def _compare(self, known: Passes, threads: int) -> None:
-        """See which number is the best one now that one of them is known better."""
-        alone, together = known.means.get(1), known.means.get(self.most)
-        if alone is None or together is None:
-            return
-        best = 1 if alone < together else self.most
-        if threads != known.best or best != known.best:  # a try, or a change of mind
-            known.again = known.count + AGAIN
-            known.when = known.seconds + SHARE * abs(alone - together)
-        known.best, known.other = best, 1 + self.most - best
+    def _try(self, known: Passes, seconds: float) -> None:
+        """One pass of a trial; its end says which number is the best one."""
+        known.tried.append(seconds)
+        if seconds < DECISIVE * median(known.recent):
+            if known.settling:
+                known.settling -= 1
+                return
+            known.left -= 1
+            if known.left:
+                return
+        mine, others = median(known.recent), median(known.tried[-TRIES:])
+        known.again = known.count + AGAIN
+        known.when = known.seconds + SHARE * max(0.0, sum(known.tried) - len(known.tried) * mine)
+        known.slower = max(mine, others)
+        if others * CLEAR < mine if known.best == 1 else others < CLEAR * mine:
+            known.best, known.other = known.other, known.best
+        known.left, known.settling = 0, 1
+        known.tried.clear()
+        known.recent.clear()

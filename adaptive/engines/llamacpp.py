@@ -152,7 +152,7 @@ class LlamaCppSequence:
         if status:
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp failed with status {status}: {complaint()}")
         address = ctypes.addressof(self._logits(self._pointer).contents) if rows else 0  # waits for an accelerator
-        self.engine.threads.observe(count, threads, time.perf_counter() - began)
+        self.engine.threads.observe(count, time.perf_counter() - began)
         self.length = self._written
         if not rows:
             return torch.empty(0, self.engine.vocab_size)
