@@ -1,10 +1,12 @@
 """Ours and transformers' own decoding on one pair, in turns on the same prompts: the table of docs/performance.md.
 
     python benchmarks/compare.py [--target DIR --draft DIR] [--count 40] [--tokens 200] [--lengths 4]
-                                 [--prompts FILE] [--adapter FOLDER] [--temperature 0.7] [--only-ours]
+                                 [--prompts FILE] [--adapter FOLDER | --merged DIR] [--temperature 0.7]
+                                 [--only-ours [--ends]]
 
 ``adaptive bench`` without a session's state: nothing learned before is used, and an adapter is named by
-its folder; the same controller then runs once without it and once with it.
+its folder, or a draft with one in its weights by its own; the same controller then runs once without it and
+once with it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,15 +28,15 @@ from adaptive.decoding.params import SamplingParams
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings
 from cli.bench import mixed
-from cli.contenders import Contender, Row, fastest_threads, ours, policies, race, table, theirs
+from cli.contenders import Row, fastest_threads, ours, policies, race, table, theirs
 from cli.prompts import read_prompts
 
 
-def controlled(name: str, pair: Pair, sampling: SamplingParams) -> Contender:
-    """Our loop under a controller that has just measured this pair."""
+def controller(pair: Pair, sampling: SamplingParams) -> GoodputLength:
+    """One that has just measured this pair."""
     policy = GoodputLength()
     policy.costs = CostModel(measure(pair, sampling))
-    return ours(name, pair, policy, sampling)
+    return policy
 
 
 def markdown(rows: list[Row]) -> str:
@@ -61,8 +64,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--lengths", default="4")
     parser.add_argument("--adapter", type=Path)
+    parser.add_argument("--merged", help="checkpoint of the draft with an adapter in its weights")
     parser.add_argument("--compile", action="store_true", help="also the same pair with --compile")
     parser.add_argument("--only-ours", action="store_true", help="leave transformers' own decoding out")
+    parser.add_argument("--ends", action="store_true", help="answers may end before --tokens")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--processor-time",
@@ -70,6 +75,8 @@ def main() -> None:
         help="count one thread's own time, not the clock's: for a machine that other programs are using",
     )
     args = parser.parse_args()
+    if args.ends and not args.only_ours:
+        parser.error("--ends needs --only-ours: transformers' contenders are asked for a number of tokens")
 
     if args.processor_time:
         torch.set_num_threads(1)
@@ -88,34 +95,37 @@ def main() -> None:
             *(theirs(f"transformers, assisted {n}", pair, sampling, threads, assisted=True, length=n) for n in lengths),
             theirs("transformers, prompt lookup", pair, sampling, threads, lookup=10),
         ]
+    mine = partial(ours, sampling=sampling, ends=args.ends)
     field += [
-        ours("ours, plain", pair, FixedLength(0), sampling),
-        *(ours(name, pair, policy, sampling) for name, policy in policies(lengths).items()),
-        controlled("ours, controller", pair, sampling),
+        mine("ours, plain", pair, FixedLength(0)),
+        *(mine(name, pair, policy) for name, policy in policies(lengths).items()),
+        mine("ours, controller", pair, controller(pair, sampling)),
     ]
-    if args.adapter:
-        learned = dataclasses.replace(pair, draft=load_pair(settings).draft)
+    if args.adapter or args.merged:
+        again = settings.model_copy(update={"draft": args.merged}) if args.merged else settings
+        learned = dataclasses.replace(pair, draft=load_pair(again).draft)
         assert learned.draft is not None
-        learned.draft.apply_adapter(args.adapter)
-        field += [ours(f"{name}, distilled", learned, policy, sampling) for name, policy in policies(lengths).items()]
-        field.append(controlled("ours, controller, distilled", learned, sampling))
+        if args.adapter:
+            learned.draft.apply_adapter(args.adapter)
+        field += [mine(f"{name}, distilled", learned, policy) for name, policy in policies(lengths).items()]
+        field.append(mine("ours, controller, distilled", learned, controller(learned, sampling)))
     if args.compile:
         compiled = load_pair(settings.model_copy(update={"compile": True}))
         assert compiled.compilation is not None
         compiled.compilation.wait()
-        field.append(ours("ours compiled, plain", compiled, FixedLength(0), sampling))
+        field.append(mine("ours compiled, plain", compiled, FixedLength(0)))
         field += [
-            ours(name.replace("ours", "ours compiled"), compiled, policy, sampling)
-            for name, policy in policies(lengths).items()
+            mine(name.replace("ours", "ours compiled"), compiled, policy) for name, policy in policies(lengths).items()
         ]
-        field.append(controlled("ours compiled, controller", compiled, sampling))
+        field.append(mine("ours compiled, controller", compiled, controller(compiled, sampling)))
     rows = table(
         field, list(race(field, prompts, args.tokens, time.process_time if args.processor_time else time.perf_counter))
     )
     dtype = str(getattr(pair.target, "model").dtype).removeprefix("torch.")  # noqa: B009
+    limit = f"at most {args.tokens}" if args.ends else args.tokens
     peers = "" if args.only_ours else f"; transformers on {threads} of {torch.get_num_threads()} threads"
     timed = "; processor time" if args.processor_time else ""
-    print(f"{len(prompts)} prompts, {args.tokens} tokens, temperature {args.temperature}, {dtype}{peers}{timed}\n")
+    print(f"{len(prompts)} prompts, {limit} tokens, temperature {args.temperature}, {dtype}{peers}{timed}\n")
     print(markdown(rows))
 
 

@@ -70,12 +70,13 @@ class Contender:
     answer: Answer
 
 
-def ours(name: str, pair: Pair, policy: LengthPolicy, sampling: SamplingParams) -> Contender:
-    """Our own loop under a draft-length policy, with a cache of its own."""
+def ours(name: str, pair: Pair, policy: LengthPolicy, sampling: SamplingParams, ends: bool = False) -> Contender:
+    """Our own loop under a draft-length policy, with a cache of its own. An answer goes on to the number of tokens
+    that was asked for, or ``ends`` where the target ends it."""
     assistant = Assistant(pair, policy, None)
 
     def answer(prompt: Prompt, tokens: int) -> tuple[list[int], float | None]:
-        for _ in assistant.chat(prompt.messages, sampling, StopParams(tokens, ignore_eos=True)):
+        for _ in assistant.chat(prompt.messages, sampling, StopParams(tokens, ignore_eos=not ends)):
             pass
         assert assistant.last is not None
         rounds = assistant.last.rounds

@@ -28,6 +28,7 @@ from cli import (
     records,
     serve,
 )
+from cli.allocation import keep_buffers
 from cli.waiting import wait
 
 app = typer.Typer(
@@ -55,6 +56,7 @@ app.add_typer(config.app, name="config")
 def run() -> None:
     """Run the command line; a user's mistake is one line on standard error and exit status 2."""
     wait()
+    keep_buffers()
     debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))
     # It warns of a kernel for 4-bit weights that nothing here needs.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
