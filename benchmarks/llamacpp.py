@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compare import controller
 
 from adaptive.assistant import Assistant, encode_chat
-from adaptive.control.costs import CostModel
-from adaptive.control.goodput import GoodputLength
-from adaptive.control.measure import measure
 from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import BUNDLED, Pair, load_pair
@@ -145,13 +143,6 @@ def race(field: dict[str, Answer], prompts: list[Prompt]) -> Iterator[Answered]:
             yield Answered(name, number, tuple(tokens), seconds, drafted, accepted)
 
 
-def controlled(pair: Pair, sampling: SamplingParams) -> LengthPolicy:
-    """A controller that has just measured this pair."""
-    policy = GoodputLength()
-    policy.costs = CostModel(measure(pair, sampling))
-    return policy
-
-
 def rows(answers: list[Answered], names: list[str]) -> list[dict[str, Any]]:
     """One row a contender; ``against`` is how many times as fast as the first, by medians of seconds a token."""
     first = {a.prompt: a.tokens for a in answers if a.contender == names[0]}
@@ -233,14 +224,14 @@ def main() -> None:
             field[name] = theirs(server, pair, sampling, args.tokens)
         field["ours, plain"] = ours(pair, FixedLength(0), sampling, args.tokens)
         field |= {f"ours, draft {n}": ours(pair, FixedLength(n), sampling, args.tokens) for n in lengths}
-        field["ours, controller"] = ours(pair, controlled(pair, sampling), sampling, args.tokens)
+        field["ours, controller"] = ours(pair, controller(pair, sampling), sampling, args.tokens)
         if args.adapter:
             learned = load_pair(settings)
             assert learned.draft is not None
             learned.draft.apply_adapter(args.adapter)
             for n in lengths:
                 field[f"ours, draft {n}, distilled"] = ours(learned, FixedLength(n), sampling, args.tokens)
-            policy = controlled(learned, sampling)
+            policy = controller(learned, sampling)
             field["ours, controller, distilled"] = ours(learned, policy, sampling, args.tokens)
         answers = list(race(field, prompts))
     table = rows(answers, list(field))
