@@ -81,14 +81,19 @@ class ModelDrafter:
 
         ``advise`` is asked when a distribution is known and nothing has been drawn from it yet.
         """
-        # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
-        feed = as_tensor(committed[self.sequence.length :]).clamp_(max=self.engine.vocab_size - 1)
+        adjusts = self.penalties.active or self.penalties.bias is not None
+        feed = as_tensor(committed[self.sequence.length :])
+        if self.engine.vocab_size < self.target_vocab:
+            # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
+            feed.clamp_(max=self.engine.vocab_size - 1)
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         drafted = feed[:0]
         for position in range(1, length + 1):
-            logits = self.sequence.extend(feed, 1)[:, : self.target_vocab]
-            logits = self.penalties.apply(logits, drafted) if self._adjusts else logits
+            logits = self.sequence.extend(feed, 1)
+            if self.engine.vocab_size > self.target_vocab:
+                logits = logits[:, : self.target_vocab]
+            logits = self.penalties.apply(logits, drafted) if adjusts else logits
             q = None if self.params.greedy else transform_logits(logits.float(), self.params).softmax(-1)
             advice = Advice.MORE
             if advise is not None:
@@ -104,13 +109,9 @@ class ModelDrafter:
                 probs.append(q)
             if advice is Advice.LAST:
                 break
-            if self._adjusts:
+            if adjusts:
                 drafted = torch.cat(tokens)
         return Proposal(self.name, torch.cat(tokens), torch.cat(probs) if probs else None) if tokens else None
-
-    @property
-    def _adjusts(self) -> bool:
-        return self.penalties.active or self.penalties.bias is not None
 
     def rollback(self, length: int) -> None:
         """Forget the drafts that did not stand."""
