@@ -140,6 +140,7 @@ def run(
     from adaptive.state import open_state
     from checkpoints.store import AdapterStore
     from trainers.dataset import read_log
+    from trainers.lora import width_of
     from trainers.round import distill as train
 
     identity = pair_identity(settings)
@@ -160,7 +161,7 @@ def run(
             extra=extra,
             promotion=promotion,
             checkpoint=state.training,
-            rivals=recipe.rivals(int(draft.config.get_text_config().hidden_size)) if compare else (),
+            rivals=recipe.rivals(width_of(draft)) if compare else (),
         )
 
 

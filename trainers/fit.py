@@ -21,7 +21,7 @@ from peft import PeftModel
 from trainers import losses, processes
 from trainers.batches import collate, context_length, passes, supervised_logits
 from trainers.dataset import Example
-from trainers.lora import AdapterState, default_learning_rate, snapshot
+from trainers.lora import AdapterState, default_learning_rate, snapshot, width_of
 from trainers.recipe import LossName, Recipe
 from trainers.replay import Stopped
 from trainers.resume import Checkpoint, Standing
@@ -81,7 +81,7 @@ def fit(
     """
     stop = should_stop or (lambda: False)
     weights = [p for p in model.parameters() if p.requires_grad]
-    rate = recipe.learning_rate or default_learning_rate(int(model.config.get_text_config().hidden_size))
+    rate = recipe.learning_rate or default_learning_rate(width_of(model))
     optimizer = torch.optim.AdamW(_groups(model, recipe), lr=rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
     now = checkpoint.load(weights, optimizer) if checkpoint else None
     now = now or Standing(next_evaluation=1 / recipe.evaluations)

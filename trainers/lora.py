@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 AdapterState = dict[str, torch.Tensor]
 
 
+def width_of(draft: PreTrainedModel | PeftModel) -> int:
+    """Hidden size of the draft, by which rank and learning rate go."""
+    return int(draft.config.get_text_config().hidden_size)
+
+
 def default_learning_rate(width: int) -> float:
     """Peak learning rate of AdamW for a draft of this hidden size: 7.5e-4 (2000 / width)^0.78.
 
@@ -67,7 +72,7 @@ def attach(draft: PreTrainedModel, recipe: Recipe) -> PeftModel:
     modules = dict(draft.named_modules())
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        r=recipe.rank or default_rank(int(draft.config.get_text_config().hidden_size)),
+        r=recipe.rank or default_rank(width_of(draft)),
         lora_alpha=recipe.alpha,
         target_modules=_shortened(names, list(modules)),
         use_rslora=recipe.rslora,

@@ -32,17 +32,16 @@ class SupervisionTape:
         or None for a whole answer that is greedy."""
         if chosen is not None:
             self._chosen.append(chosen)
-        end = self._waiting + len(logits)
-        if end > BATCH:
+        count, vocab = logits.shape
+        if self._waiting + count > BATCH:
             self._digest()
-            end = len(logits)
-        if end >= BATCH and not self._waiting:
+        if count > BATCH:
             self._reduce(logits)
             return
         if self._rows is None:
-            self._rows = logits.new_empty(BATCH, logits.shape[-1])
-        self._rows[self._waiting : end] = logits
-        self._waiting = end
+            self._rows = logits.new_empty(BATCH, vocab)
+        self._rows[self._waiting : self._waiting + count] = logits
+        self._waiting += count
 
     def _digest(self) -> None:
         """Reduce the waiting rows to what is kept of them."""

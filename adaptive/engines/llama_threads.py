@@ -28,7 +28,7 @@ DECISIVE = 4.0
 # The other number is tried again after so many passes, and after so many times the seconds that the last trial
 # lost: trying costs a hundredth of the time at most, and a machine that has become idle is noticed within
 # seconds. More often costs more, more seldom stays on one thread for longer than the other program ran.
-AGAIN, SHARE = 200, 100
+AGAIN, SHARE = 400, 100
 
 
 @dataclass(slots=True)
