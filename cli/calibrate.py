@@ -282,7 +282,7 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
         table.add_row(
             f"{k}" if k else "plain",
             f"{(costs.start_s + costs.draft_s * k if k else 0.0) * 1e3:.2f}",
-            f"{costs.verify_s[k] * 1e3:.2f}",
+            f"{(costs.verify_s[k] if k else costs.plain_step_s) * 1e3:.2f}",
             f"{forecast.mean_acceptance_length[k]:.2f}",
             f"{rate:.1f}",
             bar,

@@ -313,7 +313,7 @@ def break_even(outcome: DistillOutcome, settings: Settings) -> str | None:
     if costs is None or outcome.verdict is None:
         return None
     held = outcome.verdict.recent
-    plain = costs.verify_s[0] + costs.overhead_s
+    plain = costs.plain_step_s + costs.overhead_s
     round_s = held.draft_length * costs.draft_s + costs.verify_s[held.draft_length] + costs.overhead_s
     before, after = (
         min(plain, round_s / lengths.mean) + costs.token_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +56,8 @@ class World:
         self.random = random.Random(seed)
         self.waiting = 0
         self.slower = 1.0
+        self.plain_after_plain = 1.0  # seconds of the pass
+        self.plain = False  # the last round was
         self.tokens = self.seconds = 0.0
 
     def round(self, acceptance: list[float], limit: int = 1000) -> Round:
@@ -76,12 +79,10 @@ class World:
         while accepted < drafted and self.random.random() < acceptance[accepted]:
             accepted += 1
         draft_s = TABLE.start_s + steps * TABLE.draft_s + self.waiting * TABLE.catch_up_s if steps else 0.0
+        verify_s = TABLE.verify_s[drafted] if steps or not self.plain else self.plain_after_plain
+        self.plain = not steps
         outcome = Round(
-            "model" if drafted else "none",
-            drafted,
-            accepted,
-            draft_s * self.slower,
-            TABLE.verify_s[drafted] * self.slower,
+            "model" if drafted else "none", drafted, accepted, draft_s * self.slower, verify_s * self.slower
         )
         self.policy.observe(outcome)
         between = (TABLE.overhead_s + TABLE.token_s * (1 + accepted)) * self.slower
@@ -196,6 +197,30 @@ def test_a_useless_draft_costs_at_most_two_percent(attentive: bool) -> None:
     for _ in range(3000):
         world.round([0.02] * 16)
     assert world.tokens / world.seconds > 0.98 / (TABLE.verify_s[0] + TABLE.overhead_s + TABLE.token_s)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("attentive", [True, False])
+def test_plain_decoding_is_held_against_what_it_costs_by_itself(attentive: bool, measured: bool) -> None:
+    """On some engines a pass is dearer when the last one had another number of tokens. Speculation must not look
+    good because plain steps are slow among its rounds, nor its tries cheap."""
+    clock = Clock()
+    table = replace(TABLE, plain_s=0.7) if measured else TABLE
+    policy = GoodputLength(table, attentive=attentive, clock=clock)
+    world = World(policy, clock)
+    world.plain_after_plain = 0.7
+    if not measured:  # it is seen now and then
+        for _ in range(4000):
+            world.round([0.5] * 16)
+        assert policy.costs.plain() < 0.85 * policy.costs.verify(0)
+        world.tokens = world.seconds = 0.0
+    for _ in range(3000):
+        world.round([0.5] * 16)
+    assert not policy.speculating
+    assert world.tokens / world.seconds > 0.97 / (0.7 + TABLE.overhead_s + TABLE.token_s)
+    for _ in range(300):
+        world.round([0.95] * 16)
+    assert policy.speculating
 
 
 @pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.85])

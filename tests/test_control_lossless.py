@@ -29,7 +29,7 @@ from adaptive.settings import load_settings
 
 RUNS = 4000
 # A draft that costs next to nothing beside its target, so that drafts are long and end by advice.
-CHEAP = CostTable(0.0, 0.01, 0.001, tuple(1 + 0.1 * k for k in range(17)), 0.01, 0.01, 0.0, 0)
+CHEAP = CostTable(0.0, 0.01, 0.001, tuple(1 + 0.1 * k for k in range(17)), 0.01, 0.01, 0.0, 0, 1.0)
 
 
 class Stopping(FixedLength):

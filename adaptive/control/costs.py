@@ -26,6 +26,9 @@ SPEED_STEP = 0.02
 # Relative step of one length's own cost. Larger shakes the comparison between lengths, which is what
 # the choice rests on; smaller takes long to mend a wrong measurement.
 LENGTH_STEP = 0.01
+# The same for plain decoding while the draft is in use: it is then seen once in 200 rounds. Larger shakes the choice
+# between the two, smaller takes thousands of rounds to mend it.
+SELDOM_STEP = 0.04
 # Observations far off on the same side after which steps grow, by how much each, and their largest
 # relative size. Sooner, and a few slow rounds in a row carry an estimate away.
 PATIENCE, GROWTH, LARGEST_STEP = 3, 1.6, 0.4
@@ -41,7 +44,9 @@ class CostTable:
     further token costs that the first step has to feed (after plain rounds), ``verify_s[k]`` a
     verification of k drafted tokens (k + 1 rows; 0 is a plain step), ``overhead_s`` the rest of a round,
     ``token_s`` what each committed token takes beside (its text, its record, handing it over), and
-    ``context_s`` what each token of context beyond ``context`` adds to a verification.
+    ``context_s`` what each token of context beyond ``context`` adds to a verification. ``plain_s`` is a plain
+    step after another one (as ``verify_s[0]`` where None): llama.cpp builds its graph anew when a pass has
+    another number of tokens than the last, which is a third of a small model's pass.
     """
 
     start_s: float
@@ -52,6 +57,12 @@ class CostTable:
     token_s: float
     context_s: float
     context: int
+    plain_s: float | None = None
+
+    @property
+    def plain_step_s(self) -> float:
+        """A plain step among plain steps."""
+        return self.verify_s[0] if self.plain_s is None else self.plain_s
 
 
 # What to believe of a pair that was never measured: shares of a plain step, typical of a draft of a
@@ -96,11 +107,15 @@ def _between(xs: list[int], ys: list[float], x: int) -> float:
 
 
 class Timed(NamedTuple):
-    """A finished round, the forwards that the draft made, and the extra tokens that the first of them was fed."""
+    """A finished round, the forwards that the draft made, and the extra tokens that the first of them was fed.
+
+    ``again`` is a plain step after a plain step.
+    """
 
     outcome: Round
     steps: int
     waiting: int
+    again: bool = False
 
 
 class Steps:
@@ -134,6 +149,7 @@ class CostModel:
         table = table or UNMEASURED
         self.start_s, self.draft_s, self.catch_up_s = table.start_s, table.draft_s, table.catch_up_s
         self.verify_s = list(table.verify_s)
+        self.plain_s = table.plain_step_s
         self.overhead_s, self.token_s = table.overhead_s, table.token_s
         self.context_s, self.context = table.context_s, table.context
         self.speed = 1.0
@@ -155,14 +171,21 @@ class CostModel:
         return self.speed * self.draft_s
 
     def verify(self, length: int) -> float:
-        """Seconds of verifying ``length`` drafted tokens; 0 is a plain step."""
+        """Seconds of verifying ``length`` drafted tokens; 0 is a plain step among other rounds."""
         return self.speed * max(self.verify_s[length] + self.now, 1e-9)
 
-    def round(self, length: int, waiting: int = 0) -> float:
-        """Seconds of a whole round of ``length`` drafted tokens, apart from what its committed tokens take."""
-        return (self.draft(length, waiting) if length else 0.0) + self.plain(length)
+    def plain(self) -> float:
+        """Seconds of a plain step after another one."""
+        return self.speed * max(self.plain_s + self.now, 1e-9)
 
-    def plain(self, length: int) -> float:
+    def round(self, length: int, waiting: int = 0) -> float:
+        """Seconds of a whole round of ``length`` drafted tokens, apart from what its committed tokens take; 0 is a
+        round of plain decoding."""
+        if not length:
+            return self.plain() + self.speed * self.overhead_s
+        return self.draft(length, waiting) + self.beside_drafting(length)
+
+    def beside_drafting(self, length: int) -> float:
         """Seconds of a round of ``length`` drafted tokens apart from drafting them."""
         return self.verify(length) + self.speed * self.overhead_s
 
@@ -173,16 +196,21 @@ class CostModel:
         verified: list[float] = []
         drafted: list[float] = []
         caught_up: list[float] = []
-        for outcome, steps, waiting in rounds:
+        plain_step = SELDOM_STEP if any(r.steps for r in rounds) else LENGTH_STEP
+        for outcome, steps, waiting, again in rounds:
             k = min(outcome.drafted, LONGEST)
-            ratio = outcome.verify_s / self.verify(k)
+            ratio = outcome.verify_s / (self.plain() if again else self.verify(k))
             verified.append(ratio)
-            self.verify_s[k] *= 1 + LENGTH_STEP * max(-1.0, min(1.0, (ratio - 1.0) * 10.0))
+            off = max(-1.0, min(1.0, (ratio - 1.0) * 10.0))
+            if again:
+                self.plain_s *= 1 + plain_step * off
+            else:
+                self.verify_s[k] *= 1 + LENGTH_STEP * off
             if steps:
                 mostly = drafted if waiting <= steps else caught_up
                 mostly.append(outcome.draft_s / self.draft(steps, waiting))
         self.speed *= self.speed_steps.factor(verified)
-        for k in {min(r.outcome.drafted, LONGEST) for r in rounds}:
+        for k in {-1 if r.again else min(r.outcome.drafted, LONGEST) for r in rounds}:
             self._keep_rising(k)
         if drafted:
             factor = self.draft_steps.factor(drafted)
@@ -210,8 +238,10 @@ class CostModel:
         self.speed = outcome.verify_s / self.verify_s[min(outcome.drafted, LONGEST)]
 
     def _keep_rising(self, changed: int) -> None:
-        """A longer verification is never cheaper: the length just seen is right, its neighbours give way."""
-        value = self.verify_s[changed]
+        """A longer verification is never cheaper, and plain decoding (-1) no dearer than any: the cost just seen is
+        right, its neighbours give way."""
+        value = self.plain_s if changed < 0 else self.verify_s[changed]
+        self.plain_s = min(self.plain_s, value)
         for k in range(changed - 1, -1, -1):
             if self.verify_s[k] <= value:
                 break
@@ -232,4 +262,5 @@ class CostModel:
             token_s=self.token_s * self.speed,
             context_s=self.context_s * self.speed,
             context=self.context,
+            plain_s=self.plain_s * self.speed,
         )

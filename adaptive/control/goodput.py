@@ -40,8 +40,8 @@ TRY_SHARE = 0.01
 # The most that the budget holds, in plain rounds, and what it begins with: some thirty tries of a small
 # draft. Less gives up on a bad beginning, more is spent at every change for the worse.
 BUDGET = 4.0
-# Rounds without a plain one after which one is decoded plainly, so that its cost stays known: it is
-# what speculation is compared with. Too often costs the speed-up of those rounds.
+# Rounds without plain decoding after which two are plain, so that its cost stays known: it is what speculation
+# is compared with. The first of two may take longer than the rest would. Too often costs the speed-up of those rounds.
 PLAIN_EVERY = 200
 # Rounds that are learned from together, after which everything is decided anew. A round's own learning is a
 # few dozen small steps in Python, which cost several times as much when the models' passes have driven
@@ -82,13 +82,14 @@ class GoodputLength(LengthPolicy):
         self.this_answer = 0
         self.budget = BUDGET  # plain rounds' time that tries may spend
         self.since_plain = 0
+        self.plain_run = 0  # plain rounds up to now without one in between for which the draft was asked
         # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
         # and how often, how long and with how many tokens the caller was busy between rounds.
         self.seen: list[Timed] = []
         self.sure: list[list[int]] = []
         self.pauses, self.pause_s, self.pause_tokens = 0, 0.0, 0
         self.finished: float | None = None  # when the last round of this answer came to its end
-        self.committed = 0  # tokens that it committed
+        self.committed = 0  # tokens that were committed since it was last asked
         self.decided = False
         self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
         self.waiting = 0
@@ -102,10 +103,13 @@ class GoodputLength(LengthPolicy):
             self.pauses += 1
             self.pause_s += self.clock() - self.finished
             self.pause_tokens += self.committed
+        self.committed = 0
         self.waiting, self.bins, self.reach = waiting, [], 1.0
         if not self.decided:
             self._decide(context, waiting)
         self.expected = self.expected_plain
+        # Plain rounds change nothing until a try can be paid for.
+        self.steady = 1 if self.drafting else max(1, int((self.price - self.budget) / TRY_SHARE))
         if limit <= 0 or not self.drafting:
             return 0
         if self.speculating:
@@ -140,7 +144,11 @@ class GoodputLength(LengthPolicy):
     def _cost_of_trying(self, waiting: int) -> float:
         """What one drafted token costs if it is rejected, in plain rounds."""
         costs = self.costs
-        return (costs.draft(1, waiting) + costs.verify(1) - costs.verify(0)) / self.plain_s
+        return (costs.draft(1, waiting) + costs.verify(1) - costs.plain() + self._going_back()) / self.plain_s
+
+    def _going_back(self) -> float:
+        """Seconds by which the first plain step after another round takes longer than the next."""
+        return self.costs.verify(0) - self.costs.plain()
 
     def _best_fixed(self) -> tuple[int, float]:
         """The length, at least 1, of the highest rate by acceptance at each position, and that rate."""
@@ -180,12 +188,15 @@ class GoodputLength(LengthPolicy):
 
     def observe(self, outcome: Round) -> None:
         """Keep a finished round; every ``BATCH`` rounds, and at once after a try, they are learned from."""
-        self.finished, self.committed = self.clock(), 1 + outcome.accepted
+        self.finished = self.clock()
+        self.committed += 1 + outcome.accepted
         steps = len(self.bins) if self.attentive else outcome.drafted
-        self.this_answer += self.committed
-        if not outcome.drafted:
+        self.this_answer += 1 + outcome.accepted
+        self.plain_run = 0 if steps else self.plain_run + 1
+        again = self.plain_run > 1
+        if again:
             self.since_plain = 0
-        self.seen.append(Timed(outcome, steps, self.waiting))
+        self.seen.append(Timed(outcome, steps, self.waiting, again))
         self.sure.append(self.bins)
         if len(self.seen) >= BATCH or (steps and not self.speculating):
             self.settle()
@@ -209,11 +220,11 @@ class GoodputLength(LengthPolicy):
 
     def _learn(self, timed: Timed, bins: list[int]) -> None:
         """Rate, budget and calibration after one round."""
-        costs, (outcome, steps, waiting) = self.costs, timed
+        costs, (outcome, steps, waiting, _) = self.costs, timed
         if not steps:
             self.budget = min(BUDGET, self.budget + TRY_SHARE)
             return
-        seconds = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.plain(outcome.drafted)
+        seconds = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.beside_drafting(outcome.drafted)
         tokens = 1.0 + outcome.accepted
         if self.attentive:
             judged = bins[: min(outcome.drafted, outcome.accepted + 1)]
@@ -228,6 +239,8 @@ class GoodputLength(LengthPolicy):
             seconds += costs.draft(0, waiting)
         # What it really took, if that was less: costs that are believed too high are found out by tries.
         seconds = min(seconds, outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s)
+        if not self.speculating:
+            seconds += self._going_back()
         self.budget = min(BUDGET, max(0.0, self.budget + tokens - seconds / self.plain_s))
 
     def begin(self, scope: Scope) -> None:
@@ -237,7 +250,7 @@ class GoodputLength(LengthPolicy):
         self.acceptance.begin(scope.session, "model", scope.temperature)
         if self.this_answer:
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
-        self.this_answer = 0
+        self.this_answer = self.plain_run = 0
         self.finished = None
 
     def swapped(self) -> None:

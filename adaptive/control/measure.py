@@ -101,6 +101,7 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Cos
     verify: dict[int, list[float]] = {k: [] for k in LENGTHS}
     drafts: dict[int, list[float]] = {k: [] for k in LENGTHS if k}
     caught_up: list[float] = []
+    plain: list[float] = []
     began = time.perf_counter()
     for repeat in range(REPEATS * (3 if thorough else 1)):
         if repeat >= LEAST_REPEATS and time.perf_counter() - began > ENOUGH_S * (3 if thorough else 1):
@@ -110,6 +111,8 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Cos
             verify[length].append(outcome.verify_s)
             if length:
                 drafts[length].append(outcome.draft_s)
+            else:
+                plain.append(bench.round(0).verify_s)
         caught_up.append(bench.round(1, waiting=min(CATCH_UP, context - 2)).draft_s)
     start_s, draft_s = line({length: statistics.median(seconds) for length, seconds in drafts.items()})
     medians = {length: statistics.median(seconds) for length, seconds in verify.items()}
@@ -127,6 +130,7 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Cos
         token_s=max(1e-9, statistics.median(bench.beside(pair) for _ in range(3))),
         context_s=context_s,
         context=context,
+        plain_s=min(statistics.median(plain), medians[0]),
     )
     return dataclasses.replace(table, overhead_s=choosing(table, attentive))
 

@@ -19,7 +19,9 @@ from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
 
 # Version of the file's shape; another one is not read.
-VERSION = 2
+VERSION = 3
+# Costs that are more, or less, than one number.
+LISTED = ("verify_s", "plain_s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +122,22 @@ def _restore(counts: Counts, stored: dict[str, Any]) -> None:
 
 
 def _table(stored: dict[str, Any]) -> CostTable:
-    single = {f.name: float(stored[f.name]) for f in dataclasses.fields(CostTable) if f.name != "verify_s"}
+    single = {f.name: float(stored[f.name]) for f in dataclasses.fields(CostTable) if f.name not in LISTED}
     verify = tuple(_numbers(stored["verify_s"], LONGEST + 1))
-    if min(*verify, single["draft_s"], single["overhead_s"], single["token_s"]) <= 0:
+    plain_s = None if stored["plain_s"] is None else float(stored["plain_s"])
+    if (
+        min(
+            *verify,
+            single["draft_s"],
+            single["overhead_s"],
+            single["token_s"],
+            verify[0] if plain_s is None else plain_s,
+        )
+        <= 0
+    ):
         raise ValueError("costs must be positive")
-    return CostTable(verify_s=verify, **{**single, "context": int(single["context"])})  # type: ignore[arg-type]
+    whole = {**single, "context": int(single["context"]), "plain_s": plain_s}
+    return CostTable(verify_s=verify, **whole)  # type: ignore[arg-type]
 
 
 def _numbers(stored: list[Any], count: int) -> list[float]:

@@ -35,12 +35,14 @@ class LengthPolicy(ABC):
 
     ``attentive`` policies are asked at every position, which costs the drafter one probability a
     token; the others never make it compute one. ``expected`` is the tokens per second that the policy
-    expects of the round it has just chosen; 0 where it forecasts nothing.
+    expects of the round it has just chosen; 0 where it forecasts nothing. The length just chosen holds for
+    ``steady`` rounds: in the next ones it need not be asked for, and they may be observed together.
     """
 
     name: str
     attentive: bool = False
     expected: float = 0.0
+    steady: int = 1
 
     @abstractmethod
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
@@ -71,6 +73,8 @@ class LengthPolicy(ABC):
 
 class FixedLength(LengthPolicy):
     """The same draft length every round."""
+
+    steady = 1000
 
     def __init__(self, length: int) -> None:
         self.name = f"fixed:{length}"

@@ -21,7 +21,7 @@ import torch
 from adaptive.control.policy import Advice
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.sampling import Penalties, draw, transform_logits
-from adaptive.decoding.tokens import argmax, as_tensor
+from adaptive.decoding.tokens import Ids, argmax, as_tensor, join, likeliest
 from adaptive.decoding.verify import Proposal
 from adaptive.engines.protocol import Engine, Sequence
 
@@ -82,36 +82,37 @@ class ModelDrafter:
         ``advise`` is asked when a distribution is known and nothing has been drawn from it yet.
         """
         adjusts = self.penalties.active or self.penalties.bias is not None
-        feed = as_tensor(committed[self.sequence.length :])
+        feed: Ids = committed[self.sequence.length :]
         if self.engine.vocab_size < self.target_vocab:
             # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
-            feed.clamp_(max=self.engine.vocab_size - 1)
-        tokens: list[torch.Tensor] = []
+            feed = [min(token, self.engine.vocab_size - 1) for token in feed]
+        tokens: list[Ids] = []
         probs: list[torch.Tensor] = []
-        drafted = feed[:0]
         for position in range(1, length + 1):
             logits = self.sequence.extend(feed, 1)
             if self.engine.vocab_size > self.target_vocab:
                 logits = logits[:, : self.target_vocab]
-            logits = self.penalties.apply(logits, drafted) if adjusts else logits
-            q = None if self.params.greedy else transform_logits(logits.float(), self.params).softmax(-1)
-            advice = Advice.MORE
-            if advise is not None:
-                sure, best = (logits.float().softmax(-1) if q is None else q).max(-1)
-                advice = advise(position, float(sure))
-            elif q is None:
-                best = argmax(logits)
+            if adjusts:
+                logits = self.penalties.apply(logits, as_tensor(join(tokens)))
+            q, advice = None, Advice.MORE
+            if not self.params.greedy:
+                q = transform_logits(logits.float(), self.params).softmax(-1)
+                if advise is not None:
+                    advice = advise(position, float(q.max()))
+            elif advise is None:
+                feed = argmax(logits)
+            else:
+                sure, feed = likeliest(logits)
+                advice = advise(position, sure)
             if advice is Advice.DROP:
                 break
-            feed = best if q is None else draw(q, self.generator)
-            tokens.append(feed)
             if q is not None:
+                feed = draw(q, self.generator)
                 probs.append(q)
+            tokens.append(feed)
             if advice is Advice.LAST:
                 break
-            if adjusts:
-                drafted = torch.cat(tokens)
-        return Proposal(self.name, torch.cat(tokens), torch.cat(probs) if probs else None) if tokens else None
+        return Proposal(self.name, join(tokens), torch.cat(probs) if probs else None) if tokens else None
 
     def rollback(self, length: int) -> None:
         """Forget the drafts that did not stand."""

@@ -18,20 +18,15 @@ from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Penalties, transform_logits
 from adaptive.decoding.supervision import SupervisionTape
 from adaptive.decoding.text import TextStream
-from adaptive.decoding.tokens import as_tensor
+from adaptive.decoding.tokens import Ids, as_tensor, join
 from adaptive.decoding.verify import Proposal, Verdict, verify_greedy, verify_sampled
 from adaptive.engines.protocol import Sequence
 from adaptive.records.types import Round, Supervision, Timings
 
-
-@dataclass(frozen=True)
-class Counters:
-    """Where a generation stands: tokens and seconds, rounds, drafted and accepted tokens."""
-
-    timings: Timings
-    rounds: int
-    drafted: int
-    accepted: int
+# Seconds of rounds whose tokens are shown together: less than the 16 ms that a screen shows one picture for. What
+# comes between two rounds (text, hooks, the caller) is cheap when it is repeated, and dear each time that a pass
+# over the weights has driven it out of the processor's caches. Longer is seen as text that comes in jerks.
+BURST_S = 0.008
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,6 @@ class Step:
     text: str
     token: int
     from_draft: bool
-    counters: Counters
     finish_reason: str | None = None
 
 
@@ -73,11 +67,12 @@ class TargetSampler:
 
     def verify(self, logits: torch.Tensor, proposal: Proposal | None) -> Verdict:
         """logits (K + 1, vocab) after the last committed token and after each of K drafted ones."""
-        drafted = self._nothing if proposal is None else proposal.tokens.to(logits.device)
+        ids: Ids = [] if proposal is None else proposal.tokens
         if self.penalties.active or self.penalties.bias is not None:
-            logits = self.penalties.apply(logits, drafted)
+            logits = self.penalties.apply(logits, as_tensor(ids))
         if self.params.greedy:
-            return verify_greedy(logits, drafted)
+            return verify_greedy(logits, ids)
+        drafted = self._nothing if proposal is None else as_tensor(ids).to(logits.device)
         p = transform_logits(logits.float(), self.params).softmax(-1)
         if proposal is None:
             q = p[:0]
@@ -102,8 +97,8 @@ def speculative_round(
     ``draft_length`` is the most that is drafted; ``advise`` may end the draft before.
 
     Before and after, the caches hold at most all committed tokens but the last one: the token that
-    the target added itself has not been fed to anybody yet. Returns the target's raw logits of the
-    committed positions (accepted + 1, vocab) as well.
+    the target added itself has not been fed to anybody yet. Returns the target's raw logits
+    (drafted + 1, vocab) as well, of which the first accepted + 1 rows are those of the committed tokens.
     """
     held = len(committed)
     began = time.perf_counter()
@@ -112,26 +107,21 @@ def speculative_round(
         proposal = drafter.propose(committed, draft_length, advise)
     proposed = time.perf_counter()
 
-    fed, drafted = as_tensor(committed[target.length :]), 0
+    fed: Ids = committed[target.length :]
+    drafted = 0
     if proposal is not None:
-        fed, drafted = torch.cat([fed.to(proposal.tokens.device), proposal.tokens]), len(proposal.tokens)
+        fed, drafted = join([fed, proposal.tokens]), len(proposal.tokens)
     logits = target.extend(fed, 1 + drafted)
     verdict = sampler.verify(logits, proposal)
 
     committed += verdict.tokens
-    target.rollback(held + verdict.accepted)
-    if drafter is not None:
+    if proposal is not None and drafter is not None:
+        target.rollback(held + verdict.accepted)
         drafter.rollback(held + verdict.accepted)
     sampler.penalties.commit(verdict.tokens)
     verified = time.perf_counter()
-    outcome = Round(
-        drafter=proposal.drafter if proposal else "none",
-        drafted=drafted,
-        accepted=verdict.accepted,
-        draft_s=proposed - began,
-        verify_s=verified - proposed,
-    )
-    return outcome, verdict, logits if verdict.accepted == drafted else logits[: verdict.accepted + 1]
+    who = "none" if proposal is None else proposal.drafter
+    return Round(who, drafted, verdict.accepted, proposed - began, verified - proposed), verdict, logits
 
 
 class Decoding:
@@ -170,74 +160,118 @@ class Decoding:
         self.rounds: list[Round] = []
         self.tape: SupervisionTape | None = None
         self.supervision: Supervision | None = None
-        self.drafted = self.accepted = 0
-        self.prompt_s = self.predicted_s = self.expected_s = 0.0
+        self.prompt_s = self.predicted_s = 0.0
+        self._expected: list[float] = []  # seconds that the policy expected of each round
+        self._unshown: list[Verdict] = []
+        self._left = self.room  # tokens that may still be decoded
+        self._ended = False  # the last token that was decoded ends the answer
 
     def steps(self) -> Iterator[Step]:
         """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
         self.target.reserve(len(self.committed) + self.room)
         self.sampler.penalties.start(torch.tensor(self.committed))
-        tape = self.tape = SupervisionTape() if self.request.record else None
-        advise = self.policy.advise if self.policy.attentive else None
+        self.tape = SupervisionTape() if self.request.record else None
         began = time.perf_counter()
         try:
             # The first round scores the prompt. Its time is the prompt's, and nothing is drafted before it.
-            _, verdict, logits = speculative_round(self.target, None, self.sampler, self.committed, 0)
+            self._keep(*speculative_round(self.target, None, self.sampler, self.committed, 0)[1:])
             self.prompt_s = time.perf_counter() - began
             first = time.perf_counter()
             while True:
-                if tape is not None:
-                    tape.append(logits, verdict.chosen)
                 self.predicted_s = time.perf_counter() - first
-                yield from self._commit(verdict)
+                yield from self._show()
                 if self.finish_reason is not None:
                     return
-                limit = self._limit() if self.between() else 0
-                length = self.policy.next_length(limit, self._waiting(), len(self.committed))
-                outcome, verdict, logits = speculative_round(
-                    self.target, self.drafter, self.sampler, self.committed, length, advise
-                )
-                self.policy.observe(outcome)
-                self.rounds.append(outcome)
-                if self.policy.expected:
-                    self.expected_s += len(verdict.tokens) / self.policy.expected
-                self.drafted += outcome.drafted
-                self.accepted += outcome.accepted
+                self._burst()
         finally:
             self.finish_reason = self.finish_reason or "cancelled"
-            # Tokens of the last round after a stop are in nobody's text: the caches forget them.
+            # Tokens after a stop are in nobody's text: figures leave their rounds out, the caches forget them.
+            self._forget_rounds()
             known = len(self.request.prompt) + len(self.output)
             self.target.rollback(known)
             if self.drafter is not None:
                 self.drafter.rollback(known)
-            if tape is not None and self.output:
-                self.supervision = tape.take(len(self.output))
+            if self.tape is not None and self.output:
+                self.supervision = self.tape.take(len(self.output))
 
-    def _limit(self) -> int:
-        """The longest draft worth proposing: a round commits one token more than it accepts."""
-        if self.drafter is None:
-            return 0
-        return max(0, min(self.room - len(self.output) - 1, self.drafter.limit(len(self.committed))))
-
-    def _waiting(self) -> int:
-        return 0 if self.drafter is None else self.drafter.waiting(len(self.committed))
-
-    def _commit(self, verdict: Verdict) -> Iterator[Step]:
-        """Show the tokens of one verdict, up to and including the one that ends the answer."""
-        for index, token in enumerate(verdict.tokens):
-            self.output.append(token)
-            ends = token in self.request.end_tokens
-            text = "" if ends else self.stream.push(token)
-            if ends or self.stream.stopped:
-                self.finish_reason = "stop"
-            elif len(self.output) >= self.room:
-                self.finish_reason = "length"
-            if self.finish_reason is not None:
-                text += self.stream.finish()
-            self.text += text
-            yield Step(text, token, index < verdict.accepted, self.counters, self.finish_reason)
-            if self.finish_reason is not None:
+    def _burst(self) -> None:
+        """Rounds one after the other, until it is time to show their tokens or the answer has come to its end."""
+        policy, clock = self.policy, time.perf_counter
+        advise = policy.advise if policy.attentive else None
+        speculate = self.between() and self.drafter is not None
+        until = clock() + BURST_S
+        while not self._ended:
+            limit = waiting = 0
+            if speculate and self.drafter is not None:
+                # A round commits one token more than it accepts.
+                limit = max(0, min(self._left - 1, self.drafter.limit(len(self.committed))))
+                waiting = self.drafter.waiting(len(self.committed))
+            length = policy.next_length(limit, waiting, len(self.committed))
+            steady = min(policy.steady, (limit if length else self._left) // (length + 1))
+            begins = len(self.rounds)
+            while True:
+                outcome, verdict, logits = speculative_round(
+                    self.target, self.drafter, self.sampler, self.committed, length, advise
+                )
+                self._keep(verdict, logits)
+                self.rounds.append(outcome)
+                steady -= 1
+                late = clock() >= until
+                if late or self._ended or steady <= 0:
+                    break
+            for outcome in self.rounds[begins:]:
+                policy.observe(outcome)
+                self._expected.append((1 + outcome.accepted) / policy.expected if policy.expected else 0.0)
+            if late:
                 return
+
+    def _keep(self, verdict: Verdict, logits: torch.Tensor) -> None:
+        """Take in what one round decoded, to be shown later."""
+        tokens = verdict.tokens
+        if self.tape is not None:
+            self.tape.append(logits, verdict.chosen, len(tokens))
+        self._unshown.append(verdict)
+        self._left -= len(tokens)
+        self._ended = self._left <= 0 or not self.request.end_tokens.isdisjoint(tokens)
+
+    def _show(self) -> Iterator[Step]:
+        """Show the tokens of the last rounds, up to and including the one that ends the answer."""
+        verdicts, self._unshown = self._unshown, []
+        for verdict in verdicts:
+            for index, token in enumerate(verdict.tokens):
+                self.output.append(token)
+                ends = token in self.request.end_tokens
+                text = "" if ends else self.stream.push(token)
+                if ends or self.stream.stopped:
+                    self.finish_reason = "stop"
+                elif len(self.output) >= self.room:
+                    self.finish_reason = "length"
+                if self.finish_reason is not None:
+                    text += self.stream.finish()
+                self.text += text
+                yield Step(text, token, index < verdict.accepted, self.finish_reason)
+                if self.finish_reason is not None:
+                    return
+
+    def _forget_rounds(self) -> None:
+        """Leave out the rounds that brought nothing which was shown, and their time."""
+        shown = 1  # by the prompt's own pass
+        for number, outcome in enumerate(self.rounds):
+            if shown >= len(self.output):
+                self.predicted_s -= sum(r.draft_s + r.verify_s for r in self.rounds[number:])
+                del self.rounds[number:], self._expected[number:]
+                return
+            shown += 1 + outcome.accepted
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that were drafted."""
+        return sum(outcome.drafted for outcome in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that were drafted and accepted."""
+        return sum(outcome.accepted for outcome in self.rounds)
 
     @property
     def timings(self) -> Timings:
@@ -248,10 +282,5 @@ class Decoding:
             prompt_s=self.prompt_s,
             predicted_n=len(self.output),
             predicted_s=self.predicted_s,
-            expected_s=self.expected_s,
+            expected_s=sum(self._expected),
         )
-
-    @property
-    def counters(self) -> Counters:
-        """Where the generation stands."""
-        return Counters(self.timings, len(self.rounds), self.drafted, self.accepted)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from adaptive.decoding.tokens import as_array
 from adaptive.records.types import Supervision
 
 # Entries of the distribution kept a position. Fewer lose the tail that sampling at temperature 1
@@ -22,31 +24,34 @@ class SupervisionTape:
     """Collects rows on the device and hands them over once, at the end of a generation."""
 
     def __init__(self) -> None:
-        self._rows: torch.Tensor | None = None  # (BATCH, vocab), of which the first are waiting
+        self._rows: Any = None  # (BATCH, vocab) of the logits' own kind, of which the first are waiting
         self._waiting = 0
         self._chosen: list[torch.Tensor] = []
         self._digested: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def append(self, logits: torch.Tensor, chosen: torch.Tensor | None) -> None:
-        """Raw target logits (n, vocab) of n committed positions, which are copied; chosen (n,) log-probabilities,
-        or None for a whole answer that is greedy."""
+    def append(self, logits: torch.Tensor, chosen: torch.Tensor | None, count: int | None = None) -> None:
+        """The first ``count`` rows (all by default) of raw target logits (n, vocab), which are copied; their tokens'
+        log-probabilities ``chosen`` (count,), or None for a whole answer that is greedy."""
         if chosen is not None:
             self._chosen.append(chosen)
-        count, vocab = logits.shape
+        array = as_array(logits)
+        rows: Any = logits if array is None else array
+        given, vocab = rows.shape
+        count = given if count is None else count
         if self._waiting + count > BATCH:
             self._digest()
         if count > BATCH:
-            self._reduce(logits)
+            self._reduce(logits[:count])
             return
         if self._rows is None:
-            self._rows = logits.new_empty(BATCH, vocab)
-        self._rows[self._waiting : self._waiting + count] = logits
+            self._rows = logits.new_empty(BATCH, vocab) if array is None else np.empty((BATCH, vocab), array.dtype)
+        self._rows[self._waiting : self._waiting + count] = rows[:count]
         self._waiting += count
 
     def _digest(self) -> None:
         """Reduce the waiting rows to what is kept of them."""
-        if self._rows is not None and self._waiting:
-            self._reduce(self._rows[: self._waiting])
+        if self._waiting:
+            self._reduce(torch.as_tensor(self._rows[: self._waiting]))
             self._waiting = 0
 
     def _reduce(self, logits: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from adaptive.decoding.sampling import draw
-from adaptive.decoding.tokens import argmax
+from adaptive.decoding.tokens import Ids, argmax, join
 
 # Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
 NOTHING = 1e-30
@@ -21,13 +21,13 @@ NOTHING = 1e-30
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens (K,) int64, and the very distributions (K, vocab) they were drawn from.
+    """K drafted tokens, and the very distributions (K, vocab) they were drawn from.
 
     ``probs`` is None for a greedy proposal. ``drafter`` says who drafted.
     """
 
     drafter: str
-    tokens: torch.Tensor
+    tokens: Ids
     probs: torch.Tensor | None
 
 
@@ -41,12 +41,15 @@ class Verdict:
     chosen: torch.Tensor | None
 
 
-def verify_greedy(logits: torch.Tensor, drafted: torch.Tensor) -> Verdict:
-    """logits (K + 1, vocab) of the target, drafted (K,)."""
-    if not drafted.shape[0]:
-        return Verdict(0, argmax(logits).tolist(), None)
-    both = torch.cat([argmax(logits), drafted]).tolist()  # the round's one synchronisation
-    best, proposed = both[: logits.shape[0]], both[logits.shape[0] :]
+def verify_greedy(logits: torch.Tensor, drafted: Ids) -> Verdict:
+    """logits (K + 1, vocab) of the target, K drafted tokens."""
+    best = argmax(logits)
+    if isinstance(best, list) and isinstance(drafted, list):
+        proposed = drafted
+    else:
+        count = len(best)
+        both = torch.as_tensor(join([drafted, best])).tolist()  # the round's one synchronisation
+        best, proposed = both[-count:], both[:-count]
     # The target's choice stands in every row that is reached: an accepted draft is that choice.
     accepted = next((i for i, (a, b) in enumerate(zip(best, proposed, strict=False)) if a != b), len(proposed))
     return Verdict(accepted, best[: accepted + 1], None)

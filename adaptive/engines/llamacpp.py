@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from adaptive.decoding.params import SamplingParams
+from adaptive.decoding.tokens import Ids, of_array
 from adaptive.engines.llama_adapter import LlamaAdapter
 from adaptive.engines.llama_model import LlamaModel, complaint
 from adaptive.engines.llama_threads import ThreadChoice
@@ -114,14 +115,14 @@ class LlamaCppSequence:
         if self._context is not None:
             self.engine.adapter.use(self._pointer)
 
-    def extend(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
-        """Append tokens (n,) and return logits (rows, vocab), float32, of the last rows; see the protocol."""
-        count = tokens.shape[0]
+    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+        """Append n tokens and return logits (rows, vocab), float32, of the last rows; see the protocol."""
+        count = len(tokens)
         if self.length + count > self.capacity:
             self.reserve(self.length + count)
         if self._written > self.length:
             self.rollback(self.length)
-        given = tokens.numpy() if tokens.device.type == "cpu" else tokens.cpu().numpy()
+        given = tokens if isinstance(tokens, list) else tokens.cpu().numpy()
         if count <= BATCH and rows <= ROWS:
             return self._pass(given, rows) if count else torch.empty(0, self.engine.vocab_size)
         plain = count - rows
@@ -133,7 +134,7 @@ class LlamaCppSequence:
             at = end
         return torch.cat(found)
 
-    def _pass(self, tokens: np.ndarray[Any, Any], rows: int) -> torch.Tensor:
+    def _pass(self, tokens: list[int] | np.ndarray[Any, Any], rows: int) -> torch.Tensor:
         """One call of the library: at most BATCH tokens, logits (rows, vocab) of the last ones."""
         count = len(tokens)
         self._tokens[:count] = tokens
@@ -160,7 +161,7 @@ class LlamaCppSequence:
         if view is None:
             buffer = (ctypes.c_float * (rows * self.engine.vocab_size)).from_address(address)
             buffer.context = self._context  # type: ignore[attr-defined]  # outlives what is seen of it
-            view = torch.from_numpy(np.ctypeslib.as_array(buffer).reshape(rows, -1))
+            view = of_array(np.ctypeslib.as_array(buffer).reshape(rows, -1))
             self._views[address, rows] = view
         return view
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from adaptive.decoding.params import SamplingParams
+from adaptive.decoding.tokens import Ids
 
 
 class Sequence(Protocol):
@@ -30,8 +31,8 @@ class Sequence(Protocol):
     def reserve(self, length: int) -> None:
         """Make room for ``length`` tokens in all, so that nothing is allocated while decoding."""
 
-    def extend(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
-        """Append ``tokens`` (n,) int64 and return the logits of the last ``rows`` of them, (rows, vocab).
+    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+        """Append n ``tokens`` and return the logits of the last ``rows`` of them, (rows, vocab).
 
         Row i predicts the token after the (n - rows + i)-th one. Tokens may be on any device; logits
         are on the engine's, in its dtype, and may be overwritten by the sequence's next ``extend``. The caller

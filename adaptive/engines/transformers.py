@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from adaptive.decoding.params import SamplingParams
+from adaptive.decoding.tokens import Ids, as_tensor
 from adaptive.engines.adapters import MergedAdapter
 from adaptive.engines.cache import RollbackCache
 from adaptive.engines.lean import lean_forward
@@ -44,9 +45,9 @@ class TransformersSequence:
         self.cache.reserve(min(length, self.engine.context_length))
 
     @torch.inference_mode()
-    def extend(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
-        """Append tokens (n,) and return logits (rows, vocab) of the last rows; see the protocol."""
-        tokens = tokens.to(self.engine.device, non_blocking=True)
+    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+        """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
+        tokens = as_tensor(tokens).to(self.engine.device, non_blocking=True)
         while len(tokens) - rows >= PREFILL_CHUNK:
             self.engine.forward(tokens[:PREFILL_CHUNK], 0, self.cache)
             tokens = tokens[PREFILL_CHUNK:]

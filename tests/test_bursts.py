@@ -1,0 +1,79 @@
+"""Rounds whose tokens are shown together: what was decoded past the end of an answer leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength
+from adaptive.decoding import loop
+from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.pair import Pair, load_pair
+from adaptive.records.types import Message
+from adaptive.settings import load_settings
+
+GREEDY = SamplingParams(temperature=0.0)
+FIRST = [Message("user", "Write a short story about a dog and a river.")]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load_pair(load_settings({"dtype": "float32", "device": "cpu", "threads": 1}))
+
+
+def answer(assistant: Assistant, messages: list[Message], stop: StopParams, tokens: int | None = None) -> list[int]:
+    """The tokens that are shown; the answer is broken off after ``tokens``."""
+    shown = []
+    steps = assistant.chat(messages, GREEDY, stop)
+    for step in steps:
+        shown.append(step.token)
+        if len(shown) == tokens:
+            steps.close()  # type: ignore[attr-defined]
+    return shown
+
+
+@pytest.mark.parametrize("length", [0, 3])
+@pytest.mark.parametrize("how", ["stop-string", "broken-off", "length"])
+def test_what_follows_the_end_of_an_answer_is_forgotten(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, length: int, how: str
+) -> None:
+    monkeypatch.setattr(loop, "BURST_S", 60.0)  # the whole answer
+    assistant = Assistant(pair, FixedLength(length), None)
+    whole = answer(assistant, FIRST, StopParams(60, ignore_eos=True))
+    assert assistant.last is not None
+    assert len(whole) == 60
+    text = assistant.last.text
+    word = text[40:48]
+    assistant = Assistant(pair, FixedLength(length), None)
+    if how == "stop-string":
+        shown = answer(assistant, FIRST, StopParams(60, ignore_eos=True, stop=(word,)))
+    elif how == "broken-off":
+        shown = answer(assistant, FIRST, StopParams(60, ignore_eos=True), tokens=17)
+    else:
+        shown = answer(assistant, FIRST, StopParams(23, ignore_eos=True))
+    done = assistant.last
+    assert done is not None
+    assert done.finish_reason == {"stop-string": "stop", "broken-off": "cancelled", "length": "length"}[how]
+    assert shown == done.output == whole[: len(shown)]
+    assert 1 < len(shown) < 60
+    if how == "stop-string":
+        assert done.text == text[: text.index(word)]
+    committed = [1 + r.accepted for r in done.rounds]
+    assert 1 + sum(committed[:-1]) < len(shown) <= 1 + sum(committed)
+    assert (done.drafted, done.accepted) == (sum(r.drafted for r in done.rounds), sum(r.accepted for r in done.rounds))
+    assert done.timings.predicted_s >= sum(r.draft_s + r.verify_s for r in done.rounds) > 0
+
+    second = [*FIRST, Message("assistant", done.text), Message("user", "And then?")]
+    fresh = Assistant(pair, FixedLength(length), None)
+    assert answer(assistant, second, StopParams(20)) == answer(fresh, second, StopParams(20))
+
+
+def test_text_comes_while_the_answer_is_being_decoded(pair: Pair) -> None:
+    """A burst is a small part of an answer."""
+    assistant = Assistant(pair, FixedLength(0), None)
+    decoded = []
+    for _ in assistant.chat(FIRST, GREEDY, StopParams(100, ignore_eos=True)):
+        assert assistant.last is not None
+        decoded.append(len(assistant.last.committed) - len(assistant.last.request.prompt))
+    assert decoded[0] == 1
+    assert len(set(decoded)) > 5
