@@ -21,7 +21,7 @@ from adaptive.decoding.drafters import ModelDrafter
 from adaptive.decoding.loop import Decoding, Request, TargetSampler
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Penalties, draw, transform_logits
-from adaptive.decoding.verify import Verdict, verify_sampled
+from adaptive.decoding.verify import Verdict, verify_on_device, verify_sampled
 from adaptive.engines.transformers import TransformersEngine
 
 VOCAB = 8
@@ -129,13 +129,13 @@ def test_the_whole_loop_samples_from_the_target(
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) > 0.001
 
 
-def always_accept(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, g: torch.Generator) -> Verdict:
+def always_accept(p: torch.Tensor, drafted: list[int], q: torch.Tensor, g: torch.Generator) -> Verdict:
     """Broken: keeps whatever was drafted."""
     extra = int(draw(p[-1:], g))
-    return Verdict(len(drafted), [*drafted.tolist(), extra], p.new_zeros(len(drafted) + 1))
+    return Verdict(len(drafted), [*drafted, extra], p.new_zeros(len(drafted) + 1))
 
 
-def resample_from_p(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, g: torch.Generator) -> Verdict:
+def resample_from_p(p: torch.Tensor, drafted: list[int], q: torch.Tensor, g: torch.Generator) -> Verdict:
     """Broken: after a rejection it draws from p instead of max(p - q, 0)."""
     verdict = verify_sampled(p, drafted, q, g)
     if verdict.accepted == len(drafted):
@@ -156,7 +156,10 @@ def test_a_broken_acceptance_rule_fails_the_same_test(
 
 
 @pytest.mark.parametrize("params", PARAMS[:4], ids=IDS[:4])
-def test_a_million_draws_of_the_acceptance_rule_follow_the_target(params: SamplingParams) -> None:
+@pytest.mark.parametrize("rule", [verify_sampled, verify_on_device], ids=["host", "device"])
+def test_a_million_draws_of_the_acceptance_rule_follow_the_target(
+    rule: Callable[..., Verdict], params: SamplingParams
+) -> None:
     """A million committed tokens of positions that all have the same p and q.
 
     One call verifies a chain of 64 such positions and is cut at the first rejection, so q is kept
@@ -173,7 +176,7 @@ def test_a_million_draws_of_the_acceptance_rule_follow_the_target(params: Sampli
     used = committed = 0
     while committed < 1_000_000:
         block = drafts[used : used + chain]
-        verdict = verify_sampled(p.expand(chain + 1, VOCAB), block, q.expand(chain, VOCAB), generator)
+        verdict = rule(p.expand(chain + 1, VOCAB), block, q.expand(chain, VOCAB), generator)
         counts += torch.bincount(torch.tensor(verdict.tokens), minlength=VOCAB)
         committed += len(verdict.tokens)
         used += verdict.accepted + 1
@@ -183,18 +186,20 @@ def test_a_million_draws_of_the_acceptance_rule_follow_the_target(params: Sampli
     assert p_value(observed, exact) > 0.001
 
 
-def test_where_nothing_is_left_of_p_minus_q_the_draw_is_from_p() -> None:
+@pytest.mark.parametrize("rule", [verify_sampled, verify_on_device], ids=["host", "device"])
+def test_where_nothing_is_left_of_p_minus_q_the_draw_is_from_p(rule: Callable[..., Verdict]) -> None:
     generator = torch.Generator().manual_seed(4)
     p, q = torch.tensor([[0.5, 0.5, 0.0]] * 2), torch.tensor([[1.0, 0.5, 0.0]])  # as rounding leaves them, in large
-    verdicts = [verify_sampled(p, torch.tensor([0]), q, generator) for _ in range(400)]
+    verdicts = [rule(p, torch.tensor([0]), q, generator) for _ in range(400)]
     drawn = Counter(verdict.tokens[0] for verdict in verdicts if not verdict.accepted)
     assert drawn[0] + drawn[1] == sum(drawn.values()) > 100
     assert min(drawn[0], drawn[1]) > sum(drawn.values()) / 4
 
 
-def test_chosen_is_the_log_probability_under_the_drawn_distribution() -> None:
+@pytest.mark.parametrize("rule", [verify_sampled, verify_on_device], ids=["host", "device"])
+def test_chosen_is_the_log_probability_under_the_drawn_distribution(rule: Callable[..., Verdict]) -> None:
     generator = torch.Generator().manual_seed(1)
     p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
-    verdict = verify_sampled(p, torch.tensor([0]), torch.tensor([[0.9, 0.05, 0.05]]), generator)
+    verdict = rule(p, torch.tensor([0]), torch.tensor([[0.9, 0.05, 0.05]]), generator)
     expected = [p[i, token].log() for i, token in enumerate(verdict.tokens)]
-    assert torch.allclose(verdict.chosen, torch.stack(expected))
+    assert torch.allclose(torch.as_tensor(verdict.chosen), torch.stack(expected))

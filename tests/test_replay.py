@@ -155,9 +155,9 @@ def test_sampled_replay_agrees_with_really_running_the_acceptance_rule(params: S
             at = [(len(ids) + i, place(ids + drafted[:i])) for i in range(len(drafted) + 1)]
             p = torch.stack([p_tables[depth][row] for depth, row in at])
             q = torch.stack([q_tables[depth][row] for depth, row in at])[:-1]
-            verdict = verify_sampled(p, torch.tensor(drafted, dtype=torch.long), q, generator)
+            verdict = verify_sampled(p, drafted, q, generator)
             ids += verdict.tokens
-            chosen += verdict.chosen.tolist()
+            chosen += map(float, verdict.chosen)
             accepted[-1] += verdict.accepted
             rounds[-1] += 1
         examples.append(sampled_example(prompt, ids, chosen, params))

@@ -21,7 +21,7 @@ import torch
 from adaptive.control.policy import Advice
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.sampling import Penalties, draw, transform_logits
-from adaptive.decoding.tokens import Ids, argmax, as_tensor, join, likeliest
+from adaptive.decoding.tokens import Ids, argmax, as_tensor, join, known, likeliest
 from adaptive.decoding.verify import Proposal
 from adaptive.engines.protocol import Engine, Sequence
 
@@ -112,7 +112,7 @@ class ModelDrafter:
             tokens.append(feed)
             if advice is Advice.LAST:
                 break
-        return Proposal(self.name, join(tokens), torch.cat(probs) if probs else None) if tokens else None
+        return Proposal(self.name, known(join(tokens)), torch.cat(probs) if probs else None) if tokens else None
 
     def rollback(self, length: int) -> None:
         """Forget the drafts that did not stand."""

@@ -63,7 +63,6 @@ class TargetSampler:
         self.params = params
         self.penalties = penalties
         self.generator = generator
-        self._nothing = torch.empty(0, dtype=torch.long, device=generator.device)
 
     def verify(self, logits: torch.Tensor, proposal: Proposal | None) -> Verdict:
         """logits (K + 1, vocab) after the last committed token and after each of K drafted ones."""
@@ -72,7 +71,6 @@ class TargetSampler:
             logits = self.penalties.apply(logits, as_tensor(ids))
         if self.params.greedy:
             return verify_greedy(logits, ids)
-        drafted = self._nothing if proposal is None else as_tensor(ids).to(logits.device)
         p = transform_logits(logits.float(), self.params).softmax(-1)
         if proposal is None:
             q = p[:0]
@@ -81,7 +79,7 @@ class TargetSampler:
             q = proposal.probs.to(p.device)
             if q.shape[1] < p.shape[1]:
                 q = torch.nn.functional.pad(q, (0, p.shape[1] - q.shape[1]))
-        return verify_sampled(p, drafted, q, self.generator)
+        return verify_sampled(p, ids, q, self.generator)
 
 
 def speculative_round(
@@ -194,6 +192,7 @@ class Decoding:
             if self.tape is not None and self.output:
                 self.supervision = self.tape.take(len(self.output))
 
+    @torch.inference_mode()
     def _burst(self) -> None:
         """Rounds one after the other, until it is time to show their tokens or the answer has come to its end."""
         policy, clock = self.policy, time.perf_counter

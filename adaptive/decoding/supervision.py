@@ -26,10 +26,10 @@ class SupervisionTape:
     def __init__(self) -> None:
         self._rows: Any = None  # (BATCH, vocab) of the logits' own kind, of which the first are waiting
         self._waiting = 0
-        self._chosen: list[torch.Tensor] = []
+        self._chosen: list[torch.Tensor | list[float]] = []
         self._digested: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def append(self, logits: torch.Tensor, chosen: torch.Tensor | None, count: int | None = None) -> None:
+    def append(self, logits: torch.Tensor, chosen: torch.Tensor | list[float] | None, count: int | None = None) -> None:
         """The first ``count`` rows (all by default) of raw target logits (n, vocab), which are copied; their tokens'
         log-probabilities ``chosen`` (count,), or None for a whole answer that is greedy."""
         if chosen is not None:
@@ -78,11 +78,11 @@ class SupervisionTape:
         return _rows(self._chosen, first, count).float().numpy().astype(np.float16)
 
 
-def _rows(parts: Sequence[torch.Tensor], first: int, count: int) -> torch.Tensor:
+def _rows(parts: Sequence[torch.Tensor | list[float]], first: int, count: int) -> torch.Tensor:
     """Rows ``first`` up to ``count`` of the parts end to end, on the CPU; the others are not copied."""
     wanted, begins = [], 0
     for part in parts:
         if begins < count and begins + len(part) > first:
-            wanted.append(part[max(0, first - begins) : count - begins])
+            wanted.append(torch.as_tensor(part[max(0, first - begins) : count - begins]))
         begins += len(part)
     return torch.cat(wanted).cpu()

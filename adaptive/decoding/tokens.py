@@ -56,7 +56,7 @@ def argmax(logits: torch.Tensor) -> Ids:
     if array is not None:
         found: list[int] = array.argmax(-1).tolist()
         return found
-    return _known(logits.argmax(-1))
+    return known(logits.argmax(-1))
 
 
 def likeliest(logits: torch.Tensor) -> tuple[float, Ids]:
@@ -64,13 +64,15 @@ def likeliest(logits: torch.Tensor) -> tuple[float, Ids]:
     array = as_array(logits)
     if array is None:
         sure, best = logits.float().softmax(-1).max(-1)
-        return float(sure), _known(best)
+        return float(sure), known(best)
     row = array[0]
     token = int(row.argmax())
     return 1 / float(np.exp(row - row[token]).sum()), [token]
 
 
-def _known(ids: torch.Tensor) -> Ids:
+def known(ids: Ids) -> Ids:
     """A list where that waits for nobody."""
-    found: Ids = ids.tolist() if ids.device.type == "cpu" else ids
+    if isinstance(ids, list) or ids.device.type != "cpu":
+        return ids
+    found: list[int] = ids.tolist()
     return found

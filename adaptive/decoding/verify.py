@@ -8,12 +8,14 @@ the target's own, whatever q was.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from adaptive.decoding.sampling import draw
-from adaptive.decoding.tokens import Ids, argmax, join
+from adaptive.decoding.tokens import Ids, argmax, as_array, as_tensor, join
 
 # Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
 NOTHING = 1e-30
@@ -38,7 +40,7 @@ class Verdict:
 
     accepted: int
     tokens: list[int]
-    chosen: torch.Tensor | None
+    chosen: torch.Tensor | list[float] | None
 
 
 def verify_greedy(logits: torch.Tensor, drafted: Ids) -> Verdict:
@@ -55,8 +57,32 @@ def verify_greedy(logits: torch.Tensor, drafted: Ids) -> Verdict:
     return Verdict(accepted, best[: accepted + 1], None)
 
 
-def verify_sampled(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, generator: torch.Generator) -> Verdict:
-    """Target probabilities p (K + 1, vocab), drafted (K,) drawn from q (K, vocab); all on one device."""
+def verify_sampled(p: torch.Tensor, drafted: Ids, q: torch.Tensor, generator: torch.Generator) -> Verdict:
+    """Target probabilities p (K + 1, vocab), K drafted tokens drawn from q (K, vocab); p and q on one device."""
+    ours, theirs = as_array(p), as_array(q)
+    if ours is None or theirs is None:
+        return verify_on_device(p, as_tensor(drafted).to(p.device), q, generator)
+    proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
+    *uniform, share = torch.rand(len(proposed) + 1, generator=generator, dtype=torch.float64).tolist()
+    chosen: list[float] = []
+    for row, (token, u) in enumerate(zip(proposed, uniform, strict=True)):
+        p_x = float(ours[row, token])
+        if u * float(theirs[row, token]) >= p_x:
+            break
+        chosen.append(math.log(p_x))
+    accepted = len(chosen)
+    p_n = ours[accepted]
+    left = np.maximum(p_n - theirs[accepted], 0) if accepted < len(proposed) else p_n
+    mass = left.cumsum(dtype=np.float64)
+    if not mass[-1] > 0:  # p == q up to rounding leaves nothing to draw from; then p is the right distribution
+        mass = p_n.cumsum(dtype=np.float64)
+    extra = min(int(mass.searchsorted(share * mass[-1], side="right")), len(mass) - 1)
+    chosen.append(math.log(max(float(p_n[extra]), NOTHING)))
+    return Verdict(accepted, [*proposed[:accepted], extra], chosen)
+
+
+def verify_on_device(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, generator: torch.Generator) -> Verdict:
+    """The same in tensor operations, which wait for the device once."""
     count = drafted.shape[0]
     if not count:
         extra = draw(p, generator)
