@@ -63,13 +63,15 @@ class TargetSampler:
         self.params = params
         self.penalties = penalties
         self.generator = generator
+        self.adjusts = penalties.active or penalties.bias is not None
+        self.greedy = params.greedy
 
     def verify(self, logits: torch.Tensor, proposal: Proposal | None) -> Verdict:
         """logits (K + 1, vocab) after the last committed token and after each of K drafted ones."""
         ids: Ids = [] if proposal is None else proposal.tokens
-        if self.penalties.active or self.penalties.bias is not None:
+        if self.adjusts:
             logits = self.penalties.apply(logits, as_tensor(ids))
-        if self.params.greedy:
+        if self.greedy:
             return verify_greedy(logits, ids)
         p = transform_logits(logits.float(), self.params).softmax(-1)
         if proposal is None:
@@ -116,7 +118,8 @@ def speculative_round(
     if proposal is not None and drafter is not None:
         target.rollback(held + verdict.accepted)
         drafter.rollback(held + verdict.accepted)
-    sampler.penalties.commit(verdict.tokens)
+    if sampler.adjusts:
+        sampler.penalties.commit(verdict.tokens)
     verified = time.perf_counter()
     who = "none" if proposal is None else proposal.drafter
     return Round(who, drafted, verdict.accepted, proposed - began, verified - proposed), verdict, logits

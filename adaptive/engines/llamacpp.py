@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,13 @@ class LlamaCppSequence:
         self._threads = 0  # of the context's last pass
         self._shape = (0, 0)  # tokens and rows of the last pass
         self._views: dict[tuple[int, int], torch.Tensor] = {}
-        self._tokens = np.zeros(BATCH, dtype=np.int32)
+        self._tokens: Any = (ctypes.c_int32 * BATCH)()
         self._flags = np.zeros(BATCH, dtype=np.int8)
         library = engine.llama.library
         self._batch = library.llama_batch()
-        self._batch.token = self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        self._batch.token = ctypes.cast(self._tokens, ctypes.POINTER(ctypes.c_int32))
         self._batch.logits = self._flags.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
-        self._decode, self._logits = library.llama_decode, library.llama_get_logits
+        self._decode, self._logits = library.llama_decode, _address_of(library.llama_get_logits)
         self._remove = library.llama_memory_seq_rm
 
     @property
@@ -122,7 +122,7 @@ class LlamaCppSequence:
             self.reserve(self.length + count)
         if self._written > self.length:
             self.rollback(self.length)
-        given = tokens if isinstance(tokens, list) else tokens.cpu().numpy()
+        given: list[int] = tokens if isinstance(tokens, list) else tokens.tolist()
         if count <= BATCH and rows <= ROWS:
             return self._pass(given, rows) if count else torch.empty(0, self.engine.vocab_size)
         plain = count - rows
@@ -134,7 +134,7 @@ class LlamaCppSequence:
             at = end
         return torch.cat(found)
 
-    def _pass(self, tokens: list[int] | np.ndarray[Any, Any], rows: int) -> torch.Tensor:
+    def _pass(self, tokens: list[int], rows: int) -> torch.Tensor:
         """One call of the library: at most BATCH tokens, logits (rows, vocab) of the last ones."""
         count = len(tokens)
         self._tokens[:count] = tokens
@@ -152,7 +152,7 @@ class LlamaCppSequence:
         status = self._decode(self._pointer, self._batch)
         if status:
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp failed with status {status}: {complaint()}")
-        address = ctypes.addressof(self._logits(self._pointer).contents) if rows else 0  # waits for an accelerator
+        address = self._logits(self._pointer) if rows else 0  # waits for an accelerator
         self.engine.threads.observe(count, time.perf_counter() - began)
         self.length = self._written
         if not rows:
@@ -237,6 +237,12 @@ class LlamaCppEngine:
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
         """``apply_adapter`` in two steps; see the protocol."""
         return self.adapter.steps(folder, self._sequences)
+
+
+def _address_of(function: Any) -> Callable[[Any], int]:
+    """A function of the library that takes a context and returns a pointer, which comes as a number."""
+    found: Any = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(ctypes.cast(function, ctypes.c_void_p).value or 0)
+    return found  # type: ignore[no-any-return]
 
 
 def _bytes_per_token(model: LlamaModel) -> int:
