@@ -20,7 +20,7 @@ import torch
 
 from adaptive.control.policy import Advice
 from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.sampling import Penalties, draw, transform_logits
+from adaptive.decoding.sampling import Penalties, draw_at, shares, transform_logits
 from adaptive.decoding.tokens import Ids, argmax, as_tensor, join, known, likeliest
 from adaptive.decoding.verify import Proposal
 from adaptive.engines.protocol import Engine, Sequence
@@ -88,6 +88,7 @@ class ModelDrafter:
             feed = [min(token, self.engine.vocab_size - 1) for token in feed]
         tokens: list[Ids] = []
         probs: list[torch.Tensor] = []
+        at = () if self.params.greedy else shares(length, self.generator).split(1)
         for position in range(1, length + 1):
             logits = self.sequence.extend(feed, 1)
             if self.engine.vocab_size > self.target_vocab:
@@ -107,12 +108,17 @@ class ModelDrafter:
             if advice is Advice.DROP:
                 break
             if q is not None:
-                feed = draw(q, self.generator)
+                feed = draw_at(q, at[position - 1])
                 probs.append(q)
             tokens.append(feed)
             if advice is Advice.LAST:
                 break
-        return Proposal(self.name, known(join(tokens)), torch.cat(probs) if probs else None) if tokens else None
+        if not tokens:
+            return None
+        q = torch.cat(probs) if probs else None
+        if q is not None and self.engine.vocab_size < self.target_vocab:
+            q = torch.nn.functional.pad(q, (0, self.target_vocab - self.engine.vocab_size))
+        return Proposal(self.name, known(join(tokens)), q)
 
     def rollback(self, length: int) -> None:
         """Forget the drafts that did not stand."""

@@ -23,10 +23,10 @@ from adaptive.decoding.verify import Proposal, Verdict, verify_greedy, verify_sa
 from adaptive.engines.protocol import Sequence
 from adaptive.records.types import Round, Supervision, Timings
 
-# Seconds of rounds whose tokens are shown together: less than the 16 ms that a screen shows one picture for. What
-# comes between two rounds (text, hooks, the caller) is cheap when it is repeated, and dear each time that a pass
-# over the weights has driven it out of the processor's caches. Longer is seen as text that comes in jerks.
-BURST_S = 0.008
+# Seconds of rounds whose tokens are shown together: as long as a screen shows one picture. What comes between two
+# rounds (text, hooks, the caller) is cheap when it is repeated, and dear each time that a pass over the weights has
+# driven it out of the processor's caches. Longer is seen as text that comes in jerks.
+BURST_S = 0.016
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,6 @@ class TargetSampler:
         else:
             assert proposal.probs is not None
             q = proposal.probs.to(p.device)
-            if q.shape[1] < p.shape[1]:
-                q = torch.nn.functional.pad(q, (0, p.shape[1] - q.shape[1]))
         return verify_sampled(p, ids, q, self.generator)
 
 
@@ -143,8 +141,8 @@ class Decoding:
         stream: TextStream,
         between: Callable[[], bool] | None = None,
     ) -> None:
-        """``between`` is called before every round but the prompt's, when nothing is under way and weights may
-        change; it says whether the draft may be used in that round."""
+        """``between`` is called before every burst of rounds, when nothing is under way and weights may change;
+        it says whether the draft may be used in these rounds."""
         self.request = request
         self.target = target
         self.drafter = drafter
@@ -183,7 +181,7 @@ class Decoding:
                 yield from self._show()
                 if self.finish_reason is not None:
                     return
-                self._burst()
+                self._burst(self.between())
         finally:
             self.finish_reason = self.finish_reason or "cancelled"
             # Tokens after a stop are in nobody's text: figures leave their rounds out, the caches forget them.
@@ -196,11 +194,10 @@ class Decoding:
                 self.supervision = self.tape.take(len(self.output))
 
     @torch.inference_mode()
-    def _burst(self) -> None:
+    def _burst(self, speculate: bool) -> None:
         """Rounds one after the other, until it is time to show their tokens or the answer has come to its end."""
         policy, clock = self.policy, time.perf_counter
         advise = policy.advise if policy.attentive else None
-        speculate = self.between() and self.drafter is not None
         until = clock() + BURST_S
         while not self._ended:
             limit = waiting = 0
@@ -209,7 +206,7 @@ class Decoding:
                 limit = max(0, min(self._left - 1, self.drafter.limit(len(self.committed))))
                 waiting = self.drafter.waiting(len(self.committed))
             length = policy.next_length(limit, waiting, len(self.committed))
-            steady = min(policy.steady, (limit if length else self._left) // (length + 1))
+            times = min(policy.steady, (limit if length else self._left) // (length + 1))
             begins = len(self.rounds)
             while True:
                 outcome, verdict, logits = speculative_round(
@@ -217,9 +214,9 @@ class Decoding:
                 )
                 self._keep(verdict, logits)
                 self.rounds.append(outcome)
-                steady -= 1
+                times -= 1
                 late = clock() >= until
-                if late or self._ended or steady <= 0:
+                if late or self._ended or times <= 0:
                     break
             for outcome in self.rounds[begins:]:
                 policy.observe(outcome)

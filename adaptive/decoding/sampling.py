@@ -28,18 +28,29 @@ def transform_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tens
     return logits
 
 
-def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token id a row from probs (n, vocab), not necessarily normalised; (n,) int64.
+def shares(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Uniform random numbers (count, 1) below 1, for ``draw_at``: all that a round needs in one call."""
+    # So that the mass of a large vocabulary adds up; one kind of device has no float64.
+    double = generator.device.type != "mps"
+    dtype = torch.float64 if double else torch.float32
+    drawn = torch.rand(count, 1, generator=generator, dtype=dtype, device=generator.device)
+    return drawn.mul_(1 - 2.0 ** (-40 if double else -20))  # so that rounding never makes them 1
+
+
+def draw_at(probs: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """One token id a row from probs (n, vocab), not necessarily normalised, at share (n, 1) of its mass; (n,) int64.
 
     The first token at which the cumulative mass exceeds a uniform share of the whole (inverse transform): one
     random number a row, where an exponential race takes one a token and, on a CPU, twenty times as long. A token
     of probability 0 adds nothing and is never the first.
     """
-    # So that the mass of a large vocabulary adds up; one kind of device has no float64.
-    dtype = torch.float32 if probs.device.type == "mps" else torch.float64
-    mass = probs.cumsum(-1, dtype=dtype)
-    share = torch.rand(len(probs), 1, generator=generator, dtype=dtype, device=probs.device)
-    return torch.searchsorted(mass, share * mass[:, -1:], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+    mass = probs.cumsum(-1, dtype=share.dtype)
+    return torch.searchsorted(mass, share * mass[:, -1:], right=True)[:, 0]
+
+
+def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One token id a row from probs (n, vocab), not necessarily normalised; (n,) int64."""
+    return draw_at(probs, shares(len(probs), generator))
 
 
 class Penalties:

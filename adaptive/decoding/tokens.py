@@ -31,8 +31,11 @@ def join(parts: Sequence[Ids]) -> Ids:
     """Ids end to end: a list if all of them are, else a tensor on the last one's device."""
     if all(isinstance(part, list) for part in parts):
         return list(itertools.chain.from_iterable(parts))
-    device = as_tensor(parts[-1]).device
-    return torch.cat([as_tensor(part).to(device) for part in parts])
+    tensors = [as_tensor(part) for part in parts]
+    device = tensors[-1].device
+    if any(tensor.device != device for tensor in tensors):
+        tensors = [tensor.to(device) for tensor in tensors]
+    return torch.cat(tensors)
 
 
 def of_array(array: npt.NDArray[np.float32]) -> torch.Tensor:
