@@ -70,7 +70,7 @@ class TargetSampler:
         """logits (K + 1, vocab) after the last committed token and after each of K drafted ones."""
         ids: Ids = [] if proposal is None else proposal.tokens
         if self.adjusts:
-            logits = self.penalties.apply(logits, as_tensor(ids))
+            logits = self.penalties.apply(logits, as_tensor(ids).to(logits.device))
         if self.greedy:
             return verify_greedy(logits, ids)
         p = transform_logits(logits.float(), self.params).softmax(-1)
