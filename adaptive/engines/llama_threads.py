@@ -26,9 +26,10 @@ CLEAR = 0.8
 # A trial ends with a pass that takes so many times as long as the others, and one begins when passes do.
 DECISIVE = 4.0
 # The other number is tried again after so many passes, and after so many times the seconds that the last trial
-# lost: trying costs a hundredth of the time at most, and a machine that has become idle is noticed within
-# seconds. More often costs more, more seldom stays on one thread for longer than the other program ran.
-AGAIN, SHARE = 400, 100
+# lost. On one thread nothing but a trial says that a machine has become idle: a hundredth of the time goes into
+# them. On all threads a machine that has become busy is seen by its passes, and a trial only finds what is lost
+# by less than DECISIVE: a five-hundredth. More often costs more, more seldom stays with the wrong number longer.
+AGAIN, SHARE_ONE, SHARE_ALL = 400, 100, 500
 
 
 @dataclass(slots=True)
@@ -88,8 +89,10 @@ class ThreadChoice:
             known.recent.append(seconds)
             due = known.count >= known.again and known.seconds >= known.when
             limit = DECISIVE * known.slower
-            if len(known.recent) == RECENT and (due or (seconds > limit and median(known.recent) > limit)):
-                known.left, known.settling = TRIES, 1
+            if len(known.recent) == RECENT and (due or seconds > limit):
+                usual = median(known.recent)  # a pass that is nothing like it says that the others are of the past
+                if seconds < DECISIVE * usual and (due or usual > limit):
+                    known.left, known.settling = TRIES, 1
 
     def _try(self, known: Passes, seconds: float) -> None:
         """One pass of a trial; its end says which number is the best one."""
@@ -103,10 +106,11 @@ class ThreadChoice:
                 return
         mine, others = median(known.recent), median(known.tried[-TRIES:])
         known.again = known.count + AGAIN
-        known.when = known.seconds + SHARE * max(0.0, sum(known.tried) - len(known.tried) * mine)
+        lost = max(0.0, sum(known.tried) - len(known.tried) * mine)
         known.slower = max(mine, others)
         if others * CLEAR < mine if known.best == 1 else others < CLEAR * mine:
             known.best, known.other = known.other, known.best
+        known.when = known.seconds + lost * (SHARE_ONE if known.best == 1 else SHARE_ALL)
         known.left, known.settling = 0, 1
         known.tried.clear()
         known.recent.clear()
