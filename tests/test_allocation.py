@@ -12,18 +12,18 @@ ROUNDS = 40
 COUNT = f"""
 import resource, torch
 from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.sampling import draw, transform_logits
+from adaptive.decoding.sampling import Uniform, pick, transform_logits
 from cli.allocation import keep_buffers
 keep_buffers()
 torch.set_num_threads(1)
-params, generator, logits = SamplingParams(temperature=0.7), torch.Generator(), torch.randn(5, 150_000)
+params, uniform, logits = SamplingParams(temperature=0.7), Uniform(torch.Generator()), torch.randn(5, 150_000)
 def sample():
     drafts = []
     for row in logits[:4].split(1):
         drafts.append(transform_logits(row, params).softmax(-1))
-        draw(drafts[-1], generator)
-    q, p = torch.cat(drafts), transform_logits(logits, params).softmax(-1)
-    draw(p[:1], generator)
+        pick(drafts[-1][0].numpy(), uniform.next())
+    p = transform_logits(logits, params).softmax(-1)
+    pick(p[0].numpy(), uniform.next())
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range({ROUNDS}): sample()
 before = faults()

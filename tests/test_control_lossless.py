@@ -21,7 +21,6 @@ from adaptive.decoding.drafters import Adviser, ModelDrafter
 from adaptive.decoding.loop import Decoding, Request, TargetSampler
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Penalties
-from adaptive.decoding.tokens import as_tensor
 from adaptive.decoding.verify import Proposal
 from adaptive.engines.transformers import TransformersEngine
 from adaptive.pair import load_pair
@@ -51,9 +50,12 @@ class DropsTheUnlikely(ModelDrafter):
         proposal = super().propose(committed, length)
         assert proposal is not None
         assert proposal.probs is not None
-        drawn = proposal.probs.gather(1, as_tensor(proposal.tokens)[:, None])[:, 0]
-        kept = int((drawn > 0.2).int().cumprod(0).sum())
-        return Proposal(self.name, proposal.tokens[:kept], proposal.probs[:kept]) if kept else None
+        drawn = [q[token] for q, token in zip(proposal.probs, proposal.tokens, strict=True)]
+        kept = next((i for i, probability in enumerate(drawn) if probability <= 0.2), len(drawn))
+        if not kept:
+            self.rollback(len(committed))
+            return None
+        return Proposal(self.name, proposal.tokens[:kept], proposal.probs[:kept])
 
 
 def run_loop(

@@ -20,9 +20,11 @@ from adaptive.decoding import loop
 from adaptive.decoding.drafters import ModelDrafter
 from adaptive.decoding.loop import Decoding, Request, TargetSampler
 from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.decoding.sampling import Penalties, draw, transform_logits
+from adaptive.decoding.sampling import BLOCK, LARGE, MOST, Penalties, Uniform, pick, transform_logits
+from adaptive.decoding.tokens import Distributions
 from adaptive.decoding.verify import Verdict, verify_on_device, verify_sampled
 from adaptive.engines.transformers import TransformersEngine
+from adaptive.errors import AdaptiveError
 
 VOCAB = 8
 PROMPT = [1, 5, 2]
@@ -129,18 +131,20 @@ def test_the_whole_loop_samples_from_the_target(
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) > 0.001
 
 
-def always_accept(p: torch.Tensor, drafted: list[int], q: torch.Tensor, g: torch.Generator) -> Verdict:
+def always_accept(p: torch.Tensor, drafted: list[int], q: Distributions, uniform: Uniform) -> Verdict:
     """Broken: keeps whatever was drafted."""
-    extra = int(draw(p[-1:], g))
+    extra = pick(p[-1].numpy(), uniform.next())
+    assert extra is not None
     return Verdict(len(drafted), [*drafted, extra], p.new_zeros(len(drafted) + 1))
 
 
-def resample_from_p(p: torch.Tensor, drafted: list[int], q: torch.Tensor, g: torch.Generator) -> Verdict:
+def resample_from_p(p: torch.Tensor, drafted: list[int], q: Distributions, uniform: Uniform) -> Verdict:
     """Broken: after a rejection it draws from p instead of max(p - q, 0)."""
-    verdict = verify_sampled(p, drafted, q, g)
+    verdict = verify_sampled(p, drafted, q, uniform)
     if verdict.accepted == len(drafted):
         return verdict
-    extra = int(draw(p[verdict.accepted][None], g))
+    extra = pick(p[verdict.accepted].numpy(), uniform.next())
+    assert extra is not None
     return Verdict(verdict.accepted, [*verdict.tokens[:-1], extra], verdict.chosen)
 
 
@@ -169,6 +173,7 @@ def test_a_million_draws_of_the_acceptance_rule_follow_the_target(
     near p (still, some 30,000 tokens are corrections).
     """
     generator = torch.Generator().manual_seed(5)
+    uniform = Uniform(generator)
     torch.manual_seed(6)
     p = transform_logits(torch.randn(1, VOCAB) * 2, params).softmax(-1)
     other = transform_logits(torch.randn(1, VOCAB) * 2, params).softmax(-1)
@@ -179,7 +184,7 @@ def test_a_million_draws_of_the_acceptance_rule_follow_the_target(
     used = committed = 0
     while committed < 1_000_000:
         block = drafts[used : used + chain]
-        verdict = rule(p.expand(chain + 1, VOCAB), block, q.expand(chain, VOCAB), generator)
+        verdict = rule(p.expand(chain + 1, VOCAB), block, q.expand(chain, VOCAB), uniform)
         counts += torch.bincount(torch.tensor(verdict.tokens), minlength=VOCAB)
         committed += len(verdict.tokens)
         used += verdict.accepted + 1
@@ -191,9 +196,9 @@ def test_a_million_draws_of_the_acceptance_rule_follow_the_target(
 
 @pytest.mark.parametrize("rule", [verify_sampled, verify_on_device], ids=["host", "device"])
 def test_where_nothing_is_left_of_p_minus_q_the_draw_is_from_p(rule: Callable[..., Verdict]) -> None:
-    generator = torch.Generator().manual_seed(4)
+    uniform = Uniform(torch.Generator().manual_seed(4))
     p, q = torch.tensor([[0.5, 0.5, 0.0]] * 2), torch.tensor([[1.0, 0.5, 0.0]])  # as rounding leaves them, in large
-    verdicts = [rule(p, torch.tensor([0]), q, generator) for _ in range(400)]
+    verdicts = [rule(p, torch.tensor([0]), q, uniform) for _ in range(400)]
     drawn = Counter(verdict.tokens[0] for verdict in verdicts if not verdict.accepted)
     assert drawn[0] + drawn[1] == sum(drawn.values()) > 100
     assert min(drawn[0], drawn[1]) > sum(drawn.values()) / 4
@@ -201,8 +206,50 @@ def test_where_nothing_is_left_of_p_minus_q_the_draw_is_from_p(rule: Callable[..
 
 @pytest.mark.parametrize("rule", [verify_sampled, verify_on_device], ids=["host", "device"])
 def test_chosen_is_the_log_probability_under_the_drawn_distribution(rule: Callable[..., Verdict]) -> None:
-    generator = torch.Generator().manual_seed(1)
+    uniform = Uniform(torch.Generator().manual_seed(1))
     p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
-    verdict = rule(p, torch.tensor([0]), torch.tensor([[0.9, 0.05, 0.05]]), generator)
+    verdict = rule(p, torch.tensor([0]), torch.tensor([[0.9, 0.05, 0.05]]), uniform)
     expected = [p[i, token].log() for i, token in enumerate(verdict.tokens)]
     assert torch.allclose(torch.as_tensor(verdict.chosen), torch.stack(expected))
+
+
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
+    """By blocks, the token at a share of the mass is the one that adding up token by token finds."""
+    rng = np.random.default_rng(3)
+    probs = rng.random(5 * LARGE + 77).astype(np.float32) ** 20
+    probs[rng.random(len(probs)) < 0.5] = 0  # as top-k leaves them
+    probs[3 * BLOCK : 6 * BLOCK] = probs[-BLOCK:] = 0
+    mass = probs.cumsum(dtype=np.float64)
+    for share in [0.0, MOST, *rng.random(2000)]:
+        token = pick(probs, share)
+        assert token is not None
+        assert probs[token] > 0
+        before = mass[token] - probs[token]
+        assert before - 1e-9 * mass[-1] <= share * mass[-1] <= mass[token] + 1e-9 * mass[-1]
+    assert pick(np.zeros(LARGE + 1, np.float32), 0.5) is pick(np.zeros(3, np.float32), 0.5) is None
+
+
+def test_a_draft_of_a_smaller_vocabulary_is_verified_as_one_that_gives_the_rest_nothing() -> None:
+    p = torch.tensor([[0.4, 0.1, 0.5], [0.2, 0.3, 0.5]])
+    short, whole = np.array([0.8, 0.2], np.float32), np.array([0.8, 0.2, 0.0], np.float32)
+    one, other = (Uniform(torch.Generator().manual_seed(2)) for _ in range(2))
+    verdicts = [(verify_sampled(p, [0], [short], one), verify_sampled(p, [0], [whole], other)) for _ in range(200)]
+    assert all(a == b for a, b in verdicts)
+    assert {a.tokens[0] for a, _ in verdicts} == {0, 2}
+    assert abs(sum(a.accepted for a, _ in verdicts) / 200 - 0.4 / 0.8) < 0.15
+
+
+def test_a_draft_that_gives_no_numbers_costs_guesses_and_nothing_else() -> None:
+    p = torch.tensor([[0.25, 0.75, 0.0]] * 2)
+    uniform = Uniform(torch.Generator().manual_seed(2))
+    nothing = [np.full(3, np.nan, np.float32)]
+    verdicts = [verify_sampled(p, [2], nothing, uniform) for _ in range(2000)]
+    assert all(verdict.accepted == 0 for verdict in verdicts)
+    ones = sum(verdict.tokens[0] for verdict in verdicts)
+    assert abs(ones / 2000 - 0.75) < 0.04
+
+
+def test_a_target_that_gives_no_numbers_is_said_to_be_broken() -> None:
+    uniform = Uniform(torch.Generator().manual_seed(2))
+    with pytest.raises(AdaptiveError, match="not numbers"):
+        verify_sampled(torch.full((1, 3), torch.nan), [], [], uniform)

@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.sampling import transform_logits
+from adaptive.decoding.sampling import Uniform, transform_logits
 from adaptive.decoding.verify import verify_sampled
 from adaptive.records.types import Supervision
 from trainers.batches import PASS_TOKENS, passes
@@ -138,6 +138,7 @@ def test_sampled_replay_agrees_with_really_running_the_acceptance_rule(params: S
     """Over texts made by speculative sampling itself, replayed acceptance averages to what was accepted."""
     target, draft = llama(0, layers=2), llama(1)
     generator = torch.Generator().manual_seed(0)
+    uniform = Uniform(generator)
     prompt, length, runs, draft_length = [3, 4], 5, 1500, 3
     p_tables, q_tables = (next_token_tables(model, prompt, length, params) for model in (target, draft))
     examples, accepted, rounds = [], [], []
@@ -155,7 +156,7 @@ def test_sampled_replay_agrees_with_really_running_the_acceptance_rule(params: S
             at = [(len(ids) + i, place(ids + drafted[:i])) for i in range(len(drafted) + 1)]
             p = torch.stack([p_tables[depth][row] for depth, row in at])
             q = torch.stack([q_tables[depth][row] for depth, row in at])[:-1]
-            verdict = verify_sampled(p, drafted, q, generator)
+            verdict = verify_sampled(p, drafted, q, uniform)
             ids += verdict.tokens
             chosen += map(float, verdict.chosen)
             accepted[-1] += verdict.accepted

@@ -14,14 +14,14 @@ is proposed would no longer be distributed as q.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from adaptive.control.policy import Advice
 from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.sampling import Penalties, draw_at, shares, transform_logits
-from adaptive.decoding.tokens import Ids, argmax, as_tensor, join, known, likeliest
+from adaptive.decoding.sampling import Penalties, Transform, Uniform, draw_on_device, pick
+from adaptive.decoding.tokens import Ids, argmax, as_array, as_tensor, join, likeliest
 from adaptive.decoding.verify import Proposal
 from adaptive.engines.protocol import Engine, Sequence
 
@@ -65,8 +65,9 @@ class ModelDrafter:
         self.engine = engine
         self.target_vocab = target_vocab
         self.params = params
+        self.transform = Transform(params)
         self.penalties = penalties
-        self.generator = generator
+        self.uniform = Uniform(generator)
 
     def limit(self, committed: int) -> int:
         """The last drafted token is never fed back, so it may stand just past the context."""
@@ -87,8 +88,7 @@ class ModelDrafter:
             # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
             feed = [min(token, self.engine.vocab_size - 1) for token in feed]
         tokens: list[Ids] = []
-        probs: list[torch.Tensor] = []
-        at = () if self.params.greedy else shares(length, self.generator).split(1)
+        probs: list[Any] = []
         for position in range(1, length + 1):
             logits = self.sequence.extend(feed, 1)
             if self.engine.vocab_size > self.target_vocab:
@@ -97,7 +97,7 @@ class ModelDrafter:
                 logits = self.penalties.apply(logits, as_tensor(join(tokens)))
             q, advice = None, Advice.MORE
             if not self.params.greedy:
-                q = transform_logits(logits.float(), self.params).softmax(-1)
+                q = self.transform(logits, position - 1)
                 if advise is not None:
                     advice = advise(position, float(q.max()))
             elif advise is None:
@@ -108,17 +108,18 @@ class ModelDrafter:
             if advice is Advice.DROP:
                 break
             if q is not None:
-                feed = draw_at(q, at[position - 1])
-                probs.append(q)
+                rows = as_array(q)
+                # Of probabilities that are no numbers any token: the target will not have it.
+                feed = draw_on_device(q, self.uniform) if rows is None else [pick(rows[0], self.uniform.next()) or 0]
+                probs.append(q if rows is None else rows[0])
             tokens.append(feed)
             if advice is Advice.LAST:
                 break
         if not tokens:
             return None
-        q = torch.cat(probs) if probs else None
-        if q is not None and self.engine.vocab_size < self.target_vocab:
-            q = torch.nn.functional.pad(q, (0, self.target_vocab - self.engine.vocab_size))
-        return Proposal(self.name, known(join(tokens)), q)
+        if probs and isinstance(probs[0], torch.Tensor):
+            return Proposal(self.name, join(tokens), torch.cat(probs))
+        return Proposal(self.name, join(tokens), probs or None)
 
     def rollback(self, length: int) -> None:
         """Forget the drafts that did not stand."""

@@ -15,7 +15,7 @@ import torch
 from adaptive.control.policy import LengthPolicy
 from adaptive.decoding.drafters import Adviser, Drafter
 from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.decoding.sampling import Penalties, transform_logits
+from adaptive.decoding.sampling import Penalties, Transform, Uniform
 from adaptive.decoding.supervision import SupervisionTape
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.tokens import Ids, as_tensor, join
@@ -61,8 +61,9 @@ class TargetSampler:
 
     def __init__(self, params: SamplingParams, penalties: Penalties, generator: torch.Generator) -> None:
         self.params = params
+        self.transform = Transform(params)
         self.penalties = penalties
-        self.generator = generator
+        self.uniform = Uniform(generator)
         self.adjusts = penalties.active or penalties.bias is not None
         self.greedy = params.greedy
 
@@ -73,13 +74,9 @@ class TargetSampler:
             logits = self.penalties.apply(logits, as_tensor(ids).to(logits.device))
         if self.greedy:
             return verify_greedy(logits, ids)
-        p = transform_logits(logits.float(), self.params).softmax(-1)
-        if proposal is None:
-            q = p[:0]
-        else:
-            assert proposal.probs is not None
-            q = proposal.probs.to(p.device)
-        return verify_sampled(p, ids, q, self.generator)
+        p = self.transform(logits)
+        q = None if proposal is None else proposal.probs
+        return verify_sampled(p, ids, [] if q is None else q, self.uniform)
 
 
 def speculative_round(

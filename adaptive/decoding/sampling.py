@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from adaptive.decoding.params import SamplingParams
+from adaptive.decoding.tokens import of_array
+
+# Numbers from which the work on a few distributions is shared by threads. torch would share five rows of any length,
+# and waking the others takes 70 us: as long as one thread needs for this many.
+SHARED = 1 << 17
+# Random numbers drawn in one call. More would be drawn in vain at the end of an answer, fewer cost more calls.
+AHEAD = 256
+# The largest random number: so much below 1 that no rounding makes it 1.
+MOST = 1 - 2.0**-40
+# A vocabulary larger than this is added up in blocks first, and one of them token by token: adding up one after
+# the other waits for every sum. Below, the calls cost more than that.
+LARGE, BLOCK = 8192, 256
 
 
 def transform_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -28,29 +42,102 @@ def transform_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tens
     return logits
 
 
-def shares(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Uniform random numbers (count, 1) below 1, for ``draw_at``: all that a round needs in one call."""
-    # So that the mass of a large vocabulary adds up; one kind of device has no float64.
-    double = generator.device.type != "mps"
-    dtype = torch.float64 if double else torch.float32
-    drawn = torch.rand(count, 1, generator=generator, dtype=dtype, device=generator.device)
-    return drawn.mul_(1 - 2.0 ** (-40 if double else -20))  # so that rounding never makes them 1
+class Transform:
+    """From logits to the distributions that tokens are drawn from under ``params``.
+
+    On the processor they come in a buffer that numpy knows as well: having torch say where a result lies takes
+    35 us after a pass over a model's weights, as long as adding up its numbers.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._room = 0  # rows of the buffer
+        self._places: dict[tuple[int, int], torch.Tensor] = {}  # parts of it, by first row and number of rows
+
+    def __call__(self, logits: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Distributions (n, vocab), float32, of logits (n, vocab); on the processor in rows ``first`` to
+        ``first + n`` of the buffer, where they last until another call for one of these rows."""
+        if logits.device.type != "cpu":
+            return transform_logits(logits.float(), self.params).softmax(-1)
+        place = self._places.get((first, len(logits)))
+        if place is None:
+            place = self._place(first, *logits.shape)
+        threads = torch.get_num_threads()
+        if threads == 1 or logits.numel() > SHARED:
+            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=place)
+        torch.set_num_threads(1)  # a fraction of a microsecond
+        try:
+            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=place)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _place(self, first: int, rows: int, vocab: int) -> torch.Tensor:
+        if first + rows > self._room:
+            self._room = max(first + rows, 2 * self._room)
+            self._buffer = np.empty((self._room, vocab), np.float32)
+            self._places.clear()
+        place = self._places[first, rows] = of_array(self._buffer[first : first + rows])
+        return place
 
 
-def draw_at(probs: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """One token id a row from probs (n, vocab), not necessarily normalised, at share (n, 1) of its mass; (n,) int64.
+class Uniform:
+    """Uniform random numbers below 1 of one generator, which are drawn many at a time: the call is what they cost."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self._numbers: list[float] = []
+        self._column = torch.empty(0, 1)
+
+    def next(self) -> float:
+        """One number, where nothing waits for a device."""
+        if not self._numbers:
+            self._numbers = self._drawn()[:, 0].tolist()
+        return self._numbers.pop()
+
+    def column(self, count: int) -> torch.Tensor:
+        """Numbers (count, 1) on the generator's device."""
+        if count > len(self._column):
+            self._column = self._drawn(count)
+        taken, self._column = self._column[:count], self._column[count:]
+        return taken
+
+    def _drawn(self, least: int = 0) -> torch.Tensor:
+        device = self.generator.device
+        double = device.type != "mps"  # so that the mass of a large vocabulary adds up; one kind of device has none
+        dtype = torch.float64 if double else torch.float32
+        drawn = torch.rand(max(least, AHEAD), 1, generator=self.generator, dtype=dtype, device=device)
+        return drawn.mul_(MOST if double else 1 - 2.0**-20)
+
+
+def draw_on_device(probs: torch.Tensor, uniform: Uniform) -> torch.Tensor:
+    """One token id a row from probs (n, vocab), not necessarily normalised; (n,) int64.
 
     The first token at which the cumulative mass exceeds a uniform share of the whole (inverse transform): one
-    random number a row, where an exponential race takes one a token and, on a CPU, twenty times as long. A token
-    of probability 0 adds nothing and is never the first.
+    random number a row, where an exponential race takes one a token. A token of probability 0 adds nothing and
+    is never the first.
     """
+    share = uniform.column(len(probs))
     mass = probs.cumsum(-1, dtype=share.dtype)
     return torch.searchsorted(mass, share * mass[:, -1:], right=True)[:, 0]
 
 
-def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token id a row from probs (n, vocab), not necessarily normalised; (n,) int64."""
-    return draw_at(probs, shares(len(probs), generator))
+def pick(probs: npt.NDArray[np.float32], share: float) -> int | None:
+    """The same on the processor: the token id at ``share`` of the mass of probs (vocab,), None where there is none."""
+    begins = 0
+    if len(probs) > LARGE:
+        sums = np.add.reduceat(probs, np.arange(0, len(probs), BLOCK), dtype=np.float64).cumsum()
+        if not sums[-1] > 0:
+            return None
+        wanted = share * sums[-1]
+        block = int(sums.searchsorted(wanted, side="right"))
+        before = sums[block - 1] if block else 0.0
+        share = min((wanted - before) / (sums[block] - before), MOST)
+        begins = block * BLOCK
+        probs = probs[begins : begins + BLOCK]
+    mass = probs.cumsum(dtype=np.float64)
+    if not mass[-1] > 0:
+        return None
+    return begins + int(mass.searchsorted(share * mass[-1], side="right"))
 
 
 class Penalties:

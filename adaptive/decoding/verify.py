@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from adaptive.decoding.sampling import draw
-from adaptive.decoding.tokens import Ids, argmax, as_array, as_tensor, join
+from adaptive.decoding.sampling import Uniform, draw_on_device, pick
+from adaptive.decoding.tokens import Distributions, Ids, argmax, as_array, as_tensor, join
+from adaptive.errors import AdaptiveError
 
 # Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
 NOTHING = 1e-30
@@ -23,14 +24,14 @@ NOTHING = 1e-30
 
 @dataclass(frozen=True)
 class Proposal:
-    """K drafted tokens, and the very distributions (K, vocab) they were drawn from.
+    """K drafted tokens, and the very distributions they were drawn from, over the draft's vocabulary.
 
     ``probs`` is None for a greedy proposal. ``drafter`` says who drafted.
     """
 
     drafter: str
     tokens: Ids
-    probs: torch.Tensor | None
+    probs: Distributions | None
 
 
 @dataclass(slots=True)  # one a round, and a frozen one takes three times as long to make
@@ -57,46 +58,61 @@ def verify_greedy(logits: torch.Tensor, drafted: Ids) -> Verdict:
     return Verdict(accepted, best[: accepted + 1], None)
 
 
-def verify_sampled(p: torch.Tensor, drafted: Ids, q: torch.Tensor, generator: torch.Generator) -> Verdict:
-    """Target probabilities p (K + 1, vocab), K drafted tokens drawn from q (K, vocab); p and q on one device."""
-    ours, theirs = as_array(p), as_array(q)
-    if ours is None or theirs is None:
-        return verify_on_device(p, as_tensor(drafted).to(p.device), q, generator)
+def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uniform) -> Verdict:
+    """Target probabilities p (K + 1, vocab), K drafted tokens, and the K distributions q that they were drawn from,
+    over no more tokens than p. Raises AdaptiveError where p are not numbers.
+    """
+    ours = as_array(p)
+    if ours is None:
+        return verify_on_device(p, as_tensor(drafted).to(p.device), _like(p, q), uniform)
+    theirs = q.cpu().numpy() if isinstance(q, torch.Tensor) else q
     proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
-    *uniform, share = torch.rand(len(proposed) + 1, generator=generator, dtype=torch.float64).tolist()
     chosen: list[float] = []
-    for row, (token, u) in enumerate(zip(proposed, uniform, strict=True)):
-        p_x = float(ours[row, token])
-        if u * float(theirs[row, token]) >= p_x:
+    for token, p_n, q_n in zip(proposed, ours, theirs, strict=False):
+        p_x = float(p_n[token])
+        if not uniform.next() * float(q_n[token]) < p_x:  # nor where q is no number
             break
         chosen.append(math.log(p_x))
     accepted = len(chosen)
-    p_n = ours[accepted]
-    left = np.maximum(p_n - theirs[accepted], 0) if accepted < len(proposed) else p_n
-    mass = left.cumsum(dtype=np.float64)
-    if not mass[-1] > 0:  # p == q up to rounding leaves nothing to draw from; then p is the right distribution
-        mass = p_n.cumsum(dtype=np.float64)
-    extra = min(int(mass.searchsorted(share * mass[-1], side="right")), len(mass) - 1)
-    chosen.append(math.log(max(float(p_n[extra]), NOTHING)))
+    p_n, extra = ours[accepted], None
+    if accepted < len(proposed):
+        q_n = theirs[accepted]
+        if len(q_n) < len(p_n):
+            q_n = np.pad(q_n, (0, len(p_n) - len(q_n)))
+        left = p_n - q_n
+        extra = pick(np.maximum(left, 0, out=left), uniform.next())
+    if extra is None:  # all accepted; or p == q up to rounding leaves nothing to draw from, and p is the right one
+        extra = pick(p_n, uniform.next())
+    if extra is None:
+        raise AdaptiveError(
+            "the target's logits are not numbers, so that nothing can be drawn: is its checkpoint damaged?"
+        )
+    chosen.append(math.log(float(p_n[extra])))
     return Verdict(accepted, [*proposed[:accepted], extra], chosen)
 
 
-def verify_on_device(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, generator: torch.Generator) -> Verdict:
-    """The same in tensor operations, which wait for the device once."""
+def verify_on_device(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, uniform: Uniform) -> Verdict:
+    """The same in tensor operations, which wait for the device once; q (K, vocab)."""
     count = drafted.shape[0]
     if not count:
-        extra = draw(p, generator)
+        extra = draw_on_device(p, uniform)
         return Verdict(0, extra.tolist(), p.index_select(1, extra)[0].log())
     at = drafted[:, None]
     p_x, q_x = p[:-1].gather(1, at)[:, 0], q.gather(1, at)[:, 0]
-    uniform = torch.rand(count, generator=generator, device=p.device, dtype=p.dtype)
-    reached = (uniform * q_x < p_x).int().cumprod(0).sum(0, keepdim=True)
+    reached = (uniform.column(count)[:, 0] * q_x < p_x).int().cumprod(0).sum(0, keepdim=True)
     p_n = p.index_select(0, reached)
     # Where all are accepted there is no q to take away, and the draw is from p itself.
     q_n = q.index_select(0, reached.clamp(max=count - 1)).mul_(reached < count)
     residual = (p_n - q_n).clamp_(min=0)
     # p == q up to rounding leaves nothing to draw from; then p is the right distribution.
-    extra = draw(residual.add_(p_n, alpha=NOTHING), generator)
+    extra = draw_on_device(residual.add_(p_n, alpha=NOTHING), uniform)
     *tokens, accepted = torch.cat([drafted, extra, reached]).tolist()  # the round's one synchronisation
     chosen = torch.cat([p_x[:accepted], p_n.index_select(1, extra)[0]]).log()
     return Verdict(accepted, [*tokens[:accepted], tokens[count]], chosen)
+
+
+def _like(p: torch.Tensor, q: Distributions) -> torch.Tensor:
+    """q as a tensor (K, vocab) beside p, 0 for tokens that only the target has."""
+    if not isinstance(q, torch.Tensor):
+        q = torch.from_numpy(np.stack(q)) if q else p.new_empty(0, p.shape[1])
+    return torch.nn.functional.pad(q.to(p.device), (0, p.shape[1] - q.shape[1]))
