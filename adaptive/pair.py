@@ -294,19 +294,25 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
 
 
 def _compile(settings: Settings, target: Engine, draft: Engine | None) -> Compilation:
-    """Begin to compile what can be compiled of a pair. Raises AdaptiveError where that is nothing."""
+    """Begin to compile, or on CUDA to record, what can be of a pair. Raises AdaptiveError where that is nothing."""
     from adaptive.engines.compiled import OF_DRAFT, OF_TARGET, Compilation, compilable
+    from adaptive.engines.transformers import TransformersEngine
 
-    wanted = []
+    wanted, recorded = [], 0
     for engine, passes in ((target, OF_TARGET), (draft, OF_DRAFT)):
-        lean = getattr(engine, "lean", None)
-        if engine is not None and lean is not None and compilable(lean.plan):
-            wanted.append((lean, passes))
+        if not isinstance(engine, TransformersEngine):
+            continue
+        if engine.lean is not None and compilable(engine.lean.plan):
+            wanted.append((engine.lean, passes))
             engine.weights += "+compiled"
-    if not wanted:
+        elif engine.device.type == "cuda":
+            engine.record()
+            engine.weights += "+recorded"
+            recorded += 1
+    if not wanted and not recorded:
         raise AdaptiveError(
-            "--compile is for checkpoints of known architectures on the CPU, not quantised by bitsandbytes, and "
-            "nothing here is one; leave it out"
+            "--compile is for checkpoints, of known architectures and not quantised by bitsandbytes on the CPU, of any "
+            "on CUDA, and nothing here is one; leave it out"
         )
     return Compilation(wanted, settings.state_dir / "compiled")
 

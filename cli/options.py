@@ -46,7 +46,9 @@ SHARED: dict[str, Any] = {
     "compile": Annotated[
         Optional[bool],
         typer.Option(
-            "--compile/--no-compile", help="Compile short passes in the background (CPU).", rich_help_panel=MODELS
+            "--compile/--no-compile",
+            help="Compile short passes in the background (CPU), or record them (CUDA).",
+            rich_help_panel=MODELS,
         ),
     ],
     "revision": Annotated[Optional[str], typer.Option(help="Hub revision of the target.", rich_help_panel=MODELS)],

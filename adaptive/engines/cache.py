@@ -9,6 +9,10 @@ because a rolled-back token may bring an older one back into sight.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
@@ -19,13 +23,30 @@ from adaptive.errors import AdaptiveError
 GROWTH = 512
 
 
+class Recording:
+    """How a pass that is recorded sees a cache: ``size`` tokens from the place that ``start`` () holds, and the
+    first ``keys`` places."""
+
+    def __init__(self, start: torch.Tensor, size: int, keys: int) -> None:
+        self.start, self.keys = start, keys
+        self._steps = torch.arange(size, device=start.device)
+
+    def places(self) -> torch.Tensor:
+        """The places (size,) of the tokens."""
+        return self.start + self._steps
+
+
 class RollbackLayer(CacheLayerMixin):
-    """Keys and values of one layer, each (batch, heads, capacity, head size), used up to ``length``."""
+    """Keys and values of one layer, each (batch, heads, capacity, head size), used up to ``length``.
+
+    Under a ``recording`` the length is the recording's, a tensor, as in transformers' static cache.
+    """
 
     is_croppable = True
 
     def __init__(self, sliding: bool) -> None:
         super().__init__()
+        self.recording: Recording | None = None
         self.is_sliding = sliding
         self.length = 0
         self.capacity = 0
@@ -39,7 +60,8 @@ class RollbackLayer(CacheLayerMixin):
 
     def _buffer(self, states: torch.Tensor) -> torch.Tensor:
         batch, heads, _, size = states.shape
-        return states.new_empty((batch, heads, self.capacity, size))
+        # Zeros, not garbage: a recorded pass multiplies what a mask hides, and garbage may be nan.
+        return states.new_zeros((batch, heads, self.capacity, size))
 
     def reserve(self, capacity: int) -> None:
         """Have room for ``capacity`` tokens; what is held stays."""
@@ -57,6 +79,12 @@ class RollbackLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new states after the ones held and return views of all of them."""
+        if self.recording is not None:
+            places, keys = self.recording.places(), self.recording.keys
+            for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+                assert buffer is not None
+                buffer.index_copy_(2, places, states)
+            return self.keys[:, :, :keys], self.values[:, :, :keys]  # type: ignore[index]
         end = self.length + key_states.shape[-2]
         if end > self.capacity:
             self.reserve(-(-end // GROWTH) * GROWTH)
@@ -71,11 +99,16 @@ class RollbackLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the mask of the next step covers."""
-        return self.length + query_length, 0
+        return self.length + query_length if self.recording is None else self.recording.keys, 0
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
         """Tokens held."""
-        return self.length
+        return self.length if self.recording is None else self.recording.start
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether shapes and addresses are the same at every step."""
+        return self.recording is not None
 
     def get_max_length(self) -> int:
         """No limit of its own."""
@@ -103,6 +136,7 @@ class RollbackCache(Cache):
         if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
             types = ["sliding_attention"] * len(types)
         super().__init__(layers=[RollbackLayer(kind != "full_attention") for kind in types])
+        self.recordings: dict[Any, Any] = {}  # passes that are recorded over these buffers
 
     @property
     def length(self) -> int:
@@ -113,6 +147,27 @@ class RollbackCache(Cache):
         """Have room for ``length`` tokens in every layer."""
         for layer in self.layers:
             layer.reserve(-(-length // GROWTH) * GROWTH)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self.layers[0].capacity
+
+    def advance(self, count: int) -> None:
+        """``count`` tokens have been written by a recorded pass."""
+        for layer in self.layers:
+            layer.length += count
+
+    @contextmanager
+    def written_as(self, recording: Recording) -> Iterator[None]:
+        """Passes inside write and see the cache in this way."""
+        for layer in self.layers:
+            layer.recording = recording
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.recording = None
 
     def rollback(self, length: int) -> None:
         """Forget all tokens after the first ``length``, and those that an interrupted forward left in

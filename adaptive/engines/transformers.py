@@ -15,6 +15,7 @@ from adaptive.engines.adapters import MergedAdapter
 from adaptive.engines.cache import RollbackCache
 from adaptive.engines.lean import lean_forward
 from adaptive.engines.lean_cache import LeanCache
+from adaptive.engines.recorded import RecordedPasses
 
 # Tokens scored in one forward of a long prompt. Larger needs more memory for attention scores and
 # leaves a person waiting longer between two looks at ctrl-C; smaller reads the weights more often.
@@ -83,9 +84,14 @@ class TransformersEngine:
         kind = getattr(model, "quantization_method", None) or model.dtype
         int8 = self.lean is not None and self.lean.plan.head.int8
         self.weights = "int8" if int8 else str(getattr(kind, "value", kind)).removeprefix("torch.")
+        self.recorded: RecordedPasses | None = None
         keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
         self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]
+
+    def record(self) -> None:
+        """From now on, record short passes and replay them (``recorded.py``)."""
+        self.recorded = RecordedPasses(self)
 
     def sequence(self) -> TransformersSequence:
         """A new empty sequence."""
@@ -96,6 +102,14 @@ class TransformersEngine:
         if isinstance(cache, LeanCache):
             assert self.lean is not None
             return self.lean(tokens, rows, cache)
+        if self.recorded is not None:
+            recorded = self.recorded(tokens, rows, cache)
+            if recorded is not None:
+                return recorded
+        return self.eager(tokens, rows, cache)
+
+    def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
+        """The same by the model's own forward, as it comes."""
         start = cache.length
         output = self.model(
             input_ids=tokens[None],
