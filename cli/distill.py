@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -48,6 +48,13 @@ def distill(
     ] = None,
     data: Annotated[
         Optional[Path], typer.Option(help="Learn from chat messages too: JSON lines of messages.", metavar="FILE")
+    ] = None,
+    records: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Newest generations to learn from; by default 2,000, or all that --prompts asks for.",
+            rich_help_panel=TRAINING,
+        ),
     ] = None,
     epochs: Annotated[
         Optional[float], typer.Option(help="Times over the training set, at most.", rich_help_panel=TRAINING)
@@ -93,7 +100,7 @@ def distill(
         raise AdaptiveError("--no-promote and --force contradict each other; give one of them")
     if prompts is None:
         wait(spins=0)  # a training step beside another busy process takes tenths of seconds, spinning seconds
-    recipe = _recipe(settings, epochs, max_seconds, rank, lr, loss, from_current)
+    recipe = _recipe(settings, records, epochs, max_seconds, rank, lr, loss, from_current)
     promotion: Promotion = "never" if no_promote else "force" if force else "gate"
 
     from rich.console import Console
@@ -106,6 +113,8 @@ def distill(
     speaks = processes.first()
     console = Console(stderr=as_json, highlight=False, quiet=not speaks)
     asked = None if prompts is None else _prompts(prompts)
+    if asked is not None and records is None:
+        recipe = replace(recipe, buffer=max(recipe.buffer, len(asked)))
     extra = None if data is None else _chats(settings, data)
     if asked is not None:
         from cli.answer import answer_into_log
@@ -180,6 +189,7 @@ def _chats(settings: Settings, file: Path) -> Dataset:
 
 def _recipe(
     settings: Settings,
+    records: int | None,
     epochs: float | None,
     max_seconds: float | None,
     rank: int | None,
@@ -192,6 +202,7 @@ def _recipe(
 
     length = settings.draft_length
     asked: dict[str, Any] = {
+        "buffer": records,
         "epochs": epochs,
         "max_seconds": max_seconds,
         "rank": rank,

@@ -103,6 +103,27 @@ def test_compare_trains_rivals_and_shows_the_gate_the_best(pair: list[str], own_
     assert outcome["verdict"] is not None
 
 
+def test_how_much_of_the_log_is_learned_from_can_be_said(pair: list[str], own_home: Path) -> None:
+    state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
+    write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
+    quick = ("--json", "--no-promote", "--rank", "4", "--epochs", "0.2")
+    outcome = json.loads(distill(pair, *quick, "--records", "60").stdout)
+    assert sum(outcome[f"{part}_generations"] for part in ("train", "validation", "gate")) == 60
+    assert AdapterStore(state.adapters).show(outcome["adapter"]).trained_on.first_id > 20
+    assert "records is 0" in refusal(distill(pair, "--records", "0"))
+
+
+def test_all_that_was_asked_for_is_learned_from(pair: list[str], tmp_path: Path, own_home: Path) -> None:
+    lines = [json.dumps({"prompt": f"w{i % 40} w{i // 40}"}) for i in range(2050)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    quick = ("--json", "--no-promote", "--rank", "4", "--max-seconds", "1", "--max-new-tokens", "2")
+    found = distill(pair, *quick, "--prompts", str(tmp_path / "prompts.jsonl"))
+    assert found.exit_code == 0, found.output
+    outcome = json.loads(found.stdout[found.stdout.index("{") :])
+    state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
+    assert AdapterStore(state.adapters).show(outcome["adapter"]).trained_on.first_id <= 50  # not the newest 2,000
+
+
 def test_an_empty_log_says_what_to_do(pair: list[str]) -> None:
     assert "nothing has been recorded" in refusal(distill(pair))
 

@@ -78,7 +78,7 @@ class Recipe:
             "batch": self.batch,
             "evaluations": self.evaluations,
             "patience": self.patience,
-            "buffer": self.buffer,
+            "records": self.buffer,
             "draft length": self.draft_length,
         }
         for name, value in positive.items():
