@@ -129,39 +129,44 @@ class GoodputLength(LengthPolicy):
         self.plain_s = costs.round(0)
         if self.age == 0 or not self.attentive:
             self.best, self.predicted = self._best_fixed()
-            self.prices, self.further = self._prices(0.0), self._prices(costs.draft_step())[1:]
+            if self.attentive:
+                self.prices, self.further = self._prices()
         self.age = (self.age + 1) % REFRESH
         self.speculative = self._speculative_rate()
         self.speculating = self.speculative * self.plain_s > 1
         rate = max(1 / self.plain_s, self.speculative)
         # A token is dropped where verifying it costs more tokens at the present rate than it brings, with the best of
         # what may follow it; it is the last one where a further one does, which has to be drafted first.
-        self.drop_below = [rate * costs.speed * price for price in self.prices]
-        self.last_below = [rate * costs.speed * price for price in self.further]
+        if self.attentive:
+            self.drop_below = [rate * costs.speed * price for price in self.prices]
+            self.last_below = [rate * costs.speed * price for price in self.further]
         self.price = min(BUDGET, self._cost_of_trying(waiting))
         self.drafting = self.speculating or self.budget >= self.price
         self.expected_plain = costs.with_tokens(1 / self.plain_s)
         self.expected_speculative = costs.with_tokens(self.speculative)
         self.decided = True
 
-    def _prices(self, before: float) -> list[float]:
-        """For every position from 1, how many seconds at speed 1 a sure token there takes, ``before`` it is known and
-        to be verified: the least over how many are drafted behind it, by the tokens that may be expected of all.
+    def _prices(self) -> tuple[list[float], list[float]]:
+        """Seconds, at speed 1, that a sure token takes: at every position from 1 where it is known, from 2 where it is
+        still to be drafted. The least over how many are drafted behind it, by the tokens to be expected of all.
 
         The second token of a verification is often much dearer than those behind it. By itself it would not be worth
         its time; with what follows it may be.
         """
         costs, hope = self.costs, self.acceptance.estimate()
         step, verify = costs.draft_step(), [costs.verify(k) for k in range(self.longest + 1)]
-        prices = []
+        known, further = [], []
         for first in range(1, self.longest + 1):
-            price, tokens, sure = math.inf, 0.0, 1.0
+            cheapest, next_cheapest, tokens, sure = math.inf, math.inf, 0.0, 1.0
             for last in range(first, min(self.longest, first + AHEAD) + 1):
                 tokens += sure
                 sure *= hope[last] if last < len(hope) else 0.0
-                price = min(price, (before + verify[last] - verify[first - 1] + (last - first) * step) / tokens)
-            prices.append(price / costs.speed)
-        return prices
+                seconds = verify[last] - verify[first - 1] + (last - first) * step
+                cheapest = min(cheapest, seconds / tokens)
+                next_cheapest = min(next_cheapest, (seconds + step) / tokens)
+            known.append(cheapest / costs.speed)
+            further.append(next_cheapest / costs.speed)
+        return known, further[1:]
 
     def _cost_of_trying(self, waiting: int) -> float:
         """What one drafted token costs if it is rejected, in plain rounds."""

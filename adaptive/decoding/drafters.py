@@ -95,11 +95,12 @@ class ModelDrafter:
                 logits = logits[:, : self.target_vocab]
             if adjusts:
                 logits = self.penalties.apply(logits, as_tensor(join(tokens)))
-            q, advice = None, Advice.MORE
+            q, rows, advice = None, None, Advice.MORE
             if not self.params.greedy:
                 q = self.transform(logits, position - 1)
+                rows = as_array(q)
                 if advise is not None:
-                    advice = advise(position, float(q.max()))
+                    advice = advise(position, float((q if rows is None else rows).max()))
             elif advise is None:
                 feed = argmax(logits)
             else:
@@ -108,7 +109,6 @@ class ModelDrafter:
             if advice is Advice.DROP:
                 break
             if q is not None:
-                rows = as_array(q)
                 # Of probabilities that are no numbers any token: the target will not have it.
                 feed = draw_on_device(q, self.uniform) if rows is None else [pick(rows[0], self.uniform.next()) or 0]
                 probs.append(q if rows is None else rows[0])

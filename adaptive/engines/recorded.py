@@ -32,7 +32,6 @@ WARM_UP = 2
 # by a hundredth; a pass that reads another place or another text by about all of it.
 NEAR = 0.05
 
-
 # Tokens, keys, room in the cache, and how many times the model's hooks have changed.
 Which = tuple[int, int, int, int]
 
@@ -76,15 +75,14 @@ class RecordedPasses:
         """A pass that gives the eager one's logits for these tokens, or None with ``problem`` set."""
         size, keys = which[:2]
         start = cache.length
+        expected = self.engine.eager(tokens, len(tokens), cache).float()  # what fails here is not the recording's
+        cache.rollback(start)
         try:
-            expected = self.engine.eager(tokens, len(tokens), cache).float()
-            cache.rollback(start)
             recorded = RecordedPass(self.engine, cache, size, keys, self._pool)
             found = recorded(tokens, cache)[: len(tokens)].float()
             gap = float((found - expected).norm() / expected.norm())
         except (RuntimeError, NotImplementedError) as error:
-            cache.rollback(start)
-            self.problem = str(error).strip().splitlines()[0]
+            self.problem = (str(error).strip() or type(error).__name__).splitlines()[0]
         else:
             if gap < NEAR:
                 cache.recordings = {old: one for old, one in cache.recordings.items() if old[2:] == which[2:]}
