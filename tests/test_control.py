@@ -185,6 +185,23 @@ def test_rounds_that_are_learned_from_together_move_the_costs_no_further_than_th
     assert model.verify(0) == pytest.approx(TABLE.verify_s[0] * slower, rel=0.1)
 
 
+def test_costs_of_lengths_that_are_not_seen_stay_where_they_are() -> None:
+    """Only a common factor moves them, and chance must not carry it away in thousands of plain rounds and tries."""
+    model, rng = CostModel(TABLE), random.Random(5)
+
+    def plain(again: bool, steps: int = 0) -> Timed:
+        hiccup = 4.0 if rng.random() < 0.02 else 1.0
+        return Timed(Round("none", 0, 0, 0.15 * steps, hiccup * rng.lognormvariate(0.0, 0.1)), steps, 0, again)
+
+    for number in range(3000):
+        batch = [plain(True) for _ in range(8)]
+        if number % 5 == 0:
+            batch[3:5] = [plain(False, steps=1), plain(False)]
+        model.observe(batch)
+    for k in (0, 1, 4, 16):
+        assert model.verify(k) == pytest.approx(TABLE.verify_s[k], rel=0.1)
+
+
 def test_verification_is_never_cheaper_for_more_tokens() -> None:
     table = from_samples({0: 1.0, 1: 1.3, 2: 1.1, 4: 1.2, 8: 2.0})
     assert list(table) == sorted(table)
@@ -198,6 +215,20 @@ def test_a_useless_draft_costs_at_most_two_percent(attentive: bool) -> None:
     for _ in range(3000):
         world.round([0.02] * 16)
     assert world.tokens / world.seconds > 0.98 / (TABLE.verify_s[0] + TABLE.overhead_s + TABLE.token_s)
+
+
+@pytest.mark.parametrize("attentive", [True, False])
+def test_a_noisy_clock_does_not_pay_for_tries(attentive: bool) -> None:
+    """A try that seemed short by chance gives nothing to the budget."""
+    clock, rng, plain = Clock(), random.Random(1), 0.0
+    table = replace(TABLE, start_s=0.02, draft_s=0.02)
+    world = World(GoodputLength(table, attentive=attentive, clock=clock), clock, table=table)
+    for _ in range(6000):
+        before = world.tokens
+        world.slower = rng.lognormvariate(0.0, 0.15)
+        world.round([0.02] * 16)
+        plain += (table.verify_s[0] + table.overhead_s + table.token_s) * (world.tokens - before) * world.slower
+    assert world.seconds < 1.015 * plain
 
 
 @pytest.mark.parametrize("measured", [True, False])

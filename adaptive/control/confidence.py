@@ -14,6 +14,8 @@ from __future__ import annotations
 import bisect
 import itertools
 
+from adaptive.control.isotonic import rising
+
 # Upper edges of the bins but the last, finest where the decision falls and where confident drafts are.
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 # The confidence that stands for each bin before anything was observed in it.
@@ -83,14 +85,7 @@ class Calibration:
         self.calibrate()
 
     def calibrate(self) -> None:
-        """Posterior means of all bins, then isotonic regression (pool adjacent violators, weighted)."""
-        blocks: list[tuple[float, float, int]] = []  # mean, weight, bins
-        for a, r, centre in zip(self.accepted, self.rejected, CENTRES, strict=True):
-            weight = a + r + WEIGHT
-            mean, bins = (a + WEIGHT * centre) / weight, 1
-            while blocks and blocks[-1][0] > mean:
-                other, other_weight, other_bins = blocks.pop()
-                mean = (mean * weight + other * other_weight) / (weight + other_weight)
-                weight, bins = weight + other_weight, bins + other_bins
-            blocks.append((mean, weight, bins))
-        self.table = [mean for mean, _, bins in blocks for _ in range(bins)]
+        """Posterior means of all bins, kept in order."""
+        weights = [a + r + WEIGHT for a, r in zip(self.accepted, self.rejected, strict=True)]
+        means = [(a + WEIGHT * c) / w for a, c, w in zip(self.accepted, CENTRES, weights, strict=True)]
+        self.table = rising(means, weights)

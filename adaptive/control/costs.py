@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from adaptive.control.isotonic import rising
 from adaptive.records.types import Round
 
 # Relative step of the common factor at one observation. Larger follows a machine that slows down
@@ -29,6 +31,8 @@ LENGTH_STEP = 0.01
 # The same for plain decoding while the draft is in use: it is then seen once in 200 rounds. Larger shakes the choice
 # between the two, smaller takes thousands of rounds to mend it.
 SELDOM_STEP = 0.04
+# What is left of how often a pass was seen after one later batch of rounds, and what one that was never seen counts.
+KEEP_SEEN, UNSEEN = 0.98, 0.01
 # Observations far off on the same side after which steps grow, by how much each, and their largest
 # relative size. Sooner, and a few slow rounds in a row carry an estimate away.
 PATIENCE, GROWTH, LARGEST_STEP = 3, 1.6, 0.4
@@ -83,18 +87,11 @@ def from_samples(samples: dict[int, float]) -> tuple[float, ...]:
     """Verification seconds for 0 to ``LONGEST`` tokens from those measured: never falling, linear between.
 
     ``samples`` maps drafted tokens to the median of their seconds. A longer verification cannot be
-    cheaper than a shorter one in truth; where it was measured so, both take their mean (isotonic
-    regression, pool adjacent violators). Beyond the last sample the last slope goes on.
+    cheaper than a shorter one in truth; where it was measured so, both take their mean.
+    Beyond the last sample the last slope goes on.
     """
     lengths = sorted(samples)
-    blocks: list[tuple[float, int]] = []  # mean, how many samples
-    for k in lengths:
-        value, count = samples[k], 1
-        while blocks and blocks[-1][0] > value:
-            mean, size = blocks.pop()
-            value, count = (mean * size + value * count) / (size + count), size + count
-        blocks.append((value, count))
-    level = [value for value, count in blocks for _ in range(count)]
+    level = rising([samples[k] for k in lengths], [1.0] * len(lengths))
     return tuple(_between(lengths, level, k) for k in range(LONGEST + 1))
 
 
@@ -142,16 +139,22 @@ class Steps:
 
 
 class CostModel:
-    """Costs as they are now. ``observe`` takes every round; the rest are questions."""
+    """Costs as they are now. ``observe`` takes every round; the rest are questions.
+
+    What a pass takes is the product of three: the table's seconds for its length, what is ``own`` to that length, and
+    the machine's ``speed``. Passes are numbered from 0, a plain step after another one; 1 + k verifies k tokens.
+    """
 
     def __init__(self, table: CostTable | None) -> None:
         self.measured = table is not None
         table = table or UNMEASURED
         self.start_s, self.draft_s, self.catch_up_s = table.start_s, table.draft_s, table.catch_up_s
-        self.verify_s = list(table.verify_s)
-        self.plain_s = table.plain_step_s
         self.overhead_s, self.token_s = table.overhead_s, table.token_s
         self.context_s, self.context = table.context_s, table.context
+        self.passes_s = (table.plain_step_s, *table.verify_s)
+        self.own = [1.0] * len(self.passes_s)
+        self.seen = [UNSEEN] * len(self.passes_s)  # how often each pass was seen of late
+        self.rising = list(self.passes_s)  # seconds at speed 1, never falling
         self.speed = 1.0
         self.speed_steps, self.draft_steps = Steps(SPEED_STEP), Steps(LENGTH_STEP)
         self.between_steps = Steps(LENGTH_STEP)
@@ -172,11 +175,11 @@ class CostModel:
 
     def verify(self, length: int) -> float:
         """Seconds of verifying ``length`` drafted tokens; 0 is a plain step among other rounds."""
-        return self.speed * max(self.verify_s[length] + self.now, 1e-9)
+        return self.speed * max(self.rising[1 + length] + self.now, 1e-9)
 
     def plain(self) -> float:
         """Seconds of a plain step after another one."""
-        return self.speed * max(self.plain_s + self.now, 1e-9)
+        return self.speed * max(self.rising[0] + self.now, 1e-9)
 
     def round(self, length: int, waiting: int = 0) -> float:
         """Seconds of a whole round of ``length`` drafted tokens, apart from what its committed tokens take; 0 is a
@@ -196,28 +199,39 @@ class CostModel:
         verified: list[float] = []
         drafted: list[float] = []
         caught_up: list[float] = []
-        plain_step = SELDOM_STEP if any(r.steps for r in rounds) else LENGTH_STEP
         for outcome, steps, waiting, again in rounds:
-            k = min(outcome.drafted, LONGEST)
-            ratio = outcome.verify_s / (self.plain() if again else self.verify(k))
+            i = 0 if again else 1 + min(outcome.drafted, LONGEST)
+            ratio = outcome.verify_s / (self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9))
             verified.append(ratio)
-            off = max(-1.0, min(1.0, (ratio - 1.0) * 10.0))
-            if again:
-                self.plain_s *= 1 + plain_step * off
-            else:
-                self.verify_s[k] *= 1 + LENGTH_STEP * off
+            self._follow(i, ratio)
             if steps:
                 mostly = drafted if waiting <= steps else caught_up
                 mostly.append(outcome.draft_s / self.draft(steps, waiting))
         self.speed *= self.speed_steps.factor(verified)
-        for k in {-1 if r.again else min(r.outcome.drafted, LONGEST) for r in rounds}:
-            self._keep_rising(k)
+        self._rise()
         if drafted:
             factor = self.draft_steps.factor(drafted)
             self.start_s *= factor
             self.draft_s *= factor
         if caught_up:
             self.catch_up_s *= self.draft_steps.factor(caught_up)
+
+    def _follow(self, i: int, ratio: float) -> None:
+        """Move what is own to pass ``i`` towards what was seen of it, as a share of what was expected.
+
+        Its step keeps its size: only the product with the speed is ever seen, and the two stay where they are because
+        both follow the same ratios. Were the share of either to jump about, chance would carry them away from each
+        other, and with the speed all lengths that are not seen.
+        """
+        step = SELDOM_STEP if i == 0 and self.seen[0] < 0.5 * sum(self.seen) else LENGTH_STEP
+        self.own[i] *= math.exp(step * max(-1.0, min(1.0, (ratio - 1.0) * 10.0)))
+        self.seen[i] += 1.0
+
+    def _rise(self) -> None:
+        """A longer verification is never cheaper, and plain decoding no dearer than any: passes that were seen
+        otherwise take their mean, by how often each was of late."""
+        self.seen = [UNSEEN + KEEP_SEEN * (n - UNSEEN) for n in self.seen]
+        self.rising = rising(map(operator.mul, self.passes_s, self.own), self.seen)
 
     def with_tokens(self, rate: float) -> float:
         """Tokens per second where rounds alone would give ``rate``: what every token takes beside comes on top.
@@ -235,21 +249,7 @@ class CostModel:
     def _first(self, outcome: Round) -> None:
         """Scale the typical shares to the first round seen, so that steps start near the truth."""
         self.measured = True
-        self.speed = outcome.verify_s / self.verify_s[min(outcome.drafted, LONGEST)]
-
-    def _keep_rising(self, changed: int) -> None:
-        """A longer verification is never cheaper, and plain decoding (-1) no dearer than any: the cost just seen is
-        right, its neighbours give way."""
-        value = self.plain_s if changed < 0 else self.verify_s[changed]
-        self.plain_s = min(self.plain_s, value)
-        for k in range(changed - 1, -1, -1):
-            if self.verify_s[k] <= value:
-                break
-            self.verify_s[k] = value
-        for k in range(changed + 1, len(self.verify_s)):
-            if self.verify_s[k] >= value:
-                break
-            self.verify_s[k] = value
+        self.speed = outcome.verify_s / self.passes_s[1 + min(outcome.drafted, LONGEST)]
 
     def table(self) -> CostTable:
         """The present costs, to be kept for the next session."""
@@ -257,10 +257,10 @@ class CostModel:
             start_s=self.start_s * self.speed,
             draft_s=self.draft_s * self.speed,
             catch_up_s=self.catch_up_s * self.speed,
-            verify_s=tuple(v * self.speed for v in self.verify_s),
+            verify_s=tuple(v * self.speed for v in self.rising[1:]),
             overhead_s=self.overhead_s * self.speed,
             token_s=self.token_s * self.speed,
             context_s=self.context_s * self.speed,
             context=self.context,
-            plain_s=self.plain_s * self.speed,
+            plain_s=self.rising[0] * self.speed,
         )

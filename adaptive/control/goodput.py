@@ -41,6 +41,9 @@ TRY_SHARE = 0.01
 # The most that the budget holds, in plain rounds, and what it begins with: some thirty tries of a small
 # draft. Less gives up on a bad beginning, more is spent at every change for the worse.
 BUDGET = 4.0
+# Times that a try may have taken less than was expected of it and still be charged the expected. A clock's noise
+# is not to pay for tries.
+FAR_LESS = 1.25
 # Rounds without plain decoding after which two are plain, so that its cost stays known: it is what speculation
 # is compared with. The first of two may take longer than the rest would. Too often costs the speed-up of those rounds.
 PLAIN_EVERY = 200
@@ -264,8 +267,9 @@ class GoodputLength(LengthPolicy):
             self.age = 0
         if waiting > FEW_WAITING and not self.speculating:
             seconds += costs.draft(0, waiting)
-        # What it really took, if that was less: costs that are believed too high are found out by tries.
-        seconds = min(seconds, outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s)
+        # What it really took, if that was far less: costs that are believed too high are found out by tries.
+        took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
+        seconds = min(seconds, FAR_LESS * took)
         if not self.speculating:
             seconds += self._going_back()
         self.budget = min(BUDGET, max(0.0, self.budget + tokens - seconds / self.plain_s))
