@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adaptive.engines.adapters import read_lora
 from adaptive.engines.gguf_names import GgufNames, package
 from adaptive.engines.llama_model import LlamaModel
 from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -20,22 +24,24 @@ class Base:
     heads: tuple[int, int]
 
 
-def write_adapter(folder: Path, base: LlamaModel | Base, file: Path) -> None:
-    """Write the LoRA adapter in ``folder`` for ``base`` to ``file``, in float32.
+@dataclass(frozen=True)
+class Low:
+    """What an adapter adds to one weight: ``b`` (out, r), scaled, times ``a`` (r, in); float32, rows as in GGUF."""
 
-    The scaling (alpha / r, or what rsLoRA and patterns make of it) is multiplied into B, for every module
-    its own; the file's alpha is 0, which llama.cpp reads as "as it is".
+    a: torch.Tensor
+    b: torch.Tensor
 
+
+def low_rank(folder: Path, base: LlamaModel | Base) -> dict[str, Low]:
+    """The LoRA adapter in ``folder`` by GGUF's names of the weights that it changes.
+
+    The scaling (alpha / r, or what rsLoRA and patterns make of it) is multiplied into b, for every module its own.
     Raises AdaptiveError for an adapter that llama.cpp cannot express.
     """
     if isinstance(base, LlamaModel):
         base = Base(base.architecture, base.shape["layers"], base.heads)
-    gguf = package()
     names = GgufNames(base.architecture, base.layers, base.heads)
-    writer = gguf.GGUFWriter(file, base.architecture)
-    writer.add_type(gguf.GGUFType.ADAPTER)
-    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
+    found = {}
     for module, lora in read_lora(folder).items():
         name = names.name(module)
         if name is None:
@@ -50,9 +56,26 @@ def write_adapter(folder: Path, base: LlamaModel | Base, file: Path) -> None:
                 f"adapter {folder} changes the embeddings ({module}), which a GGUF adapter cannot hold where they "
                 "are tied; write the merged draft instead, or train without it"
             )
-        a, b = lora.a.float(), names.reorder(module, lora.b.float() * lora.scaling)
-        for part, tensor in (("lora_a", a), ("lora_b", b)):
-            writer.add_tensor(f"{name}.weight.{part}", tensor.contiguous().numpy())
+        b = names.reorder(module, lora.b.float() * lora.scaling)
+        found[f"{name}.weight"] = Low(lora.a.float().contiguous(), b.contiguous())
+    return found
+
+
+def write_adapter(folder: Path, base: LlamaModel | Base, file: Path) -> None:
+    """Write the LoRA adapter in ``folder`` for ``base`` to ``file``, in float32.
+
+    The file's alpha is 0, which llama.cpp reads as "as it is": scaling is in the matrices.
+
+    Raises AdaptiveError for an adapter that llama.cpp cannot express.
+    """
+    gguf = package()
+    writer = gguf.GGUFWriter(file, base.architecture)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
+    for name, low in low_rank(folder, base).items():
+        writer.add_tensor(f"{name}.lora_a", low.a.numpy())
+        writer.add_tensor(f"{name}.lora_b", low.b.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

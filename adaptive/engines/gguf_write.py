@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 Encoding = Literal["f32", "f16", "bf16", "q8_0"]
 ENCODINGS: tuple[str, ...] = get_args(Encoding)
 
+# Bytes that every weight's place is a multiple of: a processor's cache line. From a mapped file, at the usual 32,
+# passes over two to five tokens took 3 to 10% longer.
+ALIGNMENT = 64
+
 # llama.cpp's splitters of text into words, the more usual ones first: a tokenizer names one of them.
 PRE_TOKENIZERS = (
     *("gpt-2", "llama-bpe", "qwen2", "smollm", "deepseek-llm", "deepseek-coder", "starcoder", "falcon", "tekken"),
@@ -57,6 +61,7 @@ def write_model(
         partial = files.unfinished(file.parent)
         try:
             writer = gguf.GGUFWriter(partial, config.model_type)
+            writer.add_custom_alignment(ALIGNMENT)
             _describe(writer, model, name)
             writer.add_file_type(_kinds()[encoding][1])
             _add_tokenizer(writer, tokenizer, config.vocab_size, splitter)

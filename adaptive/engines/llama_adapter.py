@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adaptive.engines.llama_model import LlamaModel, complaint
 from adaptive.errors import AdaptiveError
 
-if TYPE_CHECKING:
-    from adaptive.engines.llamacpp import LlamaCppSequence
-
 
 class LlamaAdapter:
-    """The adapter of one model: none at first, then the last one applied. ``active`` is its folder."""
+    """The adapter beside one model's weights: none at first, then the last one applied. ``active`` is its folder."""
 
     def __init__(self, llama: LlamaModel) -> None:
         self.llama = llama
         self.active: Path | None = None
         self._pointer: Any = None
+        self._old: Any = None  # the one before, until no context has it
 
     def use(self, context: Any) -> None:
         """Make ``context`` compute with the adapter in use."""
@@ -34,8 +32,9 @@ class LlamaAdapter:
         adapters = (library.llama_adapter_lora_p_ctypes * 1)(self._pointer)
         library.llama_set_adapters_lora(context, adapters, count, (ctypes.c_float * 1)(1.0))
 
-    def steps(self, folder: Path | None, sequences: Iterable[LlamaCppSequence]) -> Iterator[None]:
-        """Use the adapter in ``folder``, or none: it is read and checked up to the first step, and in use after it.
+    def steps(self, folder: Path | None) -> Iterator[None]:
+        """Have the adapter in ``folder``, or none: it is read and checked up to the first step. After the last one
+        contexts are to be told, and ``forget`` to be called.
 
         Raises AdaptiveError, with all as it was, where it does not fit.
         """
@@ -45,10 +44,12 @@ class LlamaAdapter:
         except BaseException:  # whoever asked has thought better of it
             self._free(fresh)
             raise
-        old, self._pointer, self.active = self._pointer, fresh, folder
-        for sequence in sequences:
-            sequence.use_adapter()
-        self._free(old)
+        self._old, self._pointer, self.active = self._pointer, fresh, folder
+
+    def forget(self) -> None:
+        """Give back the adapter before this one."""
+        self._free(self._old)
+        self._old = None
 
     def _free(self, pointer: Any) -> None:
         if pointer is not None:

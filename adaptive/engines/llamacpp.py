@@ -8,6 +8,8 @@ once a token in Python.
 from __future__ import annotations
 
 import ctypes
+import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ import torch
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.tokens import Ids, of_array
 from adaptive.engines.llama_adapter import LlamaAdapter
+from adaptive.engines.llama_merged import PASSES, Merging
 from adaptive.engines.llama_model import LlamaModel, complaint
 from adaptive.engines.llama_threads import ThreadChoice
 from adaptive.errors import AdaptiveError
@@ -42,9 +45,9 @@ class Context:
 
     def __init__(self, engine: LlamaCppEngine, capacity: int) -> None:
         library = engine.llama.library
-        self.pointer = engine.new_context(capacity)
+        self.model = engine.running  # outlives its contexts
+        self.pointer = engine.new_context(self.model, capacity)
         self.memory = library.llama_get_memory(self.pointer)
-        self.model = engine.llama  # outlives its contexts
         weakref.finalize(self, library.llama_free, self.pointer)
 
 
@@ -84,6 +87,10 @@ class LlamaCppSequence:
         room = min(limit, max(CAPACITY, 1 << (min(length, limit) - 1).bit_length()))
         self._replace(max(room, length))
 
+    def renew(self) -> None:
+        """The engine runs other weights: go over to them at the next pass. For any thread."""
+        self.capacity = 0
+
     def _replace(self, capacity: int) -> None:
         """A new context with room for ``capacity`` tokens, which takes over what the old one holds."""
         self.rollback(self.length)
@@ -99,7 +106,8 @@ class LlamaCppSequence:
         self._pointer, self._memory = self._context.pointer, self._context.memory
         self._threads = 0
         self.capacity = capacity
-        self.engine.adapter.use(self._pointer)
+        if self._context.model is self.engine.llama:
+            self.engine.adapter.use(self._pointer)
         if state is not None and library.llama_state_seq_set_data(self._pointer, state, size, 0) != size:
             self.length = self._written = 0
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp could not move its cache; give the prompt again")
@@ -111,9 +119,11 @@ class LlamaCppSequence:
         self.capacity = 0
 
     def use_adapter(self) -> None:
-        """The engine's adapter is another one: tell the context."""
-        if self._context is not None:
+        """The engine's adapter is another one: tell the context, or leave one in whose weights another is."""
+        if self._context is not None and self._context.model is self.engine.llama:
             self.engine.adapter.use(self._pointer)
+        else:
+            self.renew()
 
     def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab), float32, of the last rows; see the protocol."""
@@ -148,12 +158,14 @@ class LlamaCppSequence:
         if threads != self._threads:
             self._threads = threads
             self.engine.llama.library.llama_set_n_threads(self._pointer, threads, threads)
+        PASSES.last = math.inf
         began = time.perf_counter()
         status = self._decode(self._pointer, self._batch)
+        address = self._logits(self._pointer) if rows and not status else 0  # waits for an accelerator
+        PASSES.last = ended = time.perf_counter()
         if status:
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp failed with status {status}: {complaint()}")
-        address = self._logits(self._pointer) if rows else 0  # waits for an accelerator
-        self.engine.threads.observe(count, time.perf_counter() - began)
+        self.engine.threads.observe(count, ended - began)
         self.length = self._written
         if not rows:
             return torch.empty(0, self.engine.vocab_size)
@@ -192,6 +204,7 @@ class LlamaCppEngine:
                 "rejected token; speculative decoding needs a model with attention layers only"
             )
         self.llama = model
+        self.running = model  # where new contexts are made: the file's weights, or those with an adapter merged
         self.threads = ThreadChoice(threads)
         self.gpu = gpu
         self.vocab_size = model.vocab_size
@@ -200,18 +213,21 @@ class LlamaCppEngine:
         self.end_tokens = end_tokens
         self.sampling = _recommended_sampling(model)
         self.adapter = LlamaAdapter(model)
+        self.merging = Merging(model, self._run)
         self.bytes_per_token = _bytes_per_token(model)
         self._sequences: weakref.WeakSet[LlamaCppSequence] = weakref.WeakSet()
+        self._lock = threading.Lock()  # of them
 
     def sequence(self) -> LlamaCppSequence:
         """A new empty sequence."""
         sequence = LlamaCppSequence(self)
-        self._sequences.add(sequence)
+        with self._lock:
+            self._sequences.add(sequence)
         return sequence
 
-    def new_context(self, capacity: int) -> Any:
+    def new_context(self, model: LlamaModel, capacity: int) -> Any:
         """A context of the library with room for ``capacity`` tokens of one text."""
-        library = self.llama.library
+        library = model.library
         params = library.llama_context_default_params()
         params.n_ctx = capacity
         params.n_batch = params.n_ubatch = min(BATCH, capacity)
@@ -221,7 +237,7 @@ class LlamaCppEngine:
         params.swa_full = True  # a window that forgets cannot take a token back
         params.offload_kqv = params.op_offload = self.gpu
         params.no_perf = True
-        context = library.llama_init_from_model(self.llama.pointer, params)
+        context = library.llama_init_from_model(model.pointer, params)
         if not context:
             raise AdaptiveError(
                 f"{self.llama.path}: llama.cpp cannot make a context of {capacity} tokens: {complaint()}; "
@@ -230,13 +246,35 @@ class LlamaCppEngine:
         return context
 
     def apply_adapter(self, folder: Path | None) -> None:
-        """Use a LoRA adapter (a PEFT folder), or the file's own weights for None; see the protocol."""
+        """Use a LoRA adapter (a PEFT folder), merged where it can be, or the file's own weights for None; see the
+        protocol."""
         for _ in self.swap_adapter(folder):
             pass
+        self.merging.wait()
 
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
-        """``apply_adapter`` in two steps; see the protocol."""
-        return self.adapter.steps(folder, self._sequences)
+        """``apply_adapter`` in two steps; see the protocol.
+
+        The adapter is used beside the weights at once, and merged into a copy of them when it is quiet.
+        """
+        for _ in self.adapter.steps(folder):
+            yield
+        self.merging.give_up()
+        self.running = self.llama
+        self._for_all(LlamaCppSequence.use_adapter)
+        self.adapter.forget()
+        if folder is not None:
+            self.merging.begin(folder)
+
+    def _run(self, model: LlamaModel) -> None:
+        """Go over to weights in which the adapter is. On the thread that merged it."""
+        self.running = model
+        self._for_all(LlamaCppSequence.renew)
+
+    def _for_all(self, act: Callable[[LlamaCppSequence], None]) -> None:
+        with self._lock:
+            for sequence in self._sequences:
+                act(sequence)
 
 
 def _address_of(function: Any) -> Callable[[Any], int]:
