@@ -6,7 +6,9 @@
 
 Every contender answers every prompt, in rotating order. Speed is that of decoding: tokens after the first
 and the seconds they took, ours by our clock and the server's by its own (so that HTTP costs it nothing).
-``--adapter`` adds our loop with that PEFT adapter, ``--merged`` llama-server with that file as its draft.
+"On one prompt" is ours against llama-server with the same draft length: the median over prompts of the ratio on each,
+which what the prompts have apart does not shake. ``--adapter`` adds our loop with that PEFT adapter, ``--merged``
+llama-server with that file as its draft.
 """
 
 from __future__ import annotations
@@ -144,8 +146,10 @@ def race(field: dict[str, Answer], prompts: list[Prompt]) -> Iterator[Answered]:
 
 
 def rows(answers: list[Answered], names: list[str]) -> list[dict[str, Any]]:
-    """One row a contender; ``against`` is how many times as fast as the first, by medians of seconds a token."""
+    """One row a contender. ``against`` is how many times as fast as the first, by medians of seconds a token;
+    ``paired`` how many times as fast as llama-server with the same length, the median over prompts of the ratio."""
     first = {a.prompt: a.tokens for a in answers if a.contender == names[0]}
+    paces = {(a.contender, a.prompt): a.seconds / (len(a.tokens) - 1) for a in answers if len(a.tokens) >= LEAST}
     found = []
     for name in names:
         mine = [a for a in answers if a.contender == name]
@@ -159,6 +163,9 @@ def rows(answers: list[Answered], names: list[str]) -> list[dict[str, Any]]:
                 "seconds_per_token": pace,
                 "acceptance": accepted / drafted if drafted else None,
                 "mean_acceptance_length": committed / (committed - accepted) if drafted else None,
+                "paired": _paired(paces, name, name.replace("ours", "llama-server"))
+                if name.startswith("ours")
+                else None,
                 "same": statistics.fmean(a.tokens == first[a.prompt] for a in mine),
                 "repeated": statistics.fmean(repeated(a.tokens) for a in mine),
             }
@@ -168,18 +175,27 @@ def rows(answers: list[Answered], names: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+def _paired(paces: dict[tuple[str, int], float], ours: str) -> float | None:
+    theirs = ours.replace("ours", "llama-server")
+    if theirs == ours:
+        return None
+    ratios = [paces[theirs, p] / pace for (name, p), pace in paces.items() if name == ours and (theirs, p) in paces]
+    return statistics.median(ratios) if ratios else None
+
+
 def markdown(table: list[dict[str, Any]]) -> str:
     """The table as it stands in the docs."""
     lines = [
-        "| | tokens/s | times the first | acceptance | tokens a round | same answer | 8-grams repeated |",
-        "|---|---|---|---|---|---|---|",
+        "| | tokens/s | times the first | on one prompt | acceptance | a round | same answer | 8-grams repeated |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
         acceptance = "" if row["acceptance"] is None else f"{row['acceptance']:.3f}"
+        paired = "" if row["paired"] is None else f"{row['paired']:.2f}"
         length = "" if row["mean_acceptance_length"] is None else f"{row['mean_acceptance_length']:.2f}"
         lines.append(
-            f"| {row['contender']} | {row['tokens_per_second']:.1f} | {row['against']:.2f} | {acceptance} | {length} "
-            f"| {row['same']:.0%} | {row['repeated']:.0%} |"
+            f"| {row['contender']} | {row['tokens_per_second']:.1f} | {row['against']:.2f} | {paired} | {acceptance} "
+            f"| {length} | {row['same']:.0%} | {row['repeated']:.0%} |"
         )
     return "\n".join(lines)
 
