@@ -150,7 +150,7 @@ def rows(answers: list[Answered], names: list[str]) -> list[dict[str, Any]]:
     ``paired`` how many times as fast as llama-server with the same length, the median over prompts of the ratio."""
     first = {a.prompt: a.tokens for a in answers if a.contender == names[0]}
     paces = {(a.contender, a.prompt): a.seconds / (len(a.tokens) - 1) for a in answers if len(a.tokens) >= LEAST}
-    found = []
+    found: list[dict[str, Any]] = []
     for name in names:
         mine = [a for a in answers if a.contender == name]
         pace = statistics.median(a.seconds / (len(a.tokens) - 1) for a in mine if len(a.tokens) >= LEAST)
@@ -163,9 +163,7 @@ def rows(answers: list[Answered], names: list[str]) -> list[dict[str, Any]]:
                 "seconds_per_token": pace,
                 "acceptance": accepted / drafted if drafted else None,
                 "mean_acceptance_length": committed / (committed - accepted) if drafted else None,
-                "paired": _paired(paces, name, name.replace("ours", "llama-server"))
-                if name.startswith("ours")
-                else None,
+                "paired": _paired(paces, name),
                 "same": statistics.fmean(a.tokens == first[a.prompt] for a in mine),
                 "repeated": statistics.fmean(repeated(a.tokens) for a in mine),
             }
