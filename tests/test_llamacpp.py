@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.engines import llama_model
 from adaptive.engines.gguf_adapter import write_adapter
 from adaptive.engines.llama_threads import ThreadChoice
 from adaptive.engines.llamacpp import BATCH, ROWS, LlamaCppEngine
@@ -198,6 +199,33 @@ def test_llama_cpp_itself_reads_the_adapter_file(
     finally:
         draft.apply_adapter(None)
     torch.testing.assert_close(ours[0], theirs[0], atol=2e-3, rtol=0)
+
+
+def bytes_wanted_huge() -> int:
+    """Bytes of this process for which huge pages were asked for."""
+    total = size = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Size:"):
+            size = 1024 * int(line.split()[1])
+        elif line.startswith("VmFlags:") and "hg" in line.split():
+            total += size
+    return total
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages on request"
+)
+def test_weights_lie_in_huge_pages_unless_memory_is_short(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_bundled("target", folder, "f32")
+    before = bytes_wanted_huge()
+    read = engine(file)
+    assert bytes_wanted_huge() - before >= 0.9 * read.llama.size
+    monkeypatch.setattr(llama_model, "OWN_SHARE", 0.0)
+    before = bytes_wanted_huge()
+    mapped = engine(file)
+    assert bytes_wanted_huge() == before
+    tokens = [5, 6, 7]
+    assert torch.equal(read.sequence().extend(tokens, 3), mapped.sequence().extend(tokens, 3))
 
 
 def passes(choice: ThreadChoice, count: int, seconds: dict[int, float]) -> list[int]:
