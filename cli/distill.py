@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -368,13 +369,23 @@ def _interval(interval: Interval, digits: int, signed: bool = False) -> str:
 
 def _next_command(outcome: DistillOutcome, settings: Settings) -> str:
     """What a person most likely wants to type now."""
-    options = {"--target": settings.target, "--draft": settings.draft, "--state-dir": settings.home}
-    pair = "".join(f" {name} {value}" for name, value in options.items() if value is not None)
+    pair = pair_flags(settings)
     if _promoted(outcome):
         return f"adaptive chat{pair}"
     if outcome.manifest is not None and outcome.manifest.status == "candidate":
         return f"adaptive adapters promote {outcome.manifest.id}{pair}, or adaptive distill{pair} again"
     return f"adaptive chat{pair}, and adaptive distill{pair} again when more has been said"
+
+
+def pair_flags(settings: Settings) -> str:
+    """The options that name this pair and its state again, as they are typed; each with a space before it."""
+    options = {
+        "--target": settings.target,
+        "--draft": settings.draft,
+        "--draft-checkpoint": settings.draft_checkpoint,
+        "--state-dir": settings.home,
+    }
+    return "".join(f" {name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None)
 
 
 def as_object(outcome: DistillOutcome) -> dict[str, Any]:

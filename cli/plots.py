@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,19 +21,24 @@ Figure = Callable[[Point], float | None]
 
 @dataclass(frozen=True)
 class Panel:
-    """One of the plots above each other: a figure of every point as a line, and perhaps another as dots."""
+    """One of the plots above each other: a figure of every point as a line, and perhaps another as dots.
+
+    The axis ends somewhat above the largest figure, and between ``least`` and ``most``.
+    """
 
     title: str
     line: Figure
     dots: Figure | None = None
+    least: float = 0.0
+    most: float = math.inf
 
 
 PANELS = (
-    Panel("acceptance, %", lambda p: None if p.acceptance_rate is None else 100 * p.acceptance_rate),
+    Panel("acceptance, %", lambda p: None if p.acceptance_rate is None else 100 * p.acceptance_rate, most=100.0),
     Panel("tokens per second", lambda p: p.tokens_per_second),
 )
 LENGTH_PANELS = (
-    Panel("tokens drafted a round", lambda p: p.mean_draft_length),
+    Panel("tokens drafted a round", lambda p: p.mean_draft_length, least=1.0),
     Panel(
         "tokens per second (dots: as expected by the controller)",
         lambda p: p.tokens_per_second,
@@ -89,7 +95,7 @@ def _draw(plot: Any, panel: Panel, points: Sequence[Point], swaps: Sequence[Swap
     ticks = sorted({round(first + (last - first) * step / 6) for step in range(7)})
     plot.ruler("x").ticks(ticks, labels=[str(tick) for tick in ticks])
     plot.ruler("x").lim(first, last)
-    top = max(y for _, y in (*line, *dots)) * 1.15 or 1.0
+    top = min(panel.most, max(panel.least, max(y for _, y in (*line, *dots)) * 1.15)) or 1.0
     plot.ruler("y").lim(0, top)
     heights = [top * step / 4 for step in range(5)]
     plot.ruler("y").ticks(heights, labels=[f"{height:.0f}" if top > 20 else f"{height:.1f}" for height in heights])

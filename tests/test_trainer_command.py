@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from adaptive.control.memory import Memory, save
 from adaptive.decoding.params import SamplingParams
 from adaptive.errors import AdaptiveError
 from adaptive.pair import pair_identity
-from adaptive.settings import Settings
+from adaptive.settings import Settings, load_settings
 from adaptive.state import open_state
 from checkpoints.store import AdapterStore
+from cli.distill import pair_flags
 from cli.main import app
 from trainers.chats import read_chats
 from trainers.dataset import examples
@@ -180,3 +182,12 @@ def test_it_learns_from_a_chat_file_alone(pair: list[str], tmp_path: Path) -> No
     found = distill(pair, "--json", "--data", str(tmp_path / "chats.jsonl"), *training)
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout)["recent"]["gain"]["mean"] > 0.1
+
+
+def test_the_next_command_names_all_that_this_one_was_told(tmp_path: Path) -> None:
+    options = {"target": "a target.gguf", "draft": "d.gguf", "draft_checkpoint": "owner/draft", "home": tmp_path}
+    typed = shlex.split(pair_flags(load_settings(options)))
+    assert typed == [
+        *("--target", "a target.gguf", "--draft", "d.gguf"),
+        *("--draft-checkpoint", "owner/draft", "--state-dir", str(tmp_path)),
+    ]
