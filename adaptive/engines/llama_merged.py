@@ -138,7 +138,7 @@ class Merging:
             model = merged(self.base, folder, proceed)
         except GivenUpError:
             return
-        except AdaptiveError as error:
+        except Exception as error:  # whatever it is, the adapter goes on being used
             logger.info("%s is used beside the weights: %s", folder.name, error)
             return
         with self._lock:

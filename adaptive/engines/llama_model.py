@@ -7,6 +7,8 @@ and ``llamacpp`` call the library.
 from __future__ import annotations
 
 import ctypes
+import glob
+import re
 import shutil
 import weakref
 from collections.abc import Callable
@@ -154,10 +156,9 @@ def private_memory() -> set[tuple[int, int]]:
 
 def want_huge_pages(memory: set[tuple[int, int]]) -> None:
     """Ask for pages of 2 MB in ``memory``: a pass reads all weights, and looking up 4 kB pages takes 3 to 8% of it."""
-    advise = getattr(ctypes.CDLL(None), "madvise", None)
     for begin, end in memory:
-        if advise is not None and end - begin >= LEAST_HUGE:
-            advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), HUGE_PAGES)  # where there are none, it refuses
+        if end - begin >= LEAST_HUGE:  # where the system has none, it refuses
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), HUGE_PAGES)
 
 
 class LlamaModel:
@@ -184,7 +185,7 @@ class LlamaModel:
         # -1 takes all layers to the accelerator; 0 keeps everything in main memory.
         offloaded = gpu and library.llama_supports_gpu_offload()
         params.n_gpu_layers = -1 if offloaded else 0
-        own = not offloaded and path.stat().st_size < OWN_SHARE * psutil.virtual_memory().available
+        own = not offloaded and _size(path) < OWN_SHARE * psutil.virtual_memory().available
         if own:
             params.load_mode = library.LLAMA_LOAD_MODE_NONE
         before = private_memory() if own else None
@@ -252,6 +253,13 @@ class LlamaModel:
             "key heads": keys,
             "tokens": self.vocab_size,
         }
+
+
+def _size(path: Path) -> int:
+    """Bytes of a GGUF file, with the other parts where it is the first of several."""
+    parts = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
+    files = [path] if parts is None else path.parent.glob(f"{glob.escape(parts[1])}-?????-of-{parts[2]}.gguf")
+    return sum(file.stat().st_size for file in files)
 
 
 def _line(error: Exception) -> str:
