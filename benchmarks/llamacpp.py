@@ -153,7 +153,7 @@ def rows(answers: list[Answered], names: list[str]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name in names:
         mine = [a for a in answers if a.contender == name]
-        pace = statistics.median(a.seconds / (len(a.tokens) - 1) for a in mine if len(a.tokens) >= LEAST)
+        pace = statistics.median(pace for (contender, _), pace in paces.items() if contender == name)
         drafted, accepted = sum(a.drafted for a in mine), sum(a.accepted for a in mine)
         committed = sum(len(a.tokens) - 1 for a in mine)
         found.append(

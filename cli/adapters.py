@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli.options import shared_options
+from cli.options import PAIR, shared_options
 from cli.state import find_state
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-PAIR = ("target", "draft", "draft_checkpoint", "revision", "draft_revision")
 Name = Annotated[str, typer.Argument(metavar="ID", help="Id of an adapter, as 7 or 0007; current is the one in use.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli.options import shared_options
+from cli.options import PAIR, as_typed, shared_options
 from cli.waiting import wait
 
 if TYPE_CHECKING:
@@ -369,23 +368,12 @@ def _interval(interval: Interval, digits: int, signed: bool = False) -> str:
 
 def _next_command(outcome: DistillOutcome, settings: Settings) -> str:
     """What a person most likely wants to type now."""
-    pair = pair_flags(settings)
+    pair = f" {typed}" if (typed := as_typed(settings, *PAIR, "home")) else ""
     if _promoted(outcome):
         return f"adaptive chat{pair}"
     if outcome.manifest is not None and outcome.manifest.status == "candidate":
         return f"adaptive adapters promote {outcome.manifest.id}{pair}, or adaptive distill{pair} again"
     return f"adaptive chat{pair}, and adaptive distill{pair} again when more has been said"
-
-
-def pair_flags(settings: Settings) -> str:
-    """The options that name this pair and its state again, as they are typed; each with a space before it."""
-    options = {
-        "--target": settings.target,
-        "--draft": settings.draft,
-        "--draft-checkpoint": settings.draft_checkpoint,
-        "--state-dir": settings.home,
-    }
-    return "".join(f" {name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None)
 
 
 def as_object(outcome: DistillOutcome) -> dict[str, Any]:

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
+
+if TYPE_CHECKING:
+    from adaptive.settings import Settings
+
+# The settings that name a pair.
+PAIR = ("target", "draft", "draft_checkpoint", "revision", "draft_revision")
 
 MODELS = "Models"
 SAMPLING = "Sampling"
@@ -86,6 +93,13 @@ SHARED: dict[str, Any] = {
     ],
     "debug": Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=RUNNING)],
 }
+
+
+def as_typed(settings: Settings, *names: str) -> str:
+    """The options that give a command these settings again, as they are typed; those that are not set are left out."""
+    values = {name: getattr(settings, name) for name in names}
+    flags = {name: "--state-dir" if name == "home" else f"--{name.replace('_', '-')}" for name in names}
+    return " ".join(f"{flags[name]} {shlex.quote(str(value))}" for name, value in values.items() if value is not None)
 
 
 def shared_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from cli.options import PAIR, as_typed
 
 if TYPE_CHECKING:
     from adaptive.pair import Pair
@@ -73,9 +74,5 @@ def engines(pair: Pair) -> str:
 def advice(speeds: dict[str, tuple[float, Settings]]) -> str:
     """Which of two engines to use, from the best tokens per second of each and the settings that choose it."""
     (best, (fast, chosen)), (other, (slow, _)) = sorted(speeds.items(), key=lambda item: -item[1][0])
-    names = " ".join(
-        f"--{name.replace('_', '-')} {value}"
-        for name in ("target", "draft", "draft_checkpoint")
-        if (value := getattr(chosen, name)) is not None
-    )
+    names = as_typed(chosen, *PAIR)
     return f"{best} is {fast / slow:.2f} times as fast here as {other}" + (f": use {names}" if names else "")

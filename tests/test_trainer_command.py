@@ -24,8 +24,8 @@ from adaptive.pair import pair_identity
 from adaptive.settings import Settings, load_settings
 from adaptive.state import open_state
 from checkpoints.store import AdapterStore
-from cli.distill import pair_flags
 from cli.main import app
+from cli.options import PAIR, as_typed
 from trainers.chats import read_chats
 from trainers.dataset import examples
 
@@ -186,7 +186,7 @@ def test_it_learns_from_a_chat_file_alone(pair: list[str], tmp_path: Path) -> No
 
 def test_the_next_command_names_all_that_this_one_was_told(tmp_path: Path) -> None:
     options = {"target": "a target.gguf", "draft": "d.gguf", "draft_checkpoint": "owner/draft", "home": tmp_path}
-    typed = shlex.split(pair_flags(load_settings(options)))
+    typed = shlex.split(as_typed(load_settings(options), *PAIR, "home"))
     assert typed == [
         *("--target", "a target.gguf", "--draft", "d.gguf"),
         *("--draft-checkpoint", "owner/draft", "--state-dir", str(tmp_path)),

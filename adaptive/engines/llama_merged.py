@@ -51,7 +51,7 @@ class GivenUpError(Exception):
     """The adapter is not to be used any more, or the program ends."""
 
 
-def merged(base: LlamaModel, folder: Path, proceed: Callable[[], None] = lambda: None) -> LlamaModel:
+def merged(base: LlamaModel, folder: Path, proceed: Callable[[], None]) -> LlamaModel:
     """``base`` with the adapter in ``folder`` added to its weights, in the encoding of its file.
 
     ``proceed`` is called before every tensor and may wait, or raise to give up. Raises AdaptiveError where the file

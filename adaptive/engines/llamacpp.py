@@ -46,6 +46,7 @@ class Context:
     def __init__(self, engine: LlamaCppEngine, capacity: int) -> None:
         library = engine.llama.library
         self.model = engine.running  # outlives its contexts
+        self.capacity = capacity
         self.pointer = engine.new_context(self.model, capacity)
         self.memory = library.llama_get_memory(self.pointer)
         weakref.finalize(self, library.llama_free, self.pointer)
@@ -77,7 +78,7 @@ class LlamaCppSequence:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values that there is room for."""
-        return self.capacity * self.engine.bytes_per_token
+        return 0 if self._context is None else self._context.capacity * self.engine.bytes_per_token
 
     def reserve(self, length: int) -> None:
         """Make room for ``length`` tokens in all; what is held stays."""
