@@ -188,7 +188,7 @@ class LlamaModel:
         own = not offloaded and _size(path) < OWN_SHARE * psutil.virtual_memory().available
         if own:
             params.load_mode = library.LLAMA_LOAD_MODE_NONE
-        before = private_memory() if own else None
+        before: set[tuple[int, int]] | None = None
 
         def told(share: float, data: object) -> bool:
             nonlocal before
@@ -202,6 +202,8 @@ class LlamaModel:
         callback = library.llama_progress_callback(told)
         params.progress_callback = callback
         _complaints.clear()
+        if own:  # last of all: memory given back from here on and taken again for the weights would not count as new
+            before = private_memory()
         self.pointer = library.llama_model_load_from_file(str(path).encode(), params)
         if not self.pointer:
             raise AdaptiveError(f"{path} cannot be loaded by llama.cpp: {complaint()}")
