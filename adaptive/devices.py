@@ -57,6 +57,7 @@ def fastest_cpu_dtype(width: int) -> torch.dtype:
 
     import torch
 
+    from adaptive.engines.kernels import multiplies
     from adaptive.engines.packed import PackedLinear, packs
 
     def layers(dtype: torch.dtype) -> list[PackedLinear]:
@@ -67,14 +68,15 @@ def fastest_cpu_dtype(width: int) -> torch.dtype:
     def seconds(stack: list[PackedLinear], dtype: torch.dtype) -> float:
         total = 0.0
         for rows in (1, 5):
-            x = torch.ones(rows, width, dtype=dtype)
+            x = torch.ones(rows, width, dtype=torch.float32 if ours else dtype)
             began = time.perf_counter()
             for layer in stack:
                 layer(x)
             total += time.perf_counter() - began
         return total
 
-    if not packs(torch.bfloat16, torch.device("cpu")):
+    ours = multiplies(torch.bfloat16, torch.device("cpu"))  # these take float32
+    if not ours and not packs(torch.bfloat16, torch.device("cpu")):
         return torch.float32
     given = torch.get_num_threads()
     # One thread: beside another busy program, threads wait for each other and drown what is measured.

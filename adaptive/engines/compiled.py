@@ -26,7 +26,8 @@ import torch
 from adaptive.engines import compiled_graph
 from adaptive.engines.compiled_graph import BLUEPRINT, JOBS, Block, Blueprint, Constant, Job, Norm
 from adaptive.engines.lean_cache import LeanCache
-from adaptive.engines.lean_plan import Gated, HeadNorm, LayerNorm, Map, Plan, RmsNorm
+from adaptive.engines.lean_maps import HeadNorm, LayerNorm, Map, RmsNorm
+from adaptive.engines.lean_plan import Plan
 from adaptive.engines.packed import PackedLinear
 from adaptive.errors import AdaptiveError
 
@@ -108,8 +109,10 @@ def product_constants(name: str, linear: PackedLinear, rows: int) -> Weights:
     handing it to oneDNN; all else is oneDNN's, over the packed weight.
     """
     found: dict[str, torch.Tensor | None] = {f"{name}_bias": linear.bias}
-    if linear.packed and (rows > 1 or linear.weight.numel() > WRITTEN_OUT):
-        found[f"{name}_packed"] = linear.weight
+    size = sum(module.get_parameter("weight").numel() for module in linear.modules)
+    reordered = linear.reordered() if rows > 1 or size > WRITTEN_OUT else None
+    if reordered is not None:
+        found[f"{name}_packed"] = reordered
     else:
         found |= {f"{name}_part{i}": module.get_parameter("weight") for i, module in enumerate(linear.modules)}
         found[f"{name}_order"] = linear.order
@@ -120,8 +123,8 @@ def _products(plan: Plan) -> Iterator[tuple[str, PackedLinear]]:
     for number, layer in enumerate(plan.layers):
         yield f"layer{number}_project", layer.project
         yield f"layer{number}_output", layer.output
-        yield f"layer{number}_{'both' if isinstance(layer.mix, Gated) else 'up'}", layer.mix.linears[0]
-        yield f"layer{number}_down", layer.mix.linears[1]
+        yield f"layer{number}_up", layer.mix.up
+        yield f"layer{number}_down", layer.mix.down
     yield "head", plan.head
 
 
@@ -154,7 +157,7 @@ def blueprint(plan: Plan, count: int, rows: int, threads: int) -> Blueprint:
             attention_post_norm=None if layer.attention_post_norm is None else norm(layer.attention_post_norm),
             mix_norm=norm(layer.mix_norm),
             mix_post_norm=None if layer.mix_post_norm is None else norm(layer.mix_post_norm),
-            gated=isinstance(layer.mix, Gated),
+            gated=layer.mix.gated,
             activation=ACTIVATIONS[layer.mix.activation],
             scale=layer.scale,
             rope=layer.rope,

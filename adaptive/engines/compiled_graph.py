@@ -168,9 +168,10 @@ class Graph(nn.Module):
 
     def _mix(self, name: str, block: Block, x: torch.Tensor) -> torch.Tensor:
         act = ACTIVATIONS[block.activation]
+        inner = self._product(name + "up", x)
         if not block.gated:
-            return self._product(name + "down", act(self._product(name + "up", x)))
-        gate, up = self._product(name + "both", x).chunk(2, -1)
+            return self._product(name + "down", act(inner))
+        gate, up = inner.chunk(2, -1)
         return self._product(name + "down", act(gate) * up)
 
     def _mask(self, window: int, places: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:

@@ -21,9 +21,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.compiled import CompiledPass, constants
+from adaptive.engines.kernels import Attention
 from adaptive.engines.lean_cache import LeanCache
+from adaptive.engines.lean_maps import Map
 from adaptive.engines.lean_plan import Layer, Plan, read_plan
 from adaptive.engines.lean_threads import choose_threads
+from adaptive.engines.packed import PackedLinear
 
 # Tokens in one pass up to which buffers are kept and queries of one key head are stacked as rows of one
 # product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
@@ -66,6 +69,11 @@ class LeanForward:
         # Passes that are compiled, by (tokens, rows of logits). They come from another thread.
         self._compiled: dict[tuple[int, int], CompiledPass] = {}
         self._weights_are_read = threading.Lock()
+        self._attention = None
+        if Attention.supports(plan.head_size, plan.dtype, plan.device) and all(
+            layer.score_cap is None for layer in plan.layers
+        ):
+            self._attention = Attention(plan.heads, plan.key_heads, plan.head_size, len(plan.ropes))
         # Threads of a pass over a few tokens; a prompt takes all that torch was given.
         self.threads = choose_threads([p for p in plan.linears if p is not plan.head], plan.weight_dtype)
 
@@ -127,52 +135,63 @@ class LeanForward:
         if end > self._table_length:
             self._extend_tables(end)
         space = self._spaces.get(count) or self._make_space(count)
-        keys, values, places = cache.views(end)
-        turns = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._tables]
-        masks = self._masks.of(start, count, space.grouped)
         x = plan.embed(tokens)
-        for layer, k, v, place in zip(plan.layers, keys, values, places, strict=True):
-            self._attend_and_mix(x, layer, space, k, v, place, turns[layer.rope], masks[layer.window])
+        if self._attention is not None and count <= FEW:
+            self._attended_by_us(x, space, cache, self._attention)
+        else:
+            self._attended_by_torch(x, space, cache)
         cache.length = start + given
         if not rows:
             return x.new_empty(0)
         # In the activations' dtype: argmax over bfloat16 is several times slower on a CPU.
-        logits = plan.head(plan.final_norm(x[given - rows : given])).to(plan.dtype)
+        logits = plan.head(x[given - rows : given], plan.final_norm).to(plan.dtype)
         if plan.logit_cap is not None:
             logits = torch.tanh(logits / plan.logit_cap) * plan.logit_cap
         return logits
 
-    def _attend_and_mix(
-        self,
-        x: torch.Tensor,
-        layer: Layer,
-        space: Workspace,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        place: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-    ) -> None:
-        """One decoder layer, added into the residual stream x (n, width) in place."""
-        space.mixed.copy_(layer.project(layer.attention_norm(x)))
-        if layer.head_norm is not None:
-            layer.head_norm(space.normed)
-        torch.mul(space.queries, turn[0], out=space.rotated)
-        torch.mul(space.both, turn[1], out=place)
-        if layer.score_cap is None:
-            seen = nn.functional.scaled_dot_product_attention(
-                space.rows, keys, values, attn_mask=mask, scale=layer.scale, enable_gqa=not space.grouped
+    def _attended_by_us(self, x: torch.Tensor, space: Workspace, cache: LeanCache, attention: Attention) -> None:
+        """All layers, added into the residual stream x (n, width) in place, for a few tokens."""
+        start, turns = cache.length, self._turns[cache.length]
+        cache.reserve(start + len(x))
+        # A token's rotations, one after the other.
+        address, step = turns.data_ptr(), turns[0].nbytes
+        for layer, place in zip(self.plan.layers, cache.addresses, strict=True):
+            layer.project(x, layer.attention_norm, space.mixed)
+            if layer.head_norm is not None:
+                layer.head_norm(space.normed)
+            attention(
+                space.mixed,
+                address + layer.rope * step,
+                place,
+                cache.capacity,
+                start,
+                layer.window,
+                layer.scale,
+                space.flat,
             )
-        else:
-            seen = _capped_attention(space.rows, keys, values, mask, layer.scale, layer.score_cap)
-        space.heads.copy_(seen.view(space.heads.shape))
-        y = layer.output(space.flat)
-        if layer.parallel:
-            x += y + layer.mix(layer.mix_norm(x))
-            return
-        x += y if layer.attention_post_norm is None else layer.attention_post_norm(y)
-        y = layer.mix(layer.mix_norm(x))
-        x += y if layer.mix_post_norm is None else layer.mix_post_norm(y)
+            _mix(x, layer, space.flat)
+
+    def _attended_by_torch(self, x: torch.Tensor, space: Workspace, cache: LeanCache) -> None:
+        """The same for any number of tokens and any dtype."""
+        count, start = len(x), cache.length
+        keys, values, places = cache.views(start + count)
+        turns = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._tables]
+        masks = self._masks.of(start, count, space.grouped)
+        for layer, k, v, place in zip(self.plan.layers, keys, values, places, strict=True):
+            layer.project(x, layer.attention_norm, space.mixed)
+            if layer.head_norm is not None:
+                layer.head_norm(space.normed)
+            turn, mask = turns[layer.rope], masks[layer.window]
+            torch.mul(space.queries, turn[0], out=space.rotated)
+            torch.mul(space.both, turn[1], out=place)
+            if layer.score_cap is None:
+                seen = nn.functional.scaled_dot_product_attention(
+                    space.rows, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=not space.grouped
+                )
+            else:
+                seen = _capped_attention(space.rows, k, v, mask, layer.scale, layer.score_cap)
+            space.heads.copy_(seen.view(space.heads.shape))
+            _mix(x, layer, space.flat)
 
     def _make_space(self, count: int) -> Workspace:
         p = self.plan
@@ -263,6 +282,25 @@ class MaskTable:
         hidden = (key > query) | (key <= query - window) if window else key > query
         mask = torch.zeros(hidden.shape, dtype=self.plan.dtype, device=self.plan.device)
         return mask.masked_fill_(hidden, -torch.inf).repeat_interleave(repeats, 0)
+
+
+def _mix(x: torch.Tensor, layer: Layer, seen: torch.Tensor) -> None:
+    """Add to x (n, width) a layer's output projection of ``seen`` (n, heads * size), and its feed-forward part."""
+    if layer.parallel:
+        inner = layer.mix.up(x, layer.mix_norm)
+        layer.output(seen, out=x, add=True)
+    else:
+        _add(x, layer.output, seen, None, layer.attention_post_norm)
+        inner = layer.mix.up(x, layer.mix_norm)
+    _add(x, layer.mix.down, inner, layer.mix.act, layer.mix_post_norm)
+
+
+def _add(x: torch.Tensor, product: PackedLinear, y: torch.Tensor, first: Map | None, norm: Map | None) -> None:
+    """Add ``norm(product(first(y)))`` to x."""
+    if norm is None:
+        product(y, first, out=x, add=True)
+    else:
+        x += norm(product(y, first))
 
 
 def _capped_attention(

@@ -21,6 +21,8 @@ class LeanCache:
         self.capacity = 0
         # Keys and values (2, heads, capacity, size) of every layer.
         self.layers: tuple[torch.Tensor, ...] = ()
+        # Where they lie in memory.
+        self.addresses: tuple[int, ...] = ()
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         self._shape = (layers, 2, heads, size)
 
@@ -38,6 +40,7 @@ class LeanCache:
             buffer[:, :, :, : self.length] = self._buffer[:, :, :, : self.length]
         self._buffer, self.layers = buffer, buffer.unbind(0)
         self._keys, self._values = buffer[:, :1], buffer[:, 1:]
+        self.addresses = tuple(layer.data_ptr() for layer in self.layers)
         self._pairs = torch.view_as_complex(buffer.view(layers, two, heads, capacity, size // 2, 2))
         self.capacity = capacity
 

@@ -7,7 +7,6 @@ weights, a rotation whose frequencies change with the length of the text.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +16,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from adaptive.engines.kernels import multiplies
+from adaptive.engines.lean_maps import Gate, HeadNorm, LayerNorm, Map, RmsNorm, activation
 from adaptive.engines.packed import PackedLinear, of_module, packs, packs_int8, stacked
 
 # Of the memory that is free once the model is loaded, the share that a second, packed copy of its weights
 # may take. Higher leaves too little for caches and the trainer, lower gives up speed that there is room for.
 PACKED_SHARE = 0.7
 
-Map = Callable[[torch.Tensor], torch.Tensor]
 # Frequencies of these are fixed at load; those of others ("dynamic", "longrope") depend on the text.
 FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 
@@ -40,7 +40,7 @@ class Layer:
     output: PackedLinear
     attention_post_norm: Map | None
     mix_norm: Map
-    mix: Gated | Plain
+    mix: Mix
     mix_post_norm: Map | None
     scale: float
     rope: int
@@ -91,7 +91,7 @@ def _plain(model: PreTrainedModel) -> bool:
     dtype, device = weights[0].dtype, weights[0].device
     if sum(weight.nbytes for weight in weights) > PACKED_SHARE * psutil.virtual_memory().available:
         return False
-    if dtype != torch.float64 and not packs(dtype, device):
+    if dtype != torch.float64 and not packs(dtype, device) and not multiplies(dtype, device):
         return False
     if device.type != "cpu" or getattr(model, "quantization_method", None) or getattr(model, "_tp_size", None):
         return False
@@ -103,85 +103,21 @@ def _plain(model: PreTrainedModel) -> bool:
     return True
 
 
-class RmsNorm:
-    """x / sqrt(mean(x ** 2) + eps) * weight, in four operations: |x / sqrt(d)| and sqrt(eps) are the sides of
-    a right triangle whose hypotenuse is the divisor."""
+@dataclass(frozen=True)
+class Mix:
+    """The feed-forward part: down(act(up(x))), or if ``gated``, gate and up as one product and ``act`` a ``Gate``.
+    ``activation`` is the name of its class."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, out: torch.dtype, plus_one: bool = False) -> None:
-        eps = module.eps if plus_one else module.variance_epsilon
-        weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        size = weight.shape[-1]
-        self.weight = (weight.to(dtype) + 1.0 if plus_one else weight.to(dtype)) * math.sqrt(size)
-        self.side = torch.tensor(math.sqrt(float(eps) * size), dtype=dtype)  # type: ignore[arg-type]
-        self.out = out
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != self.weight.dtype:  # what a bfloat16 product gave
-            x = x.to(self.weight.dtype)
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        y = torch.div(x, torch.hypot(length, self.side)).mul_(self.weight)
-        return y if self.out == y.dtype else y.to(self.out)
+    up: PackedLinear
+    act: Map
+    down: PackedLinear
+    gated: bool
+    activation: str
 
 
-class HeadNorm:
-    """RMS norm of each head's queries and keys (n, heads, size), in place. ``weight`` (heads, size)."""
-
-    def __init__(self, norm: RmsNorm, weight: torch.Tensor) -> None:
-        self.side = norm.side
-        self.weight = weight
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x.div_(torch.hypot(length, self.side)).mul_(self.weight)
-
-
-class LayerNorm:
-    """A layer norm, in float32 wherever the weights are."""
-
-    def __init__(self, module: nn.LayerNorm, dtype: torch.dtype, out: torch.dtype) -> None:
-        self.shape, self.eps, self.out = module.normalized_shape, module.eps, out
-        self.weight = None if module.weight is None else module.weight.to(dtype)
-        self.bias = None if module.bias is None else module.bias.to(dtype)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
-        return y if self.out == y.dtype else y.to(self.out)
-
-
-class Gated:
-    """down(act(gate(x)) * up(x)), gate and up as one product."""
-
-    def __init__(self, mlp: nn.Module, int8: bool) -> None:
-        self.both = stacked((mlp.gate_proj, mlp.up_proj), int8=int8)  # type: ignore[arg-type]
-        self.down = of_module(mlp.down_proj, int8)  # type: ignore[arg-type]
-        self.activation = type(mlp.act_fn).__name__
-        self.act = _activation(mlp.act_fn)  # type: ignore[arg-type]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.both(x).chunk(2, -1)
-        return self.down(self.act(gate).mul_(up))
-
-    linears = property(lambda self: (self.both, self.down))
-
-
-class Plain:
-    """down(act(up(x)))."""
-
-    def __init__(self, up: nn.Linear, act: nn.Module, down: nn.Linear, int8: bool) -> None:
-        self.activation = type(act).__name__
-        self.up, self.act, self.down = of_module(up, int8), _activation(act), of_module(down, int8)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.act(self.up(x)))
-
-    linears = property(lambda self: (self.up, self.down))
-
-
-def _activation(module: nn.Module) -> Map:
-    """The activation without its module's wrapper, where it is a single operation. Never returns its input."""
-    if type(module).__name__ in ("SiLUActivation", "SiLU"):
-        return torch.ops.aten.silu.default  # type: ignore[no-any-return]
-    return module
+def _gated(mlp: Any, int8: bool) -> Mix:
+    up = stacked((mlp.gate_proj, mlp.up_proj), int8=int8)
+    return Mix(up, Gate(mlp.act_fn), of_module(mlp.down_proj, int8), True, type(mlp.act_fn).__name__)
 
 
 def pair_order(heads: int, size: int, rotary: int) -> torch.Tensor:
@@ -225,7 +161,8 @@ class Embedding:
 def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype]:
     """Of activations, and of the products' inputs."""
     kind = next(model.parameters()).dtype
-    return torch.promote_types(kind, torch.float32), torch.float32 if int8 else kind
+    exact = int8 or multiplies(kind, model.device)  # these take float32
+    return torch.promote_types(kind, torch.float32), torch.float32 if exact else kind
 
 
 def _names(model: PreTrainedModel) -> dict[nn.Module, str]:
@@ -277,10 +214,10 @@ def _llama_like(model: PreTrainedModel, int8: bool) -> Plan | None:
 
     layers, linears = [], []
     for index, (block, window) in enumerate(zip(base.layers, _windows(model), strict=True)):
-        attention, mlp = block.self_attn, Gated(block.mlp, int8)
+        attention, mlp = block.self_attn, _gated(block.mlp, int8)
         project = stacked((attention.q_proj, attention.k_proj, attention.v_proj), order, int8)
         output = of_module(attention.o_proj, int8)
-        linears += [project, output, *mlp.linears]
+        linears += [project, output, mlp.up, mlp.down]
         layers.append(
             Layer(
                 attention_norm=norm(block.input_layernorm),
@@ -340,8 +277,14 @@ def _neox(model: PreTrainedModel, int8: bool) -> Plan | None:
             stacked((block.attention.query_key_value,), order, int8),
             of_module(block.attention.dense, int8),
         )
-        mlp = Plain(block.mlp.dense_h_to_4h, block.mlp.act, block.mlp.dense_4h_to_h, int8)
-        linears += [project, output, *mlp.linears]
+        mlp = Mix(
+            of_module(block.mlp.dense_h_to_4h, int8),
+            activation(block.mlp.act),
+            of_module(block.mlp.dense_4h_to_h, int8),
+            False,
+            type(block.mlp.act).__name__,
+        )
+        linears += [project, output, mlp.up, mlp.down]
         layers.append(
             Layer(
                 attention_norm=LayerNorm(block.input_layernorm, dtype, kind),

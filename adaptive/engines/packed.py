@@ -1,7 +1,8 @@
 """Linear layers whose weight is laid out for the processor once, instead of at every call.
 
 On a CPU, torch's own ``linear`` hands oneDNN a plain weight, which oneDNN reorders whenever it is
-called; the copy made here is already in its order. A module's own weight stays what it was: it is
+called; the copy made here is already in the order of the products that use it: our own
+(``kernels.py``) where they were built, else oneDNN's. A module's own weight stays what it was: it is
 what an adapter merges into, and ``refresh`` makes the copy follow it.
 
 The copy may also be int8, for a draft: it reads half the bytes of bfloat16 and multiplies whole
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from adaptive.engines.kernels import First, Product, multiplies
+from adaptive.engines.lean_maps import Gate, Map, RmsNorm
 
 # Rows (tokens) that the packed order is chosen for: a verification of a few drafted tokens. One row and
 # a long prompt run at full speed in the same order; a packing for one row is twice as slow at five.
@@ -56,7 +60,8 @@ class PackedLinear:
 
     ``assemble`` returns the weight (out, in) and bias (out,) or None from the modules as they are now;
     ``modules`` are those it reads, so that a change of one of them can be followed; ``order`` as in
-    ``stacked``. ``int8`` keeps the weight as int8, a scale for every output, and takes and gives float32.
+    ``stacked``. ``int8`` keeps the weight as int8, a scale for every output. Takes and gives float32 if ``int8``
+    or where there are products of our own, else the weight's dtype.
     """
 
     def __init__(
@@ -75,30 +80,56 @@ class PackedLinear:
     @torch.inference_mode()
     def refresh(self) -> None:
         """Read the modules' weights again."""
-        weight, bias = self._assemble()
-        self.bias = bias
+        weight, self.bias = self._assemble()
         self.nbytes, self.inputs = weight.nbytes, weight.shape[1]
-        self.packed = not self.int8 and packs(weight.dtype, weight.device)
+        self._reordered: torch.Tensor | None = None
+        self._product: Product | None = None
         if self.int8:
-            self.weight = _int8(weight, bias)
+            self._weight = _int8(weight, self.bias)
             self._narrow = not fast_int8()  # sums of pairs would overflow there: inputs take seven bits
-            self._apply = torch.ops.quantized.linear_dynamic.default
-        elif self.packed:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
-            self._apply = torch.ops.mkldnn._linear_pointwise.default
+        elif multiplies(weight.dtype, weight.device):
+            self._product = Product(weight, self.bias)
+        elif packs(weight.dtype, weight.device):
+            self._reordered = _reordered(weight)
         else:
-            self.weight = weight
+            self._weight = weight
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x (rows, in) to (rows, out), in the weight's dtype; float32 where the weight is int8."""
-        out: torch.Tensor
-        if self.packed:
-            out = self._apply(x, self.weight, self.bias, "none", [], "")
-        elif self.int8:
-            out = self._apply(x, self.weight, self._narrow)
+    def reordered(self) -> torch.Tensor | None:
+        """The weight in oneDNN's order, made when first asked for; None where oneDNN has none for its dtype."""
+        if self._reordered is None and not self.int8:
+            weight, _ = self._assemble()
+            if packs(weight.dtype, weight.device):
+                self._reordered = _reordered(weight)
+        return self._reordered
+
+    def __call__(
+        self, x: torch.Tensor, first: Map | None = None, out: torch.Tensor | None = None, add: bool = False
+    ) -> torch.Tensor:
+        """``first(x)`` (rows, in) to (rows, out): a new tensor, or written into ``out``, or added to it."""
+        if self._product is not None:
+            if isinstance(first, RmsNorm):
+                return self._product(x, out, add, First.RMS_NORM, first.weight, first.square)
+            if isinstance(first, Gate) and first.silu:
+                return self._product(x, out, add, First.SILU_GATE)
+            return self._product(x if first is None else first(x), out, add)
+        if first is not None:
+            x = first(x)
+        if self.int8:
+            y = torch.ops.quantized.linear_dynamic(x, self._weight, self._narrow)
+        elif self._reordered is not None:
+            y = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
         else:
-            out = nn.functional.linear(x, self.weight, self.bias)
-        return out
+            y = nn.functional.linear(x, self._weight, self.bias)
+        if out is None:
+            result: torch.Tensor = y
+            return result
+        return out.add_(y) if add else out.copy_(y)
+
+
+@torch.inference_mode()
+def _reordered(weight: torch.Tensor) -> torch.Tensor:
+    reordered: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
+    return reordered
 
 
 def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:

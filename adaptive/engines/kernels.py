@@ -1,0 +1,204 @@
+"""Products and attention of our own for a few tokens (``native/``), at the speed of the memory they read.
+
+Decoding reads every weight once for a token, so its time is the memory's; torch's products (oneDNN's) reached half
+of the memory's speed where this was measured, these reach all of it, and a layer is five calls instead of some
+twenty operations (``docs/performance.md``). The threads are those of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+NATIVE = Path(__file__).parent / "native"
+# By instruction set, the better first: the processor's features that it needs, as torch names them.
+LIBRARIES = {
+    "avx512bf16": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "fma3"),
+    "avx2": ("avx2", "fma3"),
+}
+# The OpenMP libraries that torch may have brought; all know GNU's names.
+OPENMP = ("libgomp", "libiomp5", "libomp")
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+
+class First(IntEnum):
+    """What a product first does to a row of x; ``First`` of ``native/products.h``."""
+
+    NOTHING = 0
+    RMS_NORM = 1
+    SILU_GATE = 2
+
+
+class _Product(ctypes.Structure):
+    """``Product`` of ``native/products.h``."""
+
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("inputs", _INT), ("outputs", _INT), ("half", _INT))
+
+
+class _Attention(ctypes.Structure):
+    """``Attention`` of ``native/attention.h``."""
+
+    _fields_ = (("heads", _INT), ("key_heads", _INT), ("size", _INT), ("turn_stride", _INT))
+
+
+class Library:
+    """The functions of one compiled library. ``panel``: outputs that lie side by side in its layout of weights."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where it cannot be loaded."""
+        loaded = ctypes.CDLL(str(path))
+        self.panel: int = loaded.panel()
+        self.attends: Any = loaded.attends
+        self.product, self.attend = loaded.product, loaded.attend
+        self.product.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _FLOAT]
+        self.attend.argtypes = [*[_POINTER] * 5, _LONG, _INT, _INT, _INT, _FLOAT, _INT]
+        self.product.restype = self.attend.restype = None
+        openmp = _openmp()
+        if openmp is not None:  # else everything runs on one thread
+            functions = (openmp.GOMP_parallel, openmp.omp_get_thread_num, openmp.omp_get_num_threads)
+            loaded.share_by(*(ctypes.cast(function, _POINTER) for function in functions))
+
+
+@cache
+def library() -> Library | None:
+    """The best of the libraries that were built and that this processor runs, or None."""
+    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    for name, needed in LIBRARIES.items():
+        if all(features.get(feature) for feature in needed):
+            for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+                try:
+                    return Library(NATIVE / (name + suffix))
+                except (OSError, AttributeError):  # not built, or for another machine
+                    continue
+    return None
+
+
+def _openmp() -> Any:
+    """The OpenMP library that torch runs on, which has to be the same: two would each keep threads that spin."""
+    try:
+        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    except OSError:
+        return None
+    for name in OPENMP:
+        found = [path for path in loaded if Path(path).name.startswith(name)]
+        # torch's own before one of the system's, which something else may have loaded.
+        for path in sorted(found, key=lambda path: ("torch" not in path, path)):
+            return ctypes.CDLL(path)
+    return None
+
+
+def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are products for weights of this dtype on this device."""
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and library() is not None
+
+
+def packed(weight: torch.Tensor, panel: int) -> torch.Tensor:
+    """Weight (out, in) as (panels, in, panel), bfloat16 as pairs of inputs, (panels, in / 2, panel, 2) seen as int32;
+    filled up with zeros."""
+    pairs = weight.dtype == torch.bfloat16
+    weight = nn.functional.pad(weight, (0, weight.shape[1] % 2 if pairs else 0, 0, -len(weight) % panel)).contiguous()
+    if pairs:
+        weight = weight.view(torch.int32)
+    return weight.view(len(weight) // panel, panel, -1).transpose(1, 2).contiguous()
+
+
+class Product:
+    """x (rows, in) to x @ weight.T + bias (rows, out), float32 both, for a weight of float32 or bfloat16 that
+    ``multiplies``. With bfloat16 weights x may be rounded to bfloat16 (as torch's products would have it), sums not."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        found = library()
+        assert found is not None
+        self.outputs, inputs = weight.shape
+        self._weight = packed(weight, found.panel)
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._given = _Product(
+            self._weight.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            inputs,
+            self.outputs,
+            weight.dtype == torch.bfloat16,
+        )
+        self._address = ctypes.addressof(self._given)
+        self._run = found.product
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        add: bool = False,
+        first: First = First.NOTHING,
+        norm: torch.Tensor | None = None,
+        side: float = 0.0,
+    ) -> torch.Tensor:
+        """Into ``out``, contiguous, or added to it, of what ``first`` makes of x: a row divided by sqrt(sum(x ** 2) +
+        ``side``) and multiplied by ``norm`` (in,) float32; or of a row twice as long silu(first half) * second."""
+        x = x.contiguous()
+        if out is None:
+            out = torch.empty(len(x), self.outputs)
+        self._run(
+            self._address,
+            x.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            add,
+            torch.get_num_threads(),
+            first,
+            None if norm is None else norm.data_ptr(),
+            side,
+        )
+        return out
+
+
+class Attention:
+    """Rotation, cache and attention of new tokens, for heads of these sizes."""
+
+    def __init__(self, heads: int, key_heads: int, size: int, ropes: int) -> None:
+        found = library()
+        assert found is not None
+        self._given = _Attention(heads, key_heads, size, ropes * size)
+        self._address = ctypes.addressof(self._given)
+        self._run = found.attend
+
+    @staticmethod
+    def supports(size: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether heads of so many numbers of this dtype on this device are attended."""
+        found = library()
+        return found is not None and dtype == torch.float32 and device.type == "cpu" and bool(found.attends(size))
+
+    def __call__(
+        self,
+        mixed: torch.Tensor,
+        turns: int,
+        cache: int,
+        capacity: int,
+        start: int,
+        window: int,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """mixed (n, (heads + 2 * key heads) * size): queries, keys and values of tokens ``start`` on, numbers to rotate
+        in pairs. Writes the keys and values into ``cache`` (2, key heads, capacity, size) and what the queries see
+        of it, of the last ``window`` tokens or (0) all, into out (n, heads * size). ``turns`` (n, ropes, size / 2, 2),
+        cosine and sine, from this layer's on; it and the cache are addresses. All float32 and contiguous."""
+        self._run(
+            self._address,
+            mixed.data_ptr(),
+            turns,
+            cache,
+            out.data_ptr(),
+            capacity,
+            start,
+            len(mixed),
+            window,
+            scale,
+            torch.get_num_threads(),
+        )

@@ -1,0 +1,2 @@
+#include "attention.h"
+#include "products.h"

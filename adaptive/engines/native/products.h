@@ -1,0 +1,209 @@
+// y = first(x) * transposed(weight) + bias for a few rows of x, at the speed of the memory that the weight lies in.
+//
+// A weight (out, in) is cut into panels of PANEL outputs. A panel holds, for one input after the other (bfloat16: for
+// one pair of inputs after the other), the weights of all its outputs: a thread reads its panels from the first byte
+// to the last, in one stream, which is what a processor fetches ahead. Every number of x is spread over a vector
+// and multiplied into sums that stay in registers, TILE rows at a time.
+//
+// A sum's terms are added in the order of the inputs, however many rows there are: a token's result does not depend on
+// how many others it is computed with.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+#if defined(__AVX512BF16__)
+constexpr int VECTORS = 4;
+#else
+constexpr int VECTORS = 2;
+#endif
+constexpr int PANEL = LANES * VECTORS;
+// Rows whose sums fit into the registers beside a panel's weights.
+constexpr int TILE = 6;
+// Inputs of a panel that more rows than a tile take in turn, while these weights are in a cache.
+constexpr int BLOCK = 1024;
+
+extern "C" {
+// What a product consists of; the same in kernels.py.
+struct Product {
+  const void* weight;
+  const float* bias;  // (out,), or null
+  int32_t in, out;
+  int32_t half;  // whether weights are bfloat16; float32 otherwise
+};
+}
+
+// What is done to a row of x first. RMS_NORM: divided by sqrt(sum(x ** 2) + side) and multiplied by `norm` (in,).
+// SILU_GATE: its first half, x * sigmoid(x), times its second. The same numbers in kernels.py.
+enum First { NOTHING, RMS_NORM, SILU_GATE };
+
+struct Call {
+  const Product& product;
+  const float* x;
+  float* y;
+  int rows, add, first;
+  const float* norm;
+  float side;
+};
+
+// A row of x after what is first done to it, (in,): in `out`, or where it lies if nothing is.
+const float* first_done(const Call& call, int row, float* out) {
+  const int in = call.product.in;
+  if (call.first == RMS_NORM) {
+    const float* x = call.x + size_t(row) * in;
+    Vector squares = {};
+    float sum = call.side;
+    int k = 0;
+    for (; k + LANES <= in; k += LANES) squares += at(x + k) * at(x + k);
+    for (; k < in; k++) sum += x[k] * x[k];
+    const float factor = 1 / std::sqrt(sum + total(squares));
+    for (k = 0; k < in; k++) out[k] = x[k] * factor * call.norm[k];
+    return out;
+  }
+  if (call.first == SILU_GATE) {
+    const float *gate = call.x + size_t(row) * 2 * in, *up = gate + in;
+    int k = 0;
+    for (; k + LANES <= in; k += LANES) at(out + k) = at(gate + k) * at(up + k) / (1.0f + exponential(-at(gate + k)));
+    for (; k < in; k++) out[k] = gate[k] * up[k] / (1.0f + std::exp(-gate[k]));
+    return out;
+  }
+  return call.x + size_t(row) * in;
+}
+
+// As the products take it: numbers, or where the processor multiplies pairs of bfloat16, those.
+inline void convert(const float* x, int count, float* out) { std::memcpy(out, x, count * sizeof(float)); }
+
+#if defined(__AVX512BF16__)
+typedef uint16_t Narrow;
+
+inline void convert(const float* x, int count, Narrow* out) {
+  for (int k = 0; k < count; k += LANES) {
+    const __mmask16 mask = count - k < LANES ? (1u << (count - k)) - 1 : 0xffff;
+    _mm256_mask_storeu_epi16(out + k, mask, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, x + k)));
+  }
+}
+#else
+typedef float Narrow;
+#endif
+
+// All rows, (rows, padded), with zeros behind the inputs.
+template <class Input>
+const Input* prepare(const Call& call, int padded) {
+  const int in = call.product.in;
+  float* row_done = room<float, 0>(in);
+  Input* inputs = room<Input, 1>(size_t(call.rows) * padded);
+  for (int row = 0; row < call.rows; row++) {
+    Input* out = inputs + size_t(row) * padded;
+    convert(first_done(call, row, row_done), in, out);
+    for (int k = in; k < padded; k++) out[k] = 0;
+  }
+  return inputs;
+}
+
+// The next `inputs` of a panel: sums of ROWS rows go on from `sums` (ROWS, PANEL), or from zero where `first`.
+template <int ROWS>
+inline void tile(const float* w, const float* x, int padded, int inputs, bool first, float* sums) {
+  Vector acc[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
+  for (int k = 0; k < inputs; k++, w += PANEL)
+    for (int r = 0; r < ROWS; r++)
+      for (int v = 0; v < VECTORS; v++) acc[r][v] += at(w + v * LANES) * x[size_t(r) * padded + k];
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECTORS; v++) at(sums + r * PANEL + v * LANES) = acc[r][v];
+}
+
+template <int ROWS>
+inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, bool first, float* sums) {
+#if defined(__AVX512BF16__)
+  __m512 acc[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * LANES);
+  for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
+    __m512bh weights[VECTORS];
+    for (int v = 0; v < VECTORS; v++) weights[v] = (__m512bh)_mm512_loadu_si512(w + v * 2 * LANES);
+    for (int r = 0; r < ROWS; r++) {
+      int32_t pair;
+      std::memcpy(&pair, x + size_t(r) * padded + k, 4);
+      for (int v = 0; v < VECTORS; v++)
+        acc[r][v] = _mm512_dpbf16_ps(acc[r][v], weights[v], (__m512bh)_mm512_set1_epi32(pair));
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(sums + r * PANEL + v * LANES, acc[r][v]);
+#else
+  Vector acc[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
+  for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
+    Vector weights[VECTORS];
+    for (int v = 0; v < VECTORS; v++) weights[v] = (Vector)(*(const Words*)(w + v * 2 * LANES) << 16);
+    for (int r = 0; r < ROWS; r++)
+      for (int v = 0; v < VECTORS; v++) acc[r][v] += weights[v] * x[size_t(r) * padded + k];
+    for (int v = 0; v < VECTORS; v++) weights[v] = (Vector)(*(const Words*)(w + v * 2 * LANES) & 0xffff0000u);
+    for (int r = 0; r < ROWS; r++)
+      for (int v = 0; v < VECTORS; v++) acc[r][v] += weights[v] * x[size_t(r) * padded + k + 1];
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECTORS; v++) at(sums + r * PANEL + v * LANES) = acc[r][v];
+#endif
+}
+
+template <class Weight, class Input>
+void rows_of_tile(int rows, const Weight* w, const Input* x, int padded, int inputs, bool first, float* sums) {
+  switch (rows) {
+    case 1: return tile<1>(w, x, padded, inputs, first, sums);
+    case 2: return tile<2>(w, x, padded, inputs, first, sums);
+    case 3: return tile<3>(w, x, padded, inputs, first, sums);
+    case 4: return tile<4>(w, x, padded, inputs, first, sums);
+    case 5: return tile<5>(w, x, padded, inputs, first, sums);
+    default: return tile<TILE>(w, x, padded, inputs, first, sums);
+  }
+}
+
+// Part `number` of `count` of the panels.
+template <class Weight, class Input>
+void share(const Call& call, int64_t number, int64_t count) {
+  const Product& p = call.product;
+  const int padded = sizeof(Weight) == 2 ? p.in + (p.in & 1) : p.in;
+  const int block = call.rows > TILE ? BLOCK : padded;
+  const Input* x = prepare<Input>(call, padded);
+  float* sums = room<float, 2>(size_t(call.rows) * PANEL);
+  const int64_t panels = (p.out + PANEL - 1) / PANEL;
+  for (int64_t panel = panels * number / count; panel < panels * (number + 1) / count; panel++) {
+    const Weight* w = (const Weight*)p.weight + size_t(panel) * padded * PANEL;
+    for (int k = 0; k < padded; k += block)
+      for (int row = 0; row < call.rows; row += TILE)
+        rows_of_tile(std::min(TILE, call.rows - row), w + size_t(k) * PANEL, x + size_t(row) * padded + k, padded,
+                     std::min(block, padded - k), k == 0, sums + size_t(row) * PANEL);
+    const int begin = int(panel) * PANEL, width = std::min(PANEL, p.out - begin);
+    for (int row = 0; row < call.rows; row++) {
+      float* y = call.y + size_t(row) * p.out + begin;
+      const float* sum = sums + size_t(row) * PANEL;
+      for (int i = 0; i < width; i++)
+        y[i] = (call.add ? y[i] : 0.0f) + (sum[i] + (p.bias ? p.bias[begin + i] : 0.0f));
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int panel() { return PANEL; }
+
+// x (rows, in), twice as wide for SILU_GATE, to y (rows, out), all float32 and contiguous; added to what y holds if
+// `add`. `first`, `norm` and `side` as in First.
+void product(const Product* product, const float* x, float* y, int rows, int add, int threads, int first,
+             const float* norm, float side) {
+  const Call call{*product, x, y, rows, add, first, norm, side};
+  run(threads, [&](int number, int count) {
+    if (product->half)
+      share<uint16_t, Narrow>(call, number, count);
+    else
+      share<float, float>(call, number, count);
+  });
+}
+}

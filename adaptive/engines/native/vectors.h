@@ -1,0 +1,94 @@
+// What the kernels share: vectors of numbers, and how work is shared by threads. Compiled once for each instruction
+// set (avx2.cpp, avx512bf16.cpp); kernels.py chooses among them.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512BF16__)
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+
+// Loaded from and stored to any address of a float.
+typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4)));
+
+inline Vector& at(float* x) { return *(Vector*)x; }
+inline const Vector& at(const float* x) { return *(const Vector*)x; }
+
+inline float total(Vector v) {
+#if defined(__AVX512BF16__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+#endif
+}
+
+inline Vector lower(Vector a, Vector b) { return a < b ? a : b; }
+inline Vector higher(Vector a, Vector b) { return a > b ? a : b; }
+
+// e to the x, to 2e-7 of itself; beyond +-87 as there. 2 to the nearest whole number, times a series for the rest.
+inline Vector exponential(Vector x) {
+  const float whole = 12582912.0f;  // 1.5 * 2 to the 23: added, it leaves the nearest whole number in the last bits
+  x = lower(higher(x, Vector{} - 87.0f), Vector{} + 87.0f);
+  const Vector shifted = x * 1.44269504f + whole, n = shifted - whole;
+  const Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vector sum = r * (1.0f / 5040) + 1.0f / 720;
+  sum = sum * r + 1.0f / 120;
+  sum = sum * r + 1.0f / 24;
+  sum = sum * r + 1.0f / 6;
+  sum = sum * r + 0.5f;
+  sum = sum * r + 1.0f;
+  sum = sum * r + 1.0f;
+  return (Vector)((Words)sum + ((Words)shifted << 23));
+}
+
+extern "C" {
+typedef void (*Body)(void*);
+typedef void (*Parallel)(Body, void*, unsigned, unsigned);
+typedef int (*Number)();
+}
+
+Parallel parallel = nullptr;
+Number thread_number = nullptr, thread_count = nullptr;
+
+// Run share(number, count) on so many threads, each with its number.
+template <class Share>
+void run(int threads, const Share& share) {
+  if (threads > 1 && parallel)
+    parallel([](void* given) { (*(const Share*)given)(thread_number(), thread_count()); }, (void*)&share, threads, 0);
+  else
+    share(0, 1);
+}
+
+// Room for so many numbers, this thread's own; the next call for the same `Use` may move it.
+template <class Number, int Use>
+Number* room(size_t count) {
+  static thread_local std::vector<Number> kept;
+  if (kept.size() < count) kept.resize(count);
+  return kept.data();
+}
+
+}  // namespace
+
+extern "C" {
+
+// The three functions of the OpenMP library that torch uses.
+void share_by(Parallel run, Number number, Number count) {
+  parallel = run;
+  thread_number = number;
+  thread_count = count;
+}
+}

@@ -1,0 +1,159 @@
+"""Our own products and attention against torch's, for every instruction set that this processor has."""
+
+from __future__ import annotations
+
+import importlib.machinery
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from adaptive.engines import kernels
+from adaptive.engines.kernels import LIBRARIES, NATIVE, Attention, First, Library, Product, library, packed
+
+FEATURES = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+
+
+def built(name: str) -> Path | None:
+    """The file of a library, or None."""
+    files = (NATIVE / (name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((file for file in files if file.is_file()), None)
+
+
+@pytest.fixture(params=list(LIBRARIES))
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One instruction set after the other, in use."""
+    file = built(request.param)
+    if file is None:
+        pytest.skip("was not built: no C++ compiler, or it does not know these instructions")
+    if not all(FEATURES.get(feature) for feature in LIBRARIES[request.param]):
+        pytest.skip("this processor has other instructions")
+    found = Library(file)
+    monkeypatch.setattr(kernels, "library", lambda: found)
+    return str(request.param)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> object:
+    given = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(given)
+
+
+def same(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal to float64's result but for the rounding of long sums, which goes by the largest of them."""
+    assert ours.dtype == torch.float32
+    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-30
+
+
+def test_the_best_library_that_was_built_is_used() -> None:
+    usable = [name for name in LIBRARIES if built(name) and all(FEATURES.get(f) for f in LIBRARIES[name])]
+    if not usable:
+        assert library() is None
+    else:
+        assert library() is not None
+        assert library() is library()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (64, 32), (100, 33), (129, 1111), (320, 2050)])
+def test_products_equal_torch(shape: tuple[int, int], dtype: torch.dtype, instructions: str, threads: int) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0])
+    ours = Product(weight, bias)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 40):
+        x, out = torch.randn(rows, shape[1]), torch.randn(rows, shape[0])
+        # Numbers that bfloat16 holds: what is rounded is another test's.
+        x = x.bfloat16().float()
+        expected = x.double() @ weight.double().T + bias
+        same(ours(x), expected)
+        same(ours(x, out.clone(), add=True), out + expected)
+
+
+@pytest.mark.parametrize("width", [1, 15, 48, 1025])
+def test_what_is_done_first(width: int, instructions: str) -> None:
+    torch.manual_seed(0)
+    weight, norm = torch.randn(30, width), torch.rand(width) + 0.5
+    ours = Product(weight, None)
+    for rows in (1, 3, 9):
+        x = torch.randn(rows, width)
+        normed = x.double() / (x.double().square().sum(-1, keepdim=True) + 0.25).sqrt() * norm
+        same(ours(x, first=First.RMS_NORM, norm=norm, side=0.25), normed @ weight.double().T)
+        # As large as it gets, too: beyond 87 the exponential leaves float32.
+        for factor in (1, 10, 100):
+            x = factor * torch.randn(rows, 2 * width)
+            gate, up = x.double().chunk(2, -1)
+            expected = (nn.functional.silu(gate) * up) @ weight.double().T
+            same(ours(x, first=First.SILU_GATE), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_those_beside_it(dtype: torch.dtype, instructions: str, threads: int) -> None:
+    torch.manual_seed(0)
+    ours = Product(torch.randn(200, 1500).to(dtype), torch.randn(200))
+    norm = torch.rand(1500)
+    x = torch.randn(20, 1500)
+    together = ours(x, first=First.RMS_NORM, norm=norm, side=1.0)
+    for rows in (1, 2, 5, 6, 7, 19):
+        assert torch.equal(ours(x[:rows], first=First.RMS_NORM, norm=norm, side=1.0), together[:rows])
+
+
+def test_the_layout_holds_every_weight_once() -> None:
+    weight = torch.arange(15.0).view(5, 3)
+    plain = packed(weight, 4)
+    assert plain.shape == (2, 3, 4)
+    assert plain.transpose(1, 2).reshape(8, 3)[:5].equal(weight)
+    assert plain.sum() == weight.sum()
+    pairs = packed(weight.bfloat16(), 4).view(torch.bfloat16).view(2, 2, 4, 2)
+    assert pairs.permute(0, 2, 1, 3).reshape(8, 4)[:5, :3].float().equal(weight)
+    assert pairs.float().sum() == weight.sum()
+
+
+def reference(
+    mixed: torch.Tensor, turns: torch.Tensor, cache: torch.Tensor, start: int, window: int, scale: float, heads: int
+) -> torch.Tensor:
+    """What ``Attention`` computes, head by head and query by query."""
+    _, key_heads, _, size = cache.shape
+    parts = mixed.view(len(mixed), -1, size)
+    turned = torch.view_as_complex(parts.view(len(mixed), -1, size // 2, 2)) * torch.view_as_complex(turns)[:, None]
+    turned = torch.view_as_real(turned).flatten(2)
+    cache[0, :, start : start + len(mixed)] = turned[:, heads : heads + key_heads].transpose(0, 1)
+    cache[1, :, start : start + len(mixed)] = parts[:, heads + key_heads :].transpose(0, 1)
+    out = torch.empty(len(mixed), heads, size, dtype=mixed.dtype)
+    for i in range(len(mixed)):
+        end = start + i + 1
+        begin = max(0, end - window) if window else 0
+        for head in range(heads):
+            keys, values = cache[:, head // (heads // key_heads), begin:end]
+            out[i, head] = (keys @ turned[i, head] * scale).softmax(0) @ values
+    return out.flatten(1)
+
+
+@pytest.mark.parametrize("size", [16, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (3, 1)])
+def test_attention_equals_torch(size: int, heads: int, key_heads: int, instructions: str, threads: int) -> None:
+    if not Attention.supports(size, torch.float32, torch.device("cpu")):
+        pytest.fail("this size is to be supported")
+    torch.manual_seed(0)
+    ours = Attention(heads, key_heads, size, 1)
+    for start, count, window in ((0, 1, 0), (0, 5, 0), (150, 1, 0), (150, 7, 0), (150, 7, 20), (3, 9, 4), (64, 32, 64)):
+        mixed = torch.randn(count, (heads + 2 * key_heads) * size)
+        angles = torch.randn(count, size // 2)
+        turns = torch.stack([angles.cos(), angles.sin()], -1)
+        cache = torch.randn(2, key_heads, 200, size)
+        theirs = cache.double()
+        expected = reference(mixed.double(), turns.double(), theirs, start, window, 0.3, heads)
+        out = torch.full((count, heads * size), torch.nan)
+        ours(mixed, turns.data_ptr(), cache.data_ptr(), 200, start, window, 0.3, out)
+        same(out, expected)
+        same(cache, theirs)
+
+
+def test_what_is_not_supported_is_left_to_torch(instructions: str) -> None:
+    cpu = torch.device("cpu")
+    assert not Attention.supports(20, torch.float32, cpu)
+    assert not Attention.supports(64, torch.float64, cpu)
+    assert not kernels.multiplies(torch.float16, cpu)
+    assert not kernels.multiplies(torch.bfloat16, torch.device("meta"))
