@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from adaptive.engines import kernels
-from adaptive.engines.kernels import LIBRARIES, NATIVE, Attention, First, Library, Product, library, packed
-
-FEATURES = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+from adaptive.engines import packed as packing
+from adaptive.engines.kernels import LIBRARIES, NATIVE, Attention, First, Library, Product, library, packed, runnable
+from adaptive.engines.transformers import TransformersEngine
+from adaptive.pair import load_pair
+from adaptive.settings import load_settings
 
 
 def built(name: str) -> Path | None:
@@ -27,7 +29,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     file = built(request.param)
     if file is None:
         pytest.skip("was not built: no C++ compiler, or it does not know these instructions")
-    if not all(FEATURES.get(feature) for feature in LIBRARIES[request.param]):
+    if request.param not in runnable():
         pytest.skip("this processor has other instructions")
     found = Library(file)
     monkeypatch.setattr(kernels, "library", lambda: found)
@@ -49,12 +51,30 @@ def same(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_the_best_library_that_was_built_is_used() -> None:
-    usable = [name for name in LIBRARIES if built(name) and all(FEATURES.get(f) for f in LIBRARIES[name])]
+    usable = [name for name in runnable() if built(name)]
+    found = library()
     if not usable:
-        assert library() is None
-    else:
-        assert library() is not None
-        assert library() is library()
+        assert found is None
+        return
+    assert found is not None
+    assert found.panel == Library(built(usable[0]) or Path()).panel
+
+
+def test_it_is_said_where_they_were_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = load_settings({"dtype": "float32", "draft_quantize": "none"})
+    said = "pip install" in " ".join(load_pair(settings).warnings)
+    assert said == bool(runnable() and library() is None)
+    monkeypatch.setattr(kernels, "NATIVE", tmp_path)
+    library.cache_clear()
+    try:
+        pair = load_pair(settings)
+        assert ("pip install" in " ".join(pair.warnings)) == bool(runnable())
+        # And decoding goes on with torch's.
+        assert isinstance(pair.target, TransformersEngine)
+        assert pair.target.lean is None or not pair.target.lean.plan.head.ours
+        assert pair.target.sequence().extend([5, 6, 7], 1).shape == (1, pair.target.vocab_size)
+    finally:
+        library.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,6 +90,29 @@ def test_products_equal_torch(shape: tuple[int, int], dtype: torch.dtype, instru
         expected = x.double() @ weight.double().T + bias
         same(ours(x), expected)
         same(ours(x, out.clone(), add=True), out + expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (64, 32), (100, 33), (129, 1111), (320, 2050)])
+def test_int8_products(shape: tuple[int, int], instructions: str, threads: int) -> None:
+    if not kernels.multiplies(torch.int8, torch.device("cpu")):
+        pytest.skip("torch's are used here")
+    torch.manual_seed(0)
+    weight = torch.randint(-127, 128, shape, dtype=torch.int8)
+    scales, bias = torch.rand(shape[0]) + 0.5, torch.randn(shape[0])
+    ours = Product(weight, bias, scales)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 40):
+        # Whole multiples of a row's step, so that nothing is rounded.
+        steps = torch.randint(-127, 128, (rows, shape[1]))
+        steps[:, 0] = 127
+        factors = torch.rand(rows, 1, dtype=torch.float64) + 0.01
+        expected = (steps * factors) @ (weight.double().T * scales) + bias
+        same(ours((steps * factors).float()), expected)
+    # And rounded otherwise: as near as steps of 1/127 of the largest are.
+    x = torch.randn(5, shape[1])
+    exact = x.double() @ (weight.double().T * scales) + bias
+    bound = 0.5 * x.abs().amax(1, keepdim=True) / 127 * (weight.double().abs().sum(1) * scales) + 1e-3
+    assert ((ours(x) - exact).abs() <= bound).all()
+    assert torch.isfinite(ours(torch.zeros(2, shape[1]))).all()
 
 
 @pytest.mark.parametrize("width", [1, 15, 48, 1025])
@@ -98,6 +141,23 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype: torch.dtype, instructio
     together = ours(x, first=First.RMS_NORM, norm=norm, side=1.0)
     for rows in (1, 2, 5, 6, 7, 19):
         assert torch.equal(ours(x[:rows], first=First.RMS_NORM, norm=norm, side=1.0), together[:rows])
+
+
+def test_many_rows_are_torchs_where_it_has_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(70, 50).bfloat16()
+    x, out = torch.randn(40, 70), torch.randn(40, 50)
+    monkeypatch.setattr(packing, "has_tiles", lambda: False)
+    ours = packing.of_module(module)
+    monkeypatch.setattr(packing, "has_tiles", lambda: True)
+    theirs = packing.of_module(module)
+    if not ours.ours:
+        pytest.skip("there are no products of our own here")
+    with torch.inference_mode():
+        assert torch.equal(ours(x[:30]), theirs(x[:30]))
+        assert not torch.equal(ours(x), theirs(x))  # torch rounds results to bfloat16
+        assert (ours(x) - theirs(x)).abs().max() < 0.02
+        assert (ours(x, out=out.clone(), add=True) - theirs(x, out=out.clone(), add=True)).abs().max() < 0.02
 
 
 def test_the_layout_holds_every_weight_once() -> None:

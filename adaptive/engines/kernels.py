@@ -20,7 +20,7 @@ from torch import nn
 NATIVE = Path(__file__).parent / "native"
 # By instruction set, the better first: the processor's features that it needs, as torch names them.
 LIBRARIES = {
-    "avx512bf16": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "fma3"),
+    "avx512bf16": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni", "fma3"),
     "avx2": ("avx2", "fma3"),
 }
 # The OpenMP libraries that torch may have brought; all know GNU's names.
@@ -37,10 +37,17 @@ class First(IntEnum):
     SILU_GATE = 2
 
 
+# ``Kind`` of ``native/products.h``.
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
 class _Product(ctypes.Structure):
     """``Product`` of ``native/products.h``."""
 
-    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("inputs", _INT), ("outputs", _INT), ("half", _INT))
+    _fields_ = (
+        *((name, _POINTER) for name in ("weight", "bias", "scales", "offsets")),
+        *((name, _INT) for name in ("inputs", "outputs", "kind")),
+    )
 
 
 class _Attention(ctypes.Structure):
@@ -56,7 +63,7 @@ class Library:
         """Raises OSError where it cannot be loaded."""
         loaded = ctypes.CDLL(str(path))
         self.panel: int = loaded.panel()
-        self.attends: Any = loaded.attends
+        self.attends, self.multiplies = loaded.attends, loaded.multiplies
         self.product, self.attend = loaded.product, loaded.attend
         self.product.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _FLOAT]
         self.attend.argtypes = [*[_POINTER] * 5, _LONG, _INT, _INT, _INT, _FLOAT, _INT]
@@ -70,15 +77,19 @@ class Library:
 @cache
 def library() -> Library | None:
     """The best of the libraries that were built and that this processor runs, or None."""
-    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    for name, needed in LIBRARIES.items():
-        if all(features.get(feature) for feature in needed):
-            for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-                try:
-                    return Library(NATIVE / (name + suffix))
-                except (OSError, AttributeError):  # not built, or for another machine
-                    continue
+    for name in runnable():
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            try:
+                return Library(NATIVE / (name + suffix))
+            except (OSError, AttributeError):  # not built, or for another machine
+                continue
     return None
+
+
+def runnable() -> list[str]:
+    """The libraries that this processor would run, the best first."""
+    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return [name for name, needed in LIBRARIES.items() if all(features.get(feature) for feature in needed)]
 
 
 def _openmp() -> Any:
@@ -97,36 +108,41 @@ def _openmp() -> Any:
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there are products for weights of this dtype on this device."""
-    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and library() is not None
+    found = library()
+    return device.type == "cpu" and dtype in KINDS and found is not None and bool(found.multiplies(KINDS[dtype]))
 
 
 def packed(weight: torch.Tensor, panel: int) -> torch.Tensor:
-    """Weight (out, in) as (panels, in, panel), bfloat16 as pairs of inputs, (panels, in / 2, panel, 2) seen as int32;
-    filled up with zeros."""
-    pairs = weight.dtype == torch.bfloat16
-    weight = nn.functional.pad(weight, (0, weight.shape[1] % 2 if pairs else 0, 0, -len(weight) % panel)).contiguous()
-    if pairs:
+    """Weight (out, in) as (panels, in, panel); bfloat16 as pairs of inputs, (panels, in / 2, panel, 2) seen as int32,
+    int8 as groups of four; filled up with zeros."""
+    step = 4 // weight.itemsize
+    weight = nn.functional.pad(weight, (0, -weight.shape[1] % step, 0, -len(weight) % panel)).contiguous()
+    if step > 1:
         weight = weight.view(torch.int32)
     return weight.view(len(weight) // panel, panel, -1).transpose(1, 2).contiguous()
 
 
 class Product:
-    """x (rows, in) to x @ weight.T + bias (rows, out), float32 both, for a weight of float32 or bfloat16 that
-    ``multiplies``. With bfloat16 weights x may be rounded to bfloat16 (as torch's products would have it), sums not."""
+    """x (rows, in) to x @ weight.T + bias (rows, out), float32 both, for a weight whose dtype ``multiplies``.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    With bfloat16 weights x may be rounded to bfloat16 (as torch's products would have it), sums not. int8 weights
+    are multiples of ``scales`` (out,); x is rounded to 127 steps up to the largest of its row.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None
+    ) -> None:
         found = library()
         assert found is not None
         self.outputs, inputs = weight.shape
-        self._weight = packed(weight, found.panel)
-        self._bias = None if bias is None else bias.float().contiguous()
-        self._given = _Product(
-            self._weight.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            inputs,
-            self.outputs,
-            weight.dtype == torch.bfloat16,
-        )
+        parts: list[torch.Tensor | None] = [packed(weight, found.panel), None, None, None]
+        if bias is not None:
+            parts[1] = bias.float().contiguous()
+        if scales is not None:
+            parts[2], parts[3] = scales.float().contiguous(), (128 * weight.sum(1, dtype=torch.int32)).contiguous()
+        self._parts = parts
+        addresses = [None if part is None else part.data_ptr() for part in parts]
+        self._given = _Product(*addresses, inputs, self.outputs, KINDS[weight.dtype])
         self._address = ctypes.addressof(self._given)
         self._run = found.product
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from adaptive.engines.lean_maps import Gate, Map, RmsNorm
 # Rows (tokens) that the packed order is chosen for: a verification of a few drafted tokens. One row and
 # a long prompt run at full speed in the same order; a packing for one row is twice as slow at five.
 PACKED_ROWS = 4
+
+# Rows from which bfloat16 is multiplied by torch where the processor has tiles for that (AMX): a prompt is arithmetic,
+# of which they do eight times as much. Fewer rows wait for memory.
+TILED_ROWS = 32
 
 Weights = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -42,7 +47,7 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 def packs_int8(device: torch.device) -> bool:
     """Whether products of int8 weights with inputs quantised on the fly run on this device."""
-    return (
+    return multiplies(torch.int8, device) or (
         device.type == "cpu"
         and torch.backends.quantized.engine in ("x86", "fbgemm")
         and hasattr(torch.ops.quantized, "linear_dynamic")
@@ -52,6 +57,13 @@ def packs_int8(device: torch.device) -> bool:
 def fast_int8() -> bool:
     """Whether this processor multiplies int8 vectors in one instruction (VNNI), without which int8 gains little."""
     supported: bool = torch.cpu._is_vnni_supported() if hasattr(torch.cpu, "_is_vnni_supported") else False
+    return supported
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this processor multiplies tiles of bfloat16 (AMX)."""
+    supported: bool = torch.cpu._is_amx_tile_supported() if hasattr(torch.cpu, "_is_amx_tile_supported") else False
     return supported
 
 
@@ -84,16 +96,26 @@ class PackedLinear:
         self.nbytes, self.inputs = weight.nbytes, weight.shape[1]
         self._reordered: torch.Tensor | None = None
         self._product: Product | None = None
-        if self.int8:
+        self.tiled = False  # whether many rows are torch's nevertheless
+        if self.int8 and multiplies(torch.int8, weight.device):
+            self._product = Product(*_rounded(weight, self.bias))
+        elif self.int8:
             self._weight = _int8(weight, self.bias)
             self._narrow = not fast_int8()  # sums of pairs would overflow there: inputs take seven bits
         elif multiplies(weight.dtype, weight.device):
             self._product = Product(weight, self.bias)
+            self.tiled = weight.dtype == torch.bfloat16 and has_tiles()
         elif packs(weight.dtype, weight.device):
             self._reordered = _reordered(weight)
         else:
             self._weight = weight
 
+    @property
+    def ours(self) -> bool:
+        """Whether the products are our own."""
+        return self._product is not None
+
+    @torch.inference_mode()
     def reordered(self) -> torch.Tensor | None:
         """The weight in oneDNN's order, made when first asked for; None where oneDNN has none for its dtype."""
         if self._reordered is None and not self.int8:
@@ -106,7 +128,7 @@ class PackedLinear:
         self, x: torch.Tensor, first: Map | None = None, out: torch.Tensor | None = None, add: bool = False
     ) -> torch.Tensor:
         """``first(x)`` (rows, in) to (rows, out): a new tensor, or written into ``out``, or added to it."""
-        if self._product is not None:
+        if self._product is not None and not (self.tiled and len(x) > TILED_ROWS):
             if isinstance(first, RmsNorm):
                 return self._product(x, out, add, First.RMS_NORM, first.weight, first.square)
             if isinstance(first, Gate) and first.silu:
@@ -114,7 +136,10 @@ class PackedLinear:
             return self._product(x if first is None else first(x), out, add)
         if first is not None:
             x = first(x)
-        if self.int8:
+        if self.tiled:
+            weight, bias = self._assemble()
+            y = nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+        elif self.int8:
             y = torch.ops.quantized.linear_dynamic(x, self._weight, self._narrow)
         elif self._reordered is not None:
             y = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
@@ -132,17 +157,21 @@ def _reordered(weight: torch.Tensor) -> torch.Tensor:
     return reordered
 
 
-def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    """Weight (out, in) rounded to int8 by output, with its bias, in the order that the product wants."""
+def _rounded(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Weight (out, in) as int8, its bias, and the scales (out,) of its outputs."""
     weight = weight.float()
     # A row of zeros has no scale of its own; any will do.
     scales = (weight.abs().amax(1) / 127).clamp_(min=1e-12)
+    return (weight / scales[:, None]).round_().to(torch.int8), bias, scales
+
+
+def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """The same in the order that torch's product wants."""
+    whole, _, scales = _rounded(weight, bias)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this function will move to another package
-        rounded = torch.quantize_per_channel(
-            weight, scales.double(), torch.zeros(len(weight), dtype=torch.long), 0, torch.qint8
-        )
-    return torch.ops.quantized.linear_prepack(rounded, None if bias is None else bias.float())
+        given = torch._make_per_channel_quantized_tensor(whole, scales, torch.zeros(len(whole), dtype=torch.long), 0)
+    return torch.ops.quantized.linear_prepack(given, None if bias is None else bias.float())
 
 
 def of_module(module: nn.Linear, int8: bool = False) -> PackedLinear:

@@ -29,11 +29,16 @@ extern "C" {
 // What a product consists of; the same in kernels.py.
 struct Product {
   const void* weight;
-  const float* bias;  // (out,), or null
+  const float* bias;       // (out,), or null
+  const float* scales;     // (out,), for INT8: what an output's weights are multiples of
+  const int32_t* offsets;  // (out,), for INT8: 128 times the sum of an output's weights
   int32_t in, out;
-  int32_t half;  // whether weights are bfloat16; float32 otherwise
+  int32_t kind;
 };
 }
+
+// What weights are; the same numbers in kernels.py. INT8 lies in groups of four inputs, as BFLOAT16 does in pairs.
+enum Kind { FLOAT32, BFLOAT16, INT8 };
 
 // What is done to a row of x first. RMS_NORM: divided by sqrt(sum(x ** 2) + side) and multiplied by `norm` (in,).
 // SILU_GATE: its first half, x * sigmoid(x), times its second. The same numbers in kernels.py.
@@ -72,32 +77,53 @@ const float* first_done(const Call& call, int row, float* out) {
   return call.x + size_t(row) * in;
 }
 
-// As the products take it: numbers, or where the processor multiplies pairs of bfloat16, those.
-inline void convert(const float* x, int count, float* out) { std::memcpy(out, x, count * sizeof(float)); }
+// As the products take it, and what the result has to be multiplied by: numbers, or where the processor multiplies
+// pairs of bfloat16, those, or for int8 weights whole numbers from 1 to 255, where 128 stands for zero.
+inline float convert(const float* x, int count, float* out) {
+  std::memcpy(out, x, count * sizeof(float));
+  return 1;
+}
 
 #if defined(__AVX512BF16__)
 typedef uint16_t Narrow;
 
-inline void convert(const float* x, int count, Narrow* out) {
+inline __mmask16 lanes(int count) { return count < LANES ? (1u << count) - 1 : 0xffff; }
+
+inline float convert(const float* x, int count, Narrow* out) {
   for (int k = 0; k < count; k += LANES) {
-    const __mmask16 mask = count - k < LANES ? (1u << (count - k)) - 1 : 0xffff;
+    const __mmask16 mask = lanes(count - k);
     _mm256_mask_storeu_epi16(out + k, mask, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, x + k)));
   }
+  return 1;
+}
+
+inline float convert(const float* x, int count, uint8_t* out) {
+  __m512 most = _mm512_setzero_ps();
+  for (int k = 0; k < count; k += LANES)
+    most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_maskz_loadu_ps(lanes(count - k), x + k)));
+  const float scale = std::max(_mm512_reduce_max_ps(most), 1e-30f) / 127;
+  for (int k = 0; k < count; k += LANES) {
+    const __mmask16 mask = lanes(count - k);
+    const __m512 steps = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + k), _mm512_set1_ps(1 / scale));
+    const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(steps), _mm512_set1_epi32(128));
+    _mm_mask_storeu_epi8(out + k, mask, _mm512_cvtepi32_epi8(whole));
+  }
+  return scale;
 }
 #else
 typedef float Narrow;
 #endif
 
-// All rows, (rows, padded), with zeros behind the inputs.
+// All rows, (rows, padded), with nothing behind the inputs, and the factors of their results (rows,).
 template <class Input>
-const Input* prepare(const Call& call, int padded) {
+const Input* prepare(const Call& call, int padded, float* factors) {
   const int in = call.product.in;
   float* row_done = room<float, 0>(in);
   Input* inputs = room<Input, 1>(size_t(call.rows) * padded);
   for (int row = 0; row < call.rows; row++) {
     Input* out = inputs + size_t(row) * padded;
-    convert(first_done(call, row, row_done), in, out);
-    for (int k = in; k < padded; k++) out[k] = 0;
+    factors[row] = convert(first_done(call, row, row_done), in, out);
+    for (int k = in; k < padded; k++) out[k] = 0;  // the weights there are zero, too
   }
   return inputs;
 }
@@ -151,8 +177,30 @@ inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, boo
 #endif
 }
 
-template <class Weight, class Input>
-void rows_of_tile(int rows, const Weight* w, const Input* x, int padded, int inputs, bool first, float* sums) {
+#if defined(__AVX512BF16__)
+template <int ROWS>
+inline void tile(const int8_t* w, const uint8_t* x, int padded, int inputs, bool first, int32_t* sums) {
+  __m512i acc[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECTORS; v++)
+      acc[r][v] = first ? _mm512_setzero_si512() : _mm512_loadu_si512(sums + r * PANEL + v * LANES);
+  for (int k = 0; k < inputs; k += 4, w += 4 * PANEL) {
+    __m512i weights[VECTORS];
+    for (int v = 0; v < VECTORS; v++) weights[v] = _mm512_loadu_si512(w + v * 4 * LANES);
+    for (int r = 0; r < ROWS; r++) {
+      int32_t four;
+      std::memcpy(&four, x + size_t(r) * padded + k, 4);
+      for (int v = 0; v < VECTORS; v++)
+        acc[r][v] = _mm512_dpbusd_epi32(acc[r][v], _mm512_set1_epi32(four), weights[v]);
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int v = 0; v < VECTORS; v++) _mm512_storeu_si512(sums + r * PANEL + v * LANES, acc[r][v]);
+}
+#endif
+
+template <class Weight, class Input, class Sum>
+void rows_of_tile(int rows, const Weight* w, const Input* x, int padded, int inputs, bool first, Sum* sums) {
   switch (rows) {
     case 1: return tile<1>(w, x, padded, inputs, first, sums);
     case 2: return tile<2>(w, x, padded, inputs, first, sums);
@@ -164,13 +212,15 @@ void rows_of_tile(int rows, const Weight* w, const Input* x, int padded, int inp
 }
 
 // Part `number` of `count` of the panels.
-template <class Weight, class Input>
+template <class Weight, class Input, class Sum>
 void share(const Call& call, int64_t number, int64_t count) {
   const Product& p = call.product;
-  const int padded = sizeof(Weight) == 2 ? p.in + (p.in & 1) : p.in;
+  constexpr int STEP = 4 / sizeof(Weight);  // inputs that lie together
+  const int padded = (p.in + STEP - 1) / STEP * STEP;
   const int block = call.rows > TILE ? BLOCK : padded;
-  const Input* x = prepare<Input>(call, padded);
-  float* sums = room<float, 2>(size_t(call.rows) * PANEL);
+  float* factors = room<float, 2>(call.rows);
+  const Input* x = prepare<Input>(call, padded, factors);
+  Sum* sums = room<Sum, 3>(size_t(call.rows) * PANEL);
   const int64_t panels = (p.out + PANEL - 1) / PANEL;
   for (int64_t panel = panels * number / count; panel < panels * (number + 1) / count; panel++) {
     const Weight* w = (const Weight*)p.weight + size_t(panel) * padded * PANEL;
@@ -181,9 +231,11 @@ void share(const Call& call, int64_t number, int64_t count) {
     const int begin = int(panel) * PANEL, width = std::min(PANEL, p.out - begin);
     for (int row = 0; row < call.rows; row++) {
       float* y = call.y + size_t(row) * p.out + begin;
-      const float* sum = sums + size_t(row) * PANEL;
-      for (int i = 0; i < width; i++)
-        y[i] = (call.add ? y[i] : 0.0f) + (sum[i] + (p.bias ? p.bias[begin + i] : 0.0f));
+      const Sum* sum = sums + size_t(row) * PANEL;
+      for (int i = 0; i < width; i++) {
+        const float whole = p.scales ? (sum[i] - p.offsets[begin + i]) * p.scales[begin + i] * factors[row] : sum[i];
+        y[i] = (call.add ? y[i] : 0.0f) + (whole + (p.bias ? p.bias[begin + i] : 0.0f));
+      }
     }
   }
 }
@@ -194,16 +246,26 @@ extern "C" {
 
 int panel() { return PANEL; }
 
+// Whether there are products for this kind of weights.
+int multiplies(int kind) {
+#if defined(__AVX512BF16__)
+  return kind <= INT8;
+#else
+  return kind <= BFLOAT16;
+#endif
+}
+
 // x (rows, in), twice as wide for SILU_GATE, to y (rows, out), all float32 and contiguous; added to what y holds if
 // `add`. `first`, `norm` and `side` as in First.
 void product(const Product* product, const float* x, float* y, int rows, int add, int threads, int first,
              const float* norm, float side) {
   const Call call{*product, x, y, rows, add, first, norm, side};
   run(threads, [&](int number, int count) {
-    if (product->half)
-      share<uint16_t, Narrow>(call, number, count);
-    else
-      share<float, float>(call, number, count);
+    if (product->kind == FLOAT32) share<float, float, float>(call, number, count);
+    if (product->kind == BFLOAT16) share<uint16_t, Narrow, float>(call, number, count);
+#if defined(__AVX512BF16__)
+    if (product->kind == INT8) share<int8_t, uint8_t, int32_t>(call, number, count);
+#endif
   });
 }
 }
