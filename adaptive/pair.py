@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from adaptive.engines.protocol import Engine
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
-# Bytes of a draft's weights below which `auto` compiles it in its own dtype rather than run it in int8, which cannot
-# be compiled. The small operations that compiling saves took 0.1 ms of a pass, in which some 8 MB are read.
+# Bytes of a draft's weights below which, where there are no kernels of our own, `auto` compiles it in its own dtype
+# rather than run it in int8, which cannot be compiled. The small operations that compiling saves took 0.1 ms of a pass,
+# in which some 8 MB are read.
 SMALL_DRAFT = 8_000_000
 # Bytes read at either end of a weights file for its identity: enough for the whole safetensors header
 # of any model here, and two checkpoints that differ only in the middle do not occur by training.
@@ -290,6 +291,10 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             f"the draft {draft.id} decodes but cannot learn; name the Hugging Face checkpoint it was made from with "
             "--draft-checkpoint"
         )
+    if settings.compile and compilation is None:
+        warnings.append(
+            "--compile changes nothing here: this installation's own kernels are faster than what it would compile"
+        )
     if _lacks_kernels(target_engine):
         warnings.append(
             "this installation was built without a C++ compiler, and decoding on this processor is up to twice as fast "
@@ -308,28 +313,48 @@ def _lacks_kernels(engine: Engine) -> bool:
     return engine.weights in ("float32", "bfloat16") and bool(kernels.runnable()) and kernels.library() is None
 
 
-def _compile(settings: Settings, target: Engine, draft: Engine | None) -> Compilation:
-    """Begin to compile, or on CUDA to record, what can be of a pair. Raises AdaptiveError where that is nothing."""
-    from adaptive.engines.compiled import OF_DRAFT, OF_TARGET, Compilation, compilable
+def _compile(settings: Settings, target: Engine, draft: Engine | None) -> Compilation | None:
+    """Begin to compile, or on CUDA to record, what can be of a pair; None where our own kernels are in use, which are
+    faster than what would be compiled. Raises AdaptiveError where there is nothing of all that."""
+    from adaptive.engines.compiled import compilable
     from adaptive.engines.transformers import TransformersEngine
 
-    wanted, recorded = [], 0
-    for engine, passes in ((target, OF_TARGET), (draft, OF_DRAFT)):
+    wanted, recorded, ours = [], 0, 0
+    for engine in (target, draft):
         if not isinstance(engine, TransformersEngine):
             continue
-        if engine.lean is not None and compilable(engine.lean.plan):
-            wanted.append((engine.lean, passes))
+        if engine.lean is not None and engine.lean.plan.head.ours:
+            ours += 1
+        elif engine.lean is not None and compilable(engine.lean.plan):
+            wanted.append(engine)
             engine.weights += "+compiled"
         elif engine.device.type == "cuda":
             engine.record()
             engine.weights += "+recorded"
             recorded += 1
-    if not wanted and not recorded:
-        raise AdaptiveError(
-            "--compile is for checkpoints, of known architectures and not quantised by bitsandbytes on the CPU, of any "
-            "on CUDA, and nothing here is one; leave it out"
+    if wanted or recorded:
+        return compile_passes(
+            target if target in wanted else None, draft if draft in wanted else None, settings.state_dir / "compiled"
         )
-    return Compilation(wanted, settings.state_dir / "compiled")
+    if ours:
+        return None
+    raise AdaptiveError(
+        "--compile is for checkpoints, of known architectures and not quantised by bitsandbytes on the CPU, of any "
+        "on CUDA, and nothing here is one; leave it out"
+    )
+
+
+def compile_passes(target: Engine | None, draft: Engine | None, folder: Path) -> Compilation:
+    """Begin to compile the passes of models whose plans are ``compilable``, whatever they run on now."""
+    from adaptive.engines.compiled import OF_DRAFT, OF_TARGET, Compilation
+    from adaptive.engines.transformers import TransformersEngine
+
+    wanted = [
+        (engine.lean, passes)
+        for engine, passes in ((target, OF_TARGET), (draft, OF_DRAFT))
+        if isinstance(engine, TransformersEngine) and engine.lean is not None
+    ]
+    return Compilation(wanted, folder)
 
 
 def _engine(
@@ -338,6 +363,7 @@ def _engine(
     """The engine that runs this kind of file, as target or as ``draft``."""
     if source.gguf is not None:
         return load_gguf(source.gguf, settings, device, tell)
+    from adaptive.engines.kernels import library
     from adaptive.engines.packed import fast_int8
     from adaptive.engines.transformers import TransformersEngine
 
@@ -345,7 +371,7 @@ def _engine(
         if draft and settings.draft_quantize in ("auto", "int8") and choose_device(device) == "cpu":
             # A draft's int8 products of our own: bitsandbytes' are for the memory they save, not for speed.
             plain = dataclasses.replace(source, quantize="none")
-            small = settings.compile and _bytes(source) < SMALL_DRAFT
+            small = settings.compile and library() is None and _bytes(source) < SMALL_DRAFT
             wanted = settings.draft_quantize == "int8" or (settings.dtype == "auto" and fast_int8() and not small)
             engine = TransformersEngine(_load(plain, settings, device), int8=wanted)
             if source.quantize == "none" or engine.lean is not None:

@@ -29,7 +29,7 @@ from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.engines.protocol import Engine, Sequence
 from adaptive.engines.transformers import TransformersEngine
-from adaptive.pair import BUNDLED, Pair, load_pair
+from adaptive.pair import BUNDLED, Pair, compile_passes, load_pair
 from adaptive.records.types import Message
 from adaptive.settings import Settings, load_settings
 from cli.calibrate import answer_plainly, read_sample
@@ -274,19 +274,23 @@ def show_int8(pair: Pair, settings: Settings, prompts: list[Prompt]) -> None:
 
 def show_compiled(settings: Settings) -> None:
     """Eager and compiled passes in turn, and the seconds until all are in use at a first and at a second start."""
-    settings = settings.model_copy(update={"compile": True, "draft_quantize": "none"})
+    settings = settings.model_copy(update={"compile": False, "draft_quantize": "none"})
     for _ in range(2):
         began = time.perf_counter()
         compiled = load_pair(settings)
+        assert isinstance(compiled.target, TransformersEngine)
+        assert isinstance(compiled.draft, TransformersEngine)
+        compilation = compile_passes(compiled.target, compiled.draft, settings.state_dir / "compiled")
         loaded = time.perf_counter() - began
-        assert compiled.compilation is not None
-        compiled.compilation.wait()
+        compilation.wait()
         print(
-            f"start: {compiled.compilation.missing} passes to compile; models loaded after {loaded:.1f} s, "
-            f"all in use after {time.perf_counter() - began:.1f} s {compiled.compilation.problem or ''}"
+            f"start: {compilation.missing} passes to compile; models loaded after {loaded:.1f} s, "
+            f"all in use after {time.perf_counter() - began:.1f} s {compilation.problem or ''}"
         )
-    eager = load_pair(settings.model_copy(update={"compile": False}))
-    int8 = load_pair(settings.model_copy(update={"compile": False, "draft_quantize": "int8"}))
+    compiled.target.weights += "+compiled"
+    compiled.draft.weights += "+compiled"
+    eager = load_pair(settings)
+    int8 = load_pair(settings.model_copy(update={"draft_quantize": "int8"}))
     drafts: list[Any] = [int8.draft, eager.draft, compiled.draft]
     for name, engines, passes in (
         ("target", [eager.target, compiled.target], ((1, 1), (2, 2), (5, 5), (9, 9))),

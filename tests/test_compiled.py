@@ -15,9 +15,14 @@ from test_lean import GROUPED, SIZES, lean
 from test_lean import made as random_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from adaptive.engines.compiled import Compilation, compilable
+from adaptive.engines import kernels
+from adaptive.engines.compiled import OF_DRAFT, OF_TARGET, Compilation, compilable
+from adaptive.engines.kernels import library
 from adaptive.engines.lean import LeanForward, lean_forward
+from adaptive.engines.transformers import TransformersEngine
 from adaptive.errors import AdaptiveError
+from adaptive.pair import load_pair
+from adaptive.settings import load_settings
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here")
 
@@ -179,3 +184,24 @@ def test_where_compiling_fails_the_eager_pass_goes_on(tmp_path: Path, monkeypatc
     assert compilation.problem is not None
     assert not list((tmp_path / "compiled").iterdir())
     same_logits(lean(model), forward, (3, 3))
+
+
+@needs_compiler
+def test_it_is_for_where_our_own_kernels_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings({"compile": True, "home": tmp_path})
+    if library() is not None:
+        pair = load_pair(settings)
+        assert pair.compilation is None
+        assert "--compile changes nothing here" in " ".join(pair.warnings)
+    monkeypatch.setattr(kernels, "NATIVE", tmp_path)
+    library.cache_clear()
+    try:
+        pair = load_pair(settings)
+        assert pair.compilation is not None
+        pair.compilation.stop()
+        assert pair.compilation.missing == len(OF_TARGET) + len(OF_DRAFT)
+        assert "--compile" not in " ".join(pair.warnings)
+        assert isinstance(pair.draft, TransformersEngine)
+        assert pair.draft.weights.endswith("+compiled")
+    finally:
+        library.cache_clear()

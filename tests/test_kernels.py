@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -217,3 +218,62 @@ def test_what_is_not_supported_is_left_to_torch(instructions: str) -> None:
     assert not Attention.supports(64, torch.float64, cpu)
     assert not kernels.multiplies(torch.float16, cpu)
     assert not kernels.multiplies(torch.bfloat16, torch.device("meta"))
+
+
+@pytest.mark.parametrize("count", [1, 15, 256, 4097, 151936])
+def test_softmax_equals_torch(count: int, instructions: str) -> None:
+    found = kernels.library()
+    assert found is not None
+    torch.manual_seed(0)
+    logits = 5 * torch.randn(3, count)
+    logits[1, count // 2 :] += 60
+    out = torch.empty_like(logits)
+    for factor in (0.3, 1.0, 7.0):
+        expected = (logits.double() * factor).softmax(-1)
+        assert (found.softmax(logits, factor, out) - expected).abs().max() < 1e-6
+        assert (out.double().sum(-1) - 1).abs().max() < 1e-5
+    logits[2, count // 3 + 1 :] = -torch.inf
+    assert found.softmax(logits, 1.0, out)[2, count // 3 + 1 :].eq(0).all()
+    assert (out[2] - logits[2].double().softmax(-1)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("count", [1, 40, 300])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none(number: float, count: int, instructions: str) -> None:
+    found = kernels.library()
+    assert found is not None
+    for place in {0, count // 2, count - 1}:
+        logits = torch.randn(2, count)
+        logits[0, place] = number
+        out = found.softmax(logits, 1.0, torch.empty_like(logits))
+        assert out[0].isnan().all()
+        assert not out[1].isnan().any()
+        assert found.draw(out[0].numpy(), 0.5) is None
+    assert found.softmax(torch.full((1, count), -torch.inf), 1.0, torch.empty(1, count)).isnan().all()
+
+
+@pytest.mark.parametrize("count", [1, 7, 256, 257, 5000])
+def test_draws_are_the_inverse_of_the_mass(count: int, instructions: str) -> None:
+    found = kernels.library()
+    assert found is not None
+    rng = np.random.default_rng(0)
+    for trial in range(60):
+        probs = rng.random(count, np.float32) * (rng.random(count) < (1.0 if trial % 2 else 0.05))
+        less = rng.random(count - count // 4 * (trial % 3 == 0), np.float32) if trial % 4 else None
+        left = probs.astype(np.float64)
+        if less is not None:
+            left[: len(less)] = np.maximum(left[: len(less)] - less, 0)
+        share = float(rng.random()) if trial % 5 else 1 - 2.0**-40
+        token = found.draw(probs.astype(np.float32), share, less)
+        if not left.sum() > 0:
+            assert token is None
+            continue
+        assert token is not None
+        assert left[token] > 0
+        mass = np.concatenate([[0], left.cumsum()]) / left.sum()
+        assert mass[token] - 1e-5 <= share <= mass[token + 1] + 1e-5
+    assert found.draw(np.zeros(count, np.float32), 0.5) is None
+    one = np.zeros(count, np.float32)
+    one[count // 2] = 1e-20
+    assert {found.draw(one, share) for share in (0.0, 0.5, 1 - 2.0**-40)} == {count // 2}
+    assert found.draw(one, 0.5, one) is None

@@ -8,6 +8,7 @@ import torch
 
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.tokens import of_array
+from adaptive.engines.kernels import library
 
 # Numbers from which the work on a few distributions is shared by threads. torch would share five rows of any length,
 # and waking the others takes 70 us: as long as one thread needs for this many.
@@ -51,6 +52,7 @@ class Transform:
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
+        self._cuts = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self._room = 0  # rows of the buffer
         self._places: dict[tuple[int, int], torch.Tensor] = {}  # parts of it, by first row and number of rows
 
@@ -64,12 +66,21 @@ class Transform:
             place = self._place(first, *logits.shape)
         threads = torch.get_num_threads()
         if threads == 1 or logits.numel() > SHARED:
-            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=place)
+            return self._probabilities(logits, place)
         torch.set_num_threads(1)  # a fraction of a microsecond
         try:
-            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=place)
+            return self._probabilities(logits, place)
         finally:
             torch.set_num_threads(threads)
+
+    def _probabilities(self, logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        kernels = library()
+        if kernels is None:
+            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=place)
+        logits, factor = logits.float(), 1 / self.params.temperature
+        if self._cuts:
+            logits, factor = transform_logits(logits, self.params), 1.0
+        return kernels.softmax(logits.contiguous(), factor, place)
 
     def _place(self, first: int, rows: int, vocab: int) -> torch.Tensor:
         if first + rows > self._room:
@@ -121,8 +132,14 @@ def draw_on_device(probs: torch.Tensor, uniform: Uniform) -> torch.Tensor:
     return torch.searchsorted(mass, share * mass[:, -1:], right=True)[:, 0]
 
 
-def pick(probs: npt.NDArray[np.float32], share: float) -> int | None:
-    """The same on the processor: the token id at ``share`` of the mass of probs (vocab,), None where there is none."""
+def pick(probs: npt.NDArray[np.float32], share: float, less: npt.NDArray[np.float32] | None = None) -> int | None:
+    """The same on the processor: the token id at ``share`` of the mass of probs (vocab,), None where there is none.
+    With ``less`` (at most vocab,) of what probs have more than that."""
+    kernels = library()
+    if kernels is not None:
+        return kernels.draw(probs, share, less)
+    if less is not None:
+        probs = np.maximum(probs - np.pad(less, (0, len(probs) - len(less))), 0)
     begins = 0
     if len(probs) > LARGE:
         sums = np.add.reduceat(probs, np.arange(0, len(probs), BLOCK), dtype=np.float64).cumsum()

@@ -76,11 +76,7 @@ def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uni
     accepted = len(chosen)
     p_n, extra = ours[accepted], None
     if accepted < len(proposed):
-        q_n = theirs[accepted]
-        if len(q_n) < len(p_n):
-            q_n = np.pad(q_n, (0, len(p_n) - len(q_n)))
-        left = p_n - q_n
-        extra = pick(np.maximum(left, 0, out=left), uniform.next())
+        extra = pick(p_n, uniform.next(), less=theirs[accepted])
     if extra is None:  # all accepted; or p == q up to rounding leaves nothing to draw from, and p is the right one
         extra = pick(p_n, uniform.next())
     if extra is None:

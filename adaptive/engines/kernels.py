@@ -1,4 +1,4 @@
-"""Products and attention of our own for a few tokens (``native/``), at the speed of the memory they read.
+"""Products, attention and draws of our own for a few tokens (``native/``), at the speed of the memory they read.
 
 Decoding reads every weight once for a token, so its time is the memory's; torch's products (oneDNN's) reached half
 of the memory's speed where this was measured, these reach all of it, and a layer is five calls instead of some
@@ -12,8 +12,10 @@ import importlib.machinery
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -26,6 +28,7 @@ LIBRARIES = {
 # The OpenMP libraries that torch may have brought; all know GNU's names.
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
+_Floats: TypeAlias = npt.NDArray[np.float32]
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
@@ -67,11 +70,32 @@ class Library:
         self.product, self.attend = loaded.product, loaded.attend
         self.product.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _FLOAT]
         self.attend.argtypes = [*[_POINTER] * 5, _LONG, _INT, _INT, _INT, _FLOAT, _INT]
-        self.product.restype = self.attend.restype = None
+        self._softmax, self._draw = loaded.softmax, loaded.draw
+        self._softmax.argtypes = [_POINTER, _POINTER, _INT, _LONG, _FLOAT]
+        self._draw.argtypes = [_POINTER, _POINTER, _LONG, _LONG, ctypes.c_double]
+        self.product.restype = self.attend.restype = self._softmax.restype = None
+        self._draw.restype = _LONG
         openmp = _openmp()
         if openmp is not None:  # else everything runs on one thread
             functions = (openmp.GOMP_parallel, openmp.omp_get_thread_num, openmp.omp_get_num_threads)
             loaded.share_by(*(ctypes.cast(function, _POINTER) for function in functions))
+
+    def softmax(self, logits: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
+        """Probabilities, into ``out``, of logits (n, vocab) times a factor; both float32 and contiguous. A row in which
+        a logit is no number has none."""
+        self._softmax(logits.data_ptr(), out.data_ptr(), *logits.shape, factor)
+        return out
+
+    def draw(self, probs: _Floats, share: float, less: _Floats | None = None) -> int | None:
+        """The first token at which the mass of probs (vocab,), or of what they have more than ``less`` (at most
+        vocab,), exceeds that share of it; None where there is no mass."""
+        probs = np.ascontiguousarray(probs, np.float32)
+        place, count = None, 0
+        if less is not None:
+            less = np.ascontiguousarray(less, np.float32)
+            place, count = less.ctypes.data, len(less)
+        token: int = self._draw(probs.ctypes.data, place, len(probs), count, share)
+        return None if token < 0 else token
 
 
 @cache

@@ -1,2 +1,3 @@
 #include "attention.h"
 #include "products.h"
+#include "sampling.h"
