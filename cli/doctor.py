@@ -70,6 +70,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         yield Finding("machine", "torch", "broken", _line(error), "install torch for this machine, see its web page")
         return
     yield from _devices(torch)
+    yield _kernels()
     yield from _bitsandbytes(settings)
     yield _llama_cpp(settings)
     yield from _used(settings)
@@ -107,6 +108,19 @@ def _packages() -> Iterator[Finding]:
             yield Finding("packages", requirement.name, "ok", found)
         else:
             yield Finding("packages", requirement.name, "broken", f"{found}, needs {requirement.specifier}", needs)
+
+
+def _kernels() -> Finding:
+    """The products and the attention that decoding runs on."""
+    from adaptive.engines.kernels import library, runnable
+
+    found = library()
+    if found is not None:
+        return Finding("machine", "kernels", "ok", f"our own, for {found.name}")
+    if not runnable():
+        return Finding("machine", "kernels", "ok", "torch's; there are none of our own for this processor")
+    advice = "install a C++ compiler (g++ or clang++) and run pip install once more: up to twice the speed"
+    return Finding("machine", "kernels", "note", "torch's; our own were not built", advice)
 
 
 def _processor() -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from adaptive.engines import kernels
 from cli.main import app
 
 runner = CliRunner()
@@ -41,6 +42,23 @@ def test_a_working_machine_is_described_and_passes(pair: list[str]) -> None:
     assert found["device"]["value"] in ("cpu", "mps", "cuda:0")
     assert found["dtype"]["value"].split()[0] in ("float32", "bfloat16", "float16")
     assert found["peft"]["group"] == "packages"
+
+
+def test_kernels_that_were_not_built_are_a_note(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, found = findings(*pair)
+    best = kernels.library()
+    assert found["kernels"]["value"] == (f"our own, for {best.name}" if best else found["kernels"]["value"])
+    monkeypatch.setattr(kernels, "NATIVE", tmp_path)
+    kernels.library.cache_clear()
+    try:
+        code, found = findings(*pair)
+    finally:
+        kernels.library.cache_clear()
+    assert code == 0
+    assert found["kernels"]["status"] == ("note" if kernels.runnable() else "ok")
+    assert ("C++ compiler" in found["kernels"]["advice"]) == bool(kernels.runnable())
 
 
 def test_what_is_asked_for_is_what_is_reported(pair: list[str]) -> None:

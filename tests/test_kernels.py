@@ -161,15 +161,18 @@ def test_many_rows_are_torchs_where_it_has_tiles(monkeypatch: pytest.MonkeyPatch
         assert (ours(x, out=out.clone(), add=True) - theirs(x, out=out.clone(), add=True)).abs().max() < 0.02
 
 
-def test_the_layout_holds_every_weight_once() -> None:
-    weight = torch.arange(15.0).view(5, 3)
-    plain = packed(weight, 4)
-    assert plain.shape == (2, 3, 4)
-    assert plain.transpose(1, 2).reshape(8, 3)[:5].equal(weight)
-    assert plain.sum() == weight.sum()
-    pairs = packed(weight.bfloat16(), 4).view(torch.bfloat16).view(2, 2, 4, 2)
-    assert pairs.permute(0, 2, 1, 3).reshape(8, 4)[:5, :3].float().equal(weight)
-    assert pairs.float().sum() == weight.sum()
+def test_the_layout_holds_every_weight_once(instructions: str, threads: int) -> None:
+    found = kernels.library()
+    assert found is not None
+    panel = found.panel
+    torch.manual_seed(0)
+    for rows, inputs in ((1, 1), (panel, 32), (2 * panel + 3, 70), (panel - 1, 131)):
+        for dtype, step in ((torch.float32, 1), (torch.bfloat16, 2), (torch.int8, 4)):
+            weight = torch.randint(-99, 100, (rows, inputs)).to(dtype)
+            groups = packed(weight, found).view(dtype).view(-(-rows // panel), -(-inputs // step), panel, step)
+            plain = groups.permute(0, 2, 1, 3).reshape(-(-rows // panel) * panel, -1)
+            assert plain[:rows, :inputs].equal(weight)
+            assert plain.ne(0).sum() == weight.ne(0).sum()
 
 
 def reference(

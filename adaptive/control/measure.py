@@ -22,6 +22,7 @@ from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Penalties
 from adaptive.decoding.supervision import BATCH
 from adaptive.decoding.text import TextStream
+from adaptive.engines.kernels import library
 from adaptive.pair import Pair
 from adaptive.records.types import Round
 
@@ -45,7 +46,11 @@ CHOICES = 50
 def where_it_runs(pair: Pair) -> str:
     """Names what the costs depend on besides the checkpoints: how both models run, on what."""
     engines = [engine for engine in (pair.target, pair.draft) if engine is not None]
-    return " ".join(f"{engine.name}:{engine.weights}:{engine.device}:{torch.get_num_threads()}" for engine in engines)
+    found = library()
+    kernels = "torch" if found is None else found.name
+    return " ".join(
+        f"{engine.name}:{engine.weights}:{engine.device}:{torch.get_num_threads()}:{kernels}" for engine in engines
+    )
 
 
 def attentive_on(pair: Pair) -> bool:

@@ -60,20 +60,24 @@ class _Attention(ctypes.Structure):
 
 
 class Library:
-    """The functions of one compiled library. ``panel``: outputs that lie side by side in its layout of weights."""
+    """The functions of one compiled library, by the name of its instruction set. ``panel``: outputs that lie side by
+    side in its layout of weights."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError where it cannot be loaded."""
         loaded = ctypes.CDLL(str(path))
+        self.name = path.name.partition(".")[0]
         self.panel: int = loaded.panel()
         self.attends, self.multiplies = loaded.attends, loaded.multiplies
         self.product, self.attend = loaded.product, loaded.attend
         self.product.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _FLOAT]
         self.attend.argtypes = [*[_POINTER] * 5, _LONG, _INT, _INT, _INT, _FLOAT, _INT]
+        self.pack = loaded.pack
+        self.pack.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
         self._softmax, self._draw = loaded.softmax, loaded.draw
         self._softmax.argtypes = [_POINTER, _POINTER, _INT, _LONG, _FLOAT]
         self._draw.argtypes = [_POINTER, _POINTER, _LONG, _LONG, ctypes.c_double]
-        self.product.restype = self.attend.restype = self._softmax.restype = None
+        self.product.restype = self.attend.restype = self.pack.restype = self._softmax.restype = None
         self._draw.restype = _LONG
         openmp = _openmp()
         if openmp is not None:  # else everything runs on one thread
@@ -136,14 +140,15 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in KINDS and found is not None and bool(found.multiplies(KINDS[dtype]))
 
 
-def packed(weight: torch.Tensor, panel: int) -> torch.Tensor:
+def packed(weight: torch.Tensor, library: Library) -> torch.Tensor:
     """Weight (out, in) as (panels, in, panel); bfloat16 as pairs of inputs, (panels, in / 2, panel, 2) seen as int32,
     int8 as groups of four; filled up with zeros."""
     step = 4 // weight.itemsize
-    weight = nn.functional.pad(weight, (0, -weight.shape[1] % step, 0, -len(weight) % panel)).contiguous()
-    if step > 1:
-        weight = weight.view(torch.int32)
-    return weight.view(len(weight) // panel, panel, -1).transpose(1, 2).contiguous()
+    fill = (0, -weight.shape[1] % step, 0, -len(weight) % library.panel)
+    words = (nn.functional.pad(weight, fill) if any(fill) else weight).contiguous().view(torch.int32)
+    out = torch.empty(len(words) // library.panel, words.shape[1], library.panel, dtype=torch.int32)
+    library.pack(words.data_ptr(), out.data_ptr(), *words.shape, torch.get_num_threads())
+    return out
 
 
 class Product:
@@ -159,7 +164,7 @@ class Product:
         found = library()
         assert found is not None
         self.outputs, inputs = weight.shape
-        parts: list[torch.Tensor | None] = [packed(weight, found.panel), None, None, None]
+        parts: list[torch.Tensor | None] = [packed(weight, found), None, None, None]
         if bias is not None:
             parts[1] = bias.float().contiguous()
         if scales is not None:

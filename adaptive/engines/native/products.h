@@ -246,6 +246,21 @@ extern "C" {
 
 int panel() { return PANEL; }
 
+// A weight (rows, words) of 4 bytes, rows a multiple of PANEL, in the order that the products want.
+void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, int threads) {
+  constexpr int64_t CORNER = 16;  // words of every row that are turned at once, a line of the cache
+  run(threads, [=](int number, int count) {
+    const int64_t panels = rows / PANEL;
+    for (int64_t panel = panels * number / count; panel < panels * (number + 1) / count; panel++) {
+      const uint32_t* from = weight + panel * PANEL * words;
+      uint32_t* to = out + panel * PANEL * words;
+      for (int64_t begin = 0; begin < words; begin += CORNER)
+        for (int64_t row = 0; row < PANEL; row++)
+          for (int64_t k = begin; k < std::min(begin + CORNER, words); k++) to[k * PANEL + row] = from[row * words + k];
+    }
+  });
+}
+
 // Whether there are products for this kind of weights.
 int multiplies(int kind) {
 #if defined(__AVX512BF16__)
