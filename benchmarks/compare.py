@@ -2,7 +2,7 @@
 
     python benchmarks/compare.py [--target DIR --draft DIR] [--count 40] [--tokens 200] [--lengths 4]
                                  [--prompts FILE] [--adapter FOLDER | --merged DIR] [--temperature 0.7]
-                                 [--only-ours [--ends]]
+                                 [--brief] [--only-ours [--ends]]
 
 ``adaptive bench`` without a session's state: nothing learned before is used, and an adapter is named by
 its folder, or a draft with one in its weights by its own; the same controller then runs once without it and
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--merged", help="checkpoint of the draft with an adapter in its weights")
     parser.add_argument("--compile", action="store_true", help="also the same pair with --compile")
     parser.add_argument("--only-ours", action="store_true", help="leave transformers' own decoding out")
+    parser.add_argument("--brief", action="store_true", help="of transformers' only plain and at the same lengths")
     parser.add_argument("--ends", action="store_true", help="answers may end before --tokens")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
@@ -95,6 +96,8 @@ def main() -> None:
             *(theirs(f"transformers, assisted {n}", pair, sampling, threads, assisted=True, length=n) for n in lengths),
             theirs("transformers, prompt lookup", pair, sampling, threads, lookup=10),
         ]
+        if args.brief:
+            field = [field[0], *field[2:-1]]
     mine = partial(ours, sampling=sampling, ends=args.ends)
     field += [
         mine("ours, plain", pair, FixedLength(0)),

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from adaptive.engines import kernels
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Models this small lose from threads, and the workers of a parallel run would fight for the cores.
 torch.set_num_threads(1)
@@ -89,3 +91,13 @@ def save_random_adapter(draft: Path, folder: Path, seed: int = 0, std: float = 0
                 parameter.normal_(std=std)
     peft_model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(params=["ours", "torch's"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """On our own kernels, and without them."""
+    if request.param == "torch's":
+        monkeypatch.setattr(kernels, "library", lambda: None)
+    elif kernels.library() is None:
+        pytest.skip("were not built, or this processor has other instructions")
+    return str(request.param)

@@ -34,7 +34,7 @@ def logits(engine: TransformersEngine, tokens: list[int]) -> torch.Tensor:
     return engine.sequence().extend(torch.tensor(tokens), len(tokens))
 
 
-def test_it_guesses_nearly_the_same() -> None:
+def test_it_guesses_nearly_the_same(products: str) -> None:
     pair = load_pair(load_settings({"draft_quantize": "int8"}))
     assert isinstance(pair.draft, TransformersEngine)
     assert pair.draft.weights == "int8"
@@ -48,7 +48,7 @@ def test_it_guesses_nearly_the_same() -> None:
     assert same / total > 0.97
 
 
-def test_it_follows_an_adapter_and_forgets_it(tmp_path: Path) -> None:
+def test_it_follows_an_adapter_and_forgets_it(tmp_path: Path, products: str) -> None:
     tokens = list(range(5, 40))
     engine, exact = draft(int8=True), draft(int8=False)
     before = logits(engine, tokens)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from adaptive.engines.lean import FEW, LeanForward, lean_forward
+from adaptive.engines.lean_decoder import fits
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -112,9 +113,10 @@ def text(length: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5)], ids=["float64", "float32"]
 )
-def test_lean_logits_equal_transformers(name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_lean_logits_equal_transformers(name: str, dtype: torch.dtype, tolerance: float, products: str) -> None:
     model = made(name, dtype)
     forward, tokens = lean(model), text(FEW + 30)
+    assert forward.plan.head.ours == (products == "ours" and dtype == torch.float32)
     right = truth(model, tokens)
     scale = right.abs().max()
     if name.startswith("gemma2"):  # its eager attention takes the softmax in float32
@@ -148,7 +150,7 @@ def test_only_the_rows_asked_for_are_returned() -> None:
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16 products")
-def test_bfloat16_is_as_close_to_the_truth_as_transformers() -> None:
+def test_bfloat16_is_as_close_to_the_truth_as_transformers(products: str) -> None:
     exact = made("llama", torch.bfloat16).to(torch.float64)
     rounded = made("llama", torch.bfloat16)
     forward = lean(rounded)
@@ -159,16 +161,26 @@ def test_bfloat16_is_as_close_to_the_truth_as_transformers() -> None:
     assert ours <= 1.5 * theirs
 
 
-def test_a_change_of_weights_is_followed_where_it_is_told() -> None:
-    model = made("qwen3", torch.float32)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # in one call, and layer by layer
+def test_a_change_of_weights_is_followed_where_it_is_told(name: str, products: str) -> None:
+    model = made(name, torch.float32)
     forward, tokens = lean(model), text(9)
+    forward(tokens, 9, forward.cache())
     names = ["model.layers.1.self_attn.k_proj", "model.layers.2.mlp.up_proj", "lm_head"]
     with torch.no_grad():
-        for name in names:
-            weight = model.get_submodule(name).weight
+        for module in names:
+            weight = model.get_submodule(module).weight
             weight.add_(0.1 * torch.randn(weight.shape))
     forward.refresh(frozenset(names))
     torch.testing.assert_close(forward(tokens, 9, forward.cache()), truth(model, tokens), rtol=0, atol=1e-4)
+
+
+def test_llama_and_its_like_are_one_call(products: str) -> None:
+    known = {name for name in CONFIGS if fits(lean(made(name, torch.float32)).plan)}
+    usual = {name for name in CONFIGS if name.startswith(("llama", "mistral"))}
+    odd = {"llama, as many key heads, biases"}  # its heads have twelve numbers
+    assert known == (usual - odd if products == "ours" else set())
+    assert not fits(lean(made("llama")).plan)  # float64
 
 
 def test_the_cache_grows_without_forgetting() -> None:

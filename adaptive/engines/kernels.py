@@ -1,14 +1,16 @@
 """Products, attention and draws of our own for a few tokens (``native/``), at the speed of the memory they read.
 
 Decoding reads every weight once for a token, so its time is the memory's; torch's products (oneDNN's) reached half
-of the memory's speed where this was measured, these reach all of it, and a layer is five calls instead of some
-twenty operations (``docs/performance.md``). The threads are those of torch.
+of the memory's speed where this was measured, these reach all of it, and a pass is one call instead of some
+twenty operations a layer (``docs/performance.md``). The threads are those of torch.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.machinery
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -20,10 +22,10 @@ import torch
 from torch import nn
 
 NATIVE = Path(__file__).parent / "native"
-# By instruction set, the better first: the processor's features that it needs, as torch names them.
+# By instruction set, the better first: the flags of a processor that runs it, as Linux names them.
 LIBRARIES = {
-    "avx512bf16": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni", "fma3"),
-    "avx2": ("avx2", "fma3"),
+    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"},
+    "avx2": {"avx2", "fma"},
 }
 # The OpenMP libraries that torch may have brought; all know GNU's names.
 OPENMP = ("libgomp", "libiomp5", "libomp")
@@ -59,6 +61,26 @@ class _Attention(ctypes.Structure):
     _fields_ = (("heads", _INT), ("key_heads", _INT), ("size", _INT), ("turn_stride", _INT))
 
 
+class _Layer(ctypes.Structure):
+    """``Layer`` of ``native/decoder.h``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("project", "output", "up", "down", "attention_norm", "mix_norm")),
+        *((name, _FLOAT) for name in ("attention_side", "mix_side", "scale")),
+        *((name, _INT) for name in ("rope", "window")),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    """``Decoder`` of ``native/decoder.h``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("layers", "attention", "head", "final_norm", "embedding")),
+        ("final_side", _FLOAT),
+        *((name, _INT) for name in ("count", "half")),
+    )
+
+
 class Library:
     """The functions of one compiled library, by the name of its instruction set. ``panel``: outputs that lie side by
     side in its layout of weights."""
@@ -72,6 +94,9 @@ class Library:
         self.product, self.attend = loaded.product, loaded.attend
         self.product.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _FLOAT]
         self.attend.argtypes = [*[_POINTER] * 5, _LONG, _INT, _INT, _INT, _FLOAT, _INT]
+        self.decode = loaded.decode
+        self.decode.argtypes = [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _LONG, _INT, _POINTER, _INT]
+        self.decode.restype = None
         self.pack = loaded.pack
         self.pack.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
         self._softmax, self._draw = loaded.softmax, loaded.draw
@@ -114,10 +139,15 @@ def library() -> Library | None:
     return None
 
 
-def runnable() -> list[str]:
+@cache
+def runnable() -> tuple[str, ...]:
     """The libraries that this processor would run, the best first."""
-    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return [name for name, needed in LIBRARIES.items() if all(features.get(feature) for feature in needed)]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ()
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    return tuple(name for name, needed in LIBRARIES.items() if needed <= flags)
 
 
 def _openmp() -> Any:
@@ -172,7 +202,7 @@ class Product:
         self._parts = parts
         addresses = [None if part is None else part.data_ptr() for part in parts]
         self._given = _Product(*addresses, inputs, self.outputs, KINDS[weight.dtype])
-        self._address = ctypes.addressof(self._given)
+        self.address = ctypes.addressof(self._given)
         self._run = found.product
 
     def __call__(
@@ -190,7 +220,7 @@ class Product:
         if out is None:
             out = torch.empty(len(x), self.outputs)
         self._run(
-            self._address,
+            self.address,
             x.data_ptr(),
             out.data_ptr(),
             len(x),
@@ -210,7 +240,7 @@ class Attention:
         found = library()
         assert found is not None
         self._given = _Attention(heads, key_heads, size, ropes * size)
-        self._address = ctypes.addressof(self._given)
+        self.address = ctypes.addressof(self._given)
         self._run = found.attend
 
     @staticmethod
@@ -235,7 +265,7 @@ class Attention:
         of it, of the last ``window`` tokens or (0) all, into out (n, heads * size). ``turns`` (n, ropes, size / 2, 2),
         cosine and sine, from this layer's on; it and the cache are addresses. All float32 and contiguous."""
         self._run(
-            self._address,
+            self.address,
             mixed.data_ptr(),
             turns,
             cache,
@@ -247,3 +277,82 @@ class Attention:
             scale,
             torch.get_num_threads(),
         )
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """A layer of a ``Decoder``: its products, its norms as (weight (width,), side) of ``Product``, its attention."""
+
+    project: Product
+    output: Product
+    up: Product
+    down: Product
+    attention_norm: tuple[torch.Tensor, float]
+    mix_norm: tuple[torch.Tensor, float]
+    scale: float
+    rope: int
+    window: int
+
+
+class Decoder:
+    """A whole pass over a few tokens in one call, for a model of RMS norms and parts gated by SiLU."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        attention: Attention,
+        head: Product,
+        final_norm: tuple[torch.Tensor, float],
+        embedding: torch.Tensor,
+    ) -> None:
+        found = library()
+        assert found is not None
+        self._parts = (layers, attention, head, final_norm, embedding)  # the structures point into them
+        self._layers = (_Layer * len(layers))(
+            *(
+                _Layer(
+                    *(part.address for part in (layer.project, layer.output, layer.up, layer.down)),
+                    layer.attention_norm[0].data_ptr(),
+                    layer.mix_norm[0].data_ptr(),
+                    layer.attention_norm[1],
+                    layer.mix_norm[1],
+                    layer.scale,
+                    layer.rope,
+                    layer.window,
+                )
+                for layer in layers
+            )
+        )
+        self._given = _Decoder(
+            ctypes.addressof(self._layers),
+            attention.address,
+            head.address,
+            final_norm[0].data_ptr(),
+            embedding.data_ptr(),
+            final_norm[1],
+            len(layers),
+            embedding.dtype == torch.bfloat16,
+        )
+        self._address = ctypes.addressof(self._given)
+        self._run = found.decode
+        self._vocab = head.outputs
+
+    def __call__(
+        self, tokens: torch.Tensor, rows: int, turns: int, caches: Any, capacity: int, start: int
+    ) -> torch.Tensor:
+        """Logits (rows, vocab) of the last ``rows`` of tokens (n,) int64. ``turns`` and ``caches``, an array of one for
+        each layer, are addresses; they and the rest as in ``Attention``."""
+        logits = torch.empty(rows, self._vocab)
+        self._run(
+            self._address,
+            tokens.data_ptr(),
+            len(tokens),
+            rows,
+            turns,
+            caches,
+            capacity,
+            start,
+            logits.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return logits

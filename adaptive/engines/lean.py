@@ -21,8 +21,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.compiled import CompiledPass, constants
-from adaptive.engines.kernels import Attention
+from adaptive.engines.kernels import Attention, Decoder
 from adaptive.engines.lean_cache import LeanCache
+from adaptive.engines.lean_decoder import decoder, fits
 from adaptive.engines.lean_maps import Map
 from adaptive.engines.lean_plan import Layer, Plan, read_plan
 from adaptive.engines.lean_threads import choose_threads
@@ -32,8 +33,9 @@ from adaptive.engines.packed import PackedLinear
 # product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
 # are made anew and forgotten.
 FEW = 32
-# A prompt is filled up to a multiple of so many tokens: oneDNN makes a kernel for every number of rows and keeps
-# it, on the bundled target 1.6 MB a number and 250 MB after 160 prompts. Higher computes more rows for nothing.
+# Where products are oneDNN's, a prompt is filled up to a multiple of so many tokens: it makes a kernel for every number
+# of rows and keeps it, on the bundled target 1.6 MB a number and 250 MB after 160 prompts. Higher computes more rows
+# for nothing.
 STEP = 16
 
 
@@ -74,6 +76,8 @@ class LeanForward:
             layer.score_cap is None for layer in plan.layers
         ):
             self._attention = Attention(plan.heads, plan.key_heads, plan.head_size, len(plan.ropes))
+        self._fits_decoder = fits(plan)
+        self._decoder: Decoder | None = None  # made anew when a product is
         # Threads of a pass over a few tokens; a prompt takes all that torch was given.
         self.threads = choose_threads([p for p in plan.linears if p is not plan.head], plan.weight_dtype)
 
@@ -92,6 +96,7 @@ class LeanForward:
             ]
             for linear in changed:
                 linear.refresh()
+            self._decoder = None
             for which, compiled in self._compiled.items():
                 compiled.update(constants(self.plan, *which, only=frozenset(changed)))
 
@@ -128,12 +133,21 @@ class LeanForward:
 
     def _pass(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
         plan, given, start = self.plan, len(tokens), cache.length
-        if given > FEW:  # what is filled up is seen by nothing before it, and the next pass writes over it
+        # What is filled up is seen by nothing before it, and the next pass writes over it.
+        if given > FEW and not plan.head.ours:
             tokens = nn.functional.pad(tokens, (0, -given % STEP))
         count = len(tokens)
         end = start + count
         if end > self._table_length:
             self._extend_tables(end)
+        if count <= FEW and self._fits_decoder and self._attention is not None:
+            cache.reserve(end)
+            if self._decoder is None:
+                self._decoder = decoder(plan, self._attention)
+            turns = self._turns[start].data_ptr()
+            logits = self._decoder(tokens.contiguous(), rows, turns, cache.array, cache.capacity, start)
+            cache.length = end
+            return logits
         space = self._spaces.get(count) or self._make_space(count)
         x = plan.embed(tokens)
         if self._attention is not None and count <= FEW:

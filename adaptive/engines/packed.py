@@ -95,15 +95,15 @@ class PackedLinear:
         weight, self.bias = self._assemble()
         self.nbytes, self.inputs = weight.nbytes, weight.shape[1]
         self._reordered: torch.Tensor | None = None
-        self._product: Product | None = None
+        self.product: Product | None = None
         self.tiled = False  # whether many rows are torch's nevertheless
         if self.int8 and multiplies(torch.int8, weight.device):
-            self._product = Product(*_rounded(weight, self.bias))
+            self.product = Product(*_rounded(weight, self.bias))
         elif self.int8:
             self._weight = _int8(weight, self.bias)
             self._narrow = not fast_int8()  # sums of pairs would overflow there: inputs take seven bits
         elif multiplies(weight.dtype, weight.device):
-            self._product = Product(weight, self.bias)
+            self.product = Product(weight, self.bias)
             self.tiled = weight.dtype == torch.bfloat16 and has_tiles()
         elif packs(weight.dtype, weight.device):
             self._reordered = _reordered(weight)
@@ -113,7 +113,7 @@ class PackedLinear:
     @property
     def ours(self) -> bool:
         """Whether the products are our own."""
-        return self._product is not None
+        return self.product is not None
 
     @torch.inference_mode()
     def reordered(self) -> torch.Tensor | None:
@@ -128,12 +128,12 @@ class PackedLinear:
         self, x: torch.Tensor, first: Map | None = None, out: torch.Tensor | None = None, add: bool = False
     ) -> torch.Tensor:
         """``first(x)`` (rows, in) to (rows, out): a new tensor, or written into ``out``, or added to it."""
-        if self._product is not None and not (self.tiled and len(x) > TILED_ROWS):
+        if self.product is not None and not (self.tiled and len(x) > TILED_ROWS):
             if isinstance(first, RmsNorm):
-                return self._product(x, out, add, First.RMS_NORM, first.weight, first.square)
+                return self.product(x, out, add, First.RMS_NORM, first.weight, first.square)
             if isinstance(first, Gate) and first.silu:
-                return self._product(x, out, add, First.SILU_GATE)
-            return self._product(x if first is None else first(x), out, add)
+                return self.product(x, out, add, First.SILU_GATE)
+            return self.product(x if first is None else first(x), out, add)
         if first is not None:
             x = first(x)
         if self.tiled:

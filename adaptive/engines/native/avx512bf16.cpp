@@ -1,3 +1,2 @@
-#include "attention.h"
-#include "products.h"
+#include "decoder.h"
 #include "sampling.h"
