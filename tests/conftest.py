@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -15,6 +16,10 @@ from adaptive.engines import kernels
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Models this small lose from threads, and the workers of a parallel run would fight for the cores.
 torch.set_num_threads(1)
+
+# No test is judged by a time: the machine may be busy.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
 
