@@ -175,6 +175,17 @@ def test_a_change_of_weights_is_followed_where_it_is_told(name: str, products: s
     torch.testing.assert_close(forward(tokens, 9, forward.cache()), truth(model, tokens), rtol=0, atol=1e-4)
 
 
+def test_a_token_beyond_the_vocabulary_is_an_error(products: str) -> None:
+    forward = lean(made("llama", torch.float32))
+    cache = forward.cache()
+    forward(text(5), 1, cache)
+    for token in (-1, 97, 2**40):
+        with pytest.raises((IndexError, RuntimeError)):
+            forward(torch.tensor([3, token]), 1, cache)
+        assert cache.length == 5
+    forward(text(3), 1, cache)
+
+
 def test_llama_and_its_like_are_one_call(products: str) -> None:
     known = {name for name in CONFIGS if fits(lean(made(name, torch.float32)).plan)}
     usual = {name for name in CONFIGS if name.startswith(("llama", "mistral"))}

@@ -77,7 +77,7 @@ class _Decoder(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("layers", "attention", "head", "final_norm", "embedding")),
         ("final_side", _FLOAT),
-        *((name, _INT) for name in ("count", "half")),
+        *((name, _INT) for name in ("count", "half", "vocab")),
     )
 
 
@@ -96,7 +96,7 @@ class Library:
         self.attend.argtypes = [*[_POINTER] * 5, _LONG, _INT, _INT, _INT, _FLOAT, _INT]
         self.decode = loaded.decode
         self.decode.argtypes = [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _LONG, _INT, _POINTER, _INT]
-        self.decode.restype = None
+        self.decode.restype = _INT
         self.pack = loaded.pack
         self.pack.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
         self._softmax, self._draw = loaded.softmax, loaded.draw
@@ -332,6 +332,7 @@ class Decoder:
             final_norm[1],
             len(layers),
             embedding.dtype == torch.bfloat16,
+            len(embedding),
         )
         self._address = ctypes.addressof(self._given)
         self._run = found.decode
@@ -341,9 +342,10 @@ class Decoder:
         self, tokens: torch.Tensor, rows: int, turns: int, caches: Any, capacity: int, start: int
     ) -> torch.Tensor:
         """Logits (rows, vocab) of the last ``rows`` of tokens (n,) int64. ``turns`` and ``caches``, an array of one for
-        each layer, are addresses; they and the rest as in ``Attention``."""
+        each layer, are addresses; they and the rest as in ``Attention``. Raises IndexError, and writes nothing, for
+        an id beyond the vocabulary."""
         logits = torch.empty(rows, self._vocab)
-        self._run(
+        done = self._run(
             self._address,
             tokens.data_ptr(),
             len(tokens),
@@ -355,4 +357,6 @@ class Decoder:
             logits.data_ptr(),
             torch.get_num_threads(),
         )
+        if not done:
+            raise IndexError("a token is not of the model's vocabulary")
         return logits

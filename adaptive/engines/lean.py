@@ -145,7 +145,7 @@ class LeanForward:
             if self._decoder is None:
                 self._decoder = decoder(plan, self._attention)
             turns = self._turns[start].data_ptr()
-            logits = self._decoder(tokens.contiguous(), rows, turns, cache.array, cache.capacity, start)
+            logits = self._decoder(tokens.long().contiguous(), rows, turns, cache.array, cache.capacity, start)
             cache.length = end
             return logits
         space = self._spaces.get(count) or self._make_space(count)

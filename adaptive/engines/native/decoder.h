@@ -22,14 +22,17 @@ struct Decoder {
   const float* final_norm;
   const void* embedding;  // (vocab, width), float32 or bfloat16
   float final_side;
-  int32_t count, half;
+  int32_t count, half, vocab;
 };
 
 // Tokens (n,) after `start` others to logits (rows, vocab) of the last of them. `turns` (n, ropes, size / 2, 2) and
-// `caches`, one for each layer (2, key heads, capacity, size), as in attention.h.
-void decode(const Decoder* decoder, const int64_t* tokens, int n, int rows, const float* turns, float* const* caches,
-            int64_t capacity, int start, float* logits, int threads) {
+// `caches`, one for each layer (2, key heads, capacity, size), as in attention.h. False, and nothing done, where a token is
+// none of the vocabulary.
+int decode(const Decoder* decoder, const int64_t* tokens, int n, int rows, const float* turns, float* const* caches,
+           int64_t capacity, int start, float* logits, int threads) {
   const Decoder& d = *decoder;
+  for (int i = 0; i < n; i++)
+    if (tokens[i] < 0 || tokens[i] >= d.vocab) return 0;
   const Attention& a = *d.attention;
   const int width = d.head->in, inner = d.count ? d.layers[0].up->out : 0;
   float* x = room<float, 7>(size_t(n) * width);
@@ -57,5 +60,6 @@ void decode(const Decoder* decoder, const int64_t* tokens, int n, int rows, cons
   }
   if (rows)
     product(d.head, x + size_t(n - rows) * width, logits, rows, 0, threads, RMS_NORM, d.final_norm, d.final_side);
+  return 1;
 }
 }
