@@ -36,6 +36,12 @@ def choose_dtype(name: str, device: str, config: Any) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     if device == "mps":
         return torch.float16
+    from adaptive.engines.lean_plan import knows
+    from adaptive.engines.packed import packs
+
+    # Where only kernels of our own multiply bfloat16, a model that they do not run would be emulated, and crawl.
+    if not packs(torch.bfloat16, torch.device("cpu")) and not knows(getattr(config, "architectures", None)):
+        return torch.float32
     return fastest_cpu_dtype(config.get_text_config().hidden_size)
 
 

@@ -6,18 +6,16 @@ state folder) is known without loading any weights.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from adaptive.devices import choose_device, choose_dtype, quantisation
 from adaptive.errors import AdaptiveError
-from adaptive.gguf_pair import find_gguf, gguf_tokenizer, is_gguf_name, load_gguf
+from adaptive.gguf_pair import find_gguf, gguf_tokenizer, is_gguf_name
+from adaptive.pair_engines import compile_pair, lacks_kernels, load_engine, load_model, weight_bytes, weights_progress
 from adaptive.settings import Quantisation, Settings
 from checkpoints.manifest import BaseDraft
 
@@ -28,10 +26,6 @@ if TYPE_CHECKING:
     from adaptive.engines.protocol import Engine
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
-# Bytes of a draft's weights below which, where there are no kernels of our own, `auto` compiles it in its own dtype
-# rather than run it in int8, which cannot be compiled. The small operations that compiling saves took 0.1 ms of a pass,
-# in which some 8 MB are read.
-SMALL_DRAFT = 8_000_000
 # Bytes read at either end of a weights file for its identity: enough for the whole safetensors header
 # of any model here, and two checkpoints that differ only in the middle do not occur by training.
 IDENTITY_BYTES = 1 << 20
@@ -263,12 +257,12 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     trained = _trained(draft, settings)
     identity = _identity(target, draft, trained)
     tokenizer = _tokenizer(target, draft, trained, settings.trust_remote_code)
-    sizes = [_bytes(source) for source in (target, draft)]
+    sizes = [weight_bytes(source) for source in (target, draft)]
     border = sizes[0] / sum(sizes)
-    target_engine = _engine(target, settings, settings.device, lambda share: tell("target", border * share))
+    target_engine = load_engine(target, settings, settings.device, lambda share: tell("target", border * share))
     draft_engine = None
     if draft is not None:
-        draft_engine = _engine(
+        draft_engine = load_engine(
             draft,
             settings,
             settings.draft_device or settings.device,
@@ -278,7 +272,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
         if trained is not None and trained is not draft:
             tell("checkpoint", 1.0)
             _check_checkpoint(settings, identity, draft_engine, trained)
-    compilation = _compile(settings, target_engine, draft_engine) if settings.compile else None
+    compilation = compile_pair(settings, target_engine, draft_engine) if settings.compile else None
     tell("ready", 1.0)
     warnings = []
     if sizes[1] > sizes[0]:
@@ -295,88 +289,12 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
         warnings.append(
             "--compile changes nothing here: this installation's own kernels are faster than what it would compile"
         )
-    if _lacks_kernels(target_engine):
+    if lacks_kernels(target_engine):
         warnings.append(
             "this installation was built without a C++ compiler, and decoding on this processor is up to twice as fast "
             "with what is compiled then; install one (g++ or clang++), and run pip install once more"
         )
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings), compilation)
-
-
-def _lacks_kernels(engine: Engine) -> bool:
-    """Whether this processor could run the engine faster with products that were not built."""
-    from adaptive.engines import kernels
-    from adaptive.engines.transformers import TransformersEngine
-
-    if not isinstance(engine, TransformersEngine) or engine.device.type != "cpu":
-        return False
-    return engine.weights in ("float32", "bfloat16") and bool(kernels.runnable()) and kernels.library() is None
-
-
-def _compile(settings: Settings, target: Engine, draft: Engine | None) -> Compilation | None:
-    """Begin to compile, or on CUDA to record, what can be of a pair; None where our own kernels are in use, which are
-    faster than what would be compiled. Raises AdaptiveError where there is nothing of all that."""
-    from adaptive.engines.compiled import compilable
-    from adaptive.engines.transformers import TransformersEngine
-
-    wanted, recorded, ours = [], 0, 0
-    for engine in (target, draft):
-        if not isinstance(engine, TransformersEngine):
-            continue
-        if engine.lean is not None and engine.lean.plan.head.ours:
-            ours += 1
-        elif engine.lean is not None and compilable(engine.lean.plan):
-            wanted.append(engine)
-            engine.weights += "+compiled"
-        elif engine.device.type == "cuda":
-            engine.record()
-            engine.weights += "+recorded"
-            recorded += 1
-    if wanted or recorded:
-        return compile_passes(
-            target if target in wanted else None, draft if draft in wanted else None, settings.state_dir / "compiled"
-        )
-    if ours:
-        return None
-    raise AdaptiveError(
-        "--compile is for checkpoints, of known architectures and not quantised by bitsandbytes on the CPU, of any "
-        "on CUDA, and nothing here is one; leave it out"
-    )
-
-
-def compile_passes(target: Engine | None, draft: Engine | None, folder: Path) -> Compilation:
-    """Begin to compile the passes of models whose plans are ``compilable``, whatever they run on now."""
-    from adaptive.engines.compiled import OF_DRAFT, OF_TARGET, Compilation
-    from adaptive.engines.transformers import TransformersEngine
-
-    wanted = [
-        (engine.lean, passes)
-        for engine, passes in ((target, OF_TARGET), (draft, OF_DRAFT))
-        if isinstance(engine, TransformersEngine) and engine.lean is not None
-    ]
-    return Compilation(wanted, folder)
-
-
-def _engine(
-    source: Source, settings: Settings, device: str, tell: Callable[[float], None], draft: bool = False
-) -> Engine:
-    """The engine that runs this kind of file, as target or as ``draft``."""
-    if source.gguf is not None:
-        return load_gguf(source.gguf, settings, device, tell)
-    from adaptive.engines.kernels import library
-    from adaptive.engines.packed import fast_int8
-    from adaptive.engines.transformers import TransformersEngine
-
-    with _weights_progress(tell):
-        if draft and settings.draft_quantize in ("auto", "int8") and choose_device(device) == "cpu":
-            # A draft's int8 products of our own: bitsandbytes' are for the memory they save, not for speed.
-            plain = dataclasses.replace(source, quantize="none")
-            small = settings.compile and library() is None and _bytes(source) < SMALL_DRAFT
-            wanted = settings.draft_quantize == "int8" or (settings.dtype == "auto" and fast_int8() and not small)
-            engine = TransformersEngine(_load(plain, settings, device), int8=wanted)
-            if source.quantize == "none" or engine.lean is not None:
-                return engine
-        return TransformersEngine(_load(source, settings, device))
 
 
 def _check_checkpoint(settings: Settings, identity: PairIdentity, engine: Engine, trained: Source) -> None:
@@ -390,67 +308,11 @@ def _check_checkpoint(settings: Settings, identity: PairIdentity, engine: Engine
     if seen.exists():
         return
     assert isinstance(engine, LlamaCppEngine)
-    with _weights_progress(lambda share: None):
-        model = _load(trained, settings.model_copy(update={"dtype": "float32"}), "cpu")
+    with weights_progress(lambda share: None):
+        model = load_model(trained, settings.model_copy(update={"dtype": "float32"}), "cpu")
     check_checkpoint(engine, model, trained.id)
     if state.is_dir():
         seen.touch()
-
-
-@contextlib.contextmanager
-def _weights_progress(tell: Callable[[float], None]) -> Iterator[None]:
-    """Hear from transformers how far it is with the weights, instead of letting it draw bars of its own."""
-    from transformers.utils import logging
-
-    class Counted:
-        def __init__(self, items: Any = (), **_: Any) -> None:
-            self.items = items
-
-        def __iter__(self) -> Iterator[Any]:
-            total = len(self.items) if hasattr(self.items, "__len__") else 0
-            for number, item in enumerate(self.items):
-                if total:
-                    tell(number / total)
-                yield item
-
-    before = logging.set_tqdm_hook(lambda factory, args, kwargs: Counted(*args, **kwargs))
-    loudness = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(before)
-        logging.set_verbosity(loudness)
-
-
-def _bytes(source: Source | None) -> int:
-    if source is not None and source.gguf is not None:
-        return source.gguf.stat().st_size
-    return sum(file.stat().st_size for file in source.folder.glob("*.safetensors")) if source else 0
-
-
-def _load(source: Source, settings: Settings, device: str) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    where = choose_device(device)
-    try:
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=settings.trust_remote_code)
-        dtype = choose_dtype(settings.dtype, where, config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            config=config,
-            dtype=dtype,
-            device_map={"": where},
-            quantization_config=quantisation(source.quantize, dtype),
-            trust_remote_code=settings.trust_remote_code,
-            use_safetensors=True,
-        )
-    except AdaptiveError:
-        raise
-    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise AdaptiveError(f"model {source.id} cannot be loaded: {reason}") from error
-    return model
 
 
 def load_draft_for_training(settings: Settings) -> PreTrainedModel:
@@ -465,5 +327,5 @@ def load_draft_for_training(settings: Settings) -> PreTrainedModel:
         raise AdaptiveError("there is no draft to train; name one with --draft")
     plain = Source(draft.id, draft.folder, "none")
     full = settings.model_copy(update={"dtype": "float32"})
-    with _weights_progress(lambda share: None):
-        return _load(plain, full, settings.draft_device or settings.device)
+    with weights_progress(lambda share: None):
+        return load_model(plain, full, settings.draft_device or settings.device)

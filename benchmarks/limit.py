@@ -29,7 +29,8 @@ from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.engines.protocol import Engine, Sequence
 from adaptive.engines.transformers import TransformersEngine
-from adaptive.pair import BUNDLED, Pair, compile_passes, load_pair
+from adaptive.pair import BUNDLED, Pair, load_pair
+from adaptive.pair_engines import compile_passes
 from adaptive.records.types import Message
 from adaptive.settings import Settings, load_settings
 from cli.calibrate import answer_plainly, read_sample

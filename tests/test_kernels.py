@@ -215,6 +215,17 @@ def test_attention_equals_torch(size: int, heads: int, key_heads: int, instructi
         same(cache, theirs)
 
 
+def test_attention_hides_no_broken_number(instructions: str) -> None:
+    ours = Attention(2, 2, 16, 1)
+    turns, out = torch.ones(2, 8, 2), torch.empty(2, 32)
+    for part in (0, 1, 2):  # queries, keys, values
+        mixed, cache = torch.randn(2, 3, 2, 16), torch.randn(2, 2, 50, 16)
+        mixed[0, part, 1] = torch.nan
+        ours(mixed.view(2, 96), turns.data_ptr(), cache.data_ptr(), 50, 20, 0, 0.3, out)
+        assert out[0, 16:].isnan().all()
+        assert not out[0, :16].isnan().any()
+
+
 def test_what_is_not_supported_is_left_to_torch(instructions: str) -> None:
     cpu = torch.device("cpu")
     assert not Attention.supports(20, torch.float32, cpu)

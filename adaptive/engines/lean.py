@@ -71,10 +71,9 @@ class LeanForward:
         # Passes that are compiled, by (tokens, rows of logits). They come from another thread.
         self._compiled: dict[tuple[int, int], CompiledPass] = {}
         self._weights_are_read = threading.Lock()
-        self._attention = None
-        if Attention.supports(plan.head_size, plan.dtype, plan.device) and all(
-            layer.score_cap is None for layer in plan.layers
-        ):
+        self._attention: Attention | None = None
+        bent = any(layer.score_cap is not None for layer in plan.layers)
+        if Attention.supports(plan.head_size, plan.dtype, plan.device) and not bent:
             self._attention = Attention(plan.heads, plan.key_heads, plan.head_size, len(plan.ropes))
         self._fits_decoder = fits(plan)
         self._decoder: Decoder | None = None  # made anew when a product is
@@ -134,7 +133,7 @@ class LeanForward:
     def _pass(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
         plan, given, start = self.plan, len(tokens), cache.length
         # What is filled up is seen by nothing before it, and the next pass writes over it.
-        if given > FEW and not plan.head.ours:
+        if given > FEW and (plan.head.tiled or not plan.head.ours):
             tokens = nn.functional.pad(tokens, (0, -given % STEP))
         count = len(tokens)
         end = start + count
@@ -144,8 +143,8 @@ class LeanForward:
             cache.reserve(end)
             if self._decoder is None:
                 self._decoder = decoder(plan, self._attention)
-            turns = self._turns[start].data_ptr()
-            logits = self._decoder(tokens.long().contiguous(), rows, turns, cache.array, cache.capacity, start)
+            turns = self._turns_at + start * self._turn_bytes
+            logits = self._decoder(tokens.long().contiguous(), rows, turns, cache.addresses, cache.capacity, start)
             cache.length = end
             return logits
         space = self._spaces.get(count) or self._make_space(count)
@@ -165,17 +164,17 @@ class LeanForward:
 
     def _attended_by_us(self, x: torch.Tensor, space: Workspace, cache: LeanCache, attention: Attention) -> None:
         """All layers, added into the residual stream x (n, width) in place, for a few tokens."""
-        start, turns = cache.length, self._turns[cache.length]
+        start = cache.length
         cache.reserve(start + len(x))
         # A token's rotations, one after the other.
-        address, step = turns.data_ptr(), turns[0].nbytes
+        turns, step = self._turns_at + start * self._turn_bytes, self._turn_bytes // len(self.plan.ropes)
         for layer, place in zip(self.plan.layers, cache.addresses, strict=True):
             layer.project(x, layer.attention_norm, space.mixed)
             if layer.head_norm is not None:
                 layer.head_norm(space.normed)
             attention(
                 space.mixed,
-                address + layer.rope * step,
+                turns + layer.rope * step,
                 place,
                 cache.capacity,
                 start,
@@ -254,6 +253,8 @@ class LeanForward:
             turns.append(torch.view_as_real(turn))
         # The same as compiled passes want it: real numbers (n, ropes, size / 2, 2).
         self._places, self._turns = positions[0], torch.stack(turns, 1)
+        # And as our own kernels do: where they lie, and the bytes of a token's.
+        self._turns_at, self._turn_bytes = self._turns.data_ptr(), self._turns[0].nbytes
 
 
 class MaskTable:

@@ -8,6 +8,7 @@ taken in one call.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -23,9 +24,8 @@ class LeanCache:
         self.capacity = 0
         # Keys and values (2, heads, capacity, size) of every layer.
         self.layers: tuple[torch.Tensor, ...] = ()
-        # Where they lie in memory, twice.
-        self.addresses: tuple[int, ...] = ()
-        self.array: ctypes.Array[ctypes.c_void_p] = (ctypes.c_void_p * 0)()
+        # Where they lie in memory.
+        self.addresses: Any = (ctypes.c_void_p * 0)()
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         self._shape = (layers, 2, heads, size)
 
@@ -43,8 +43,7 @@ class LeanCache:
             buffer[:, :, :, : self.length] = self._buffer[:, :, :, : self.length]
         self._buffer, self.layers = buffer, buffer.unbind(0)
         self._keys, self._values = buffer[:, :1], buffer[:, 1:]
-        self.addresses = tuple(layer.data_ptr() for layer in self.layers)
-        self.array = (ctypes.c_void_p * layers)(*self.addresses)
+        self.addresses = (ctypes.c_void_p * layers)(*(layer.data_ptr() for layer in self.layers))
         self._pairs = torch.view_as_complex(buffer.view(layers, two, heads, capacity, size // 2, 2))
         self.capacity = capacity
 

@@ -72,6 +72,11 @@ class Plan:
     names: dict[nn.Module, str]
 
 
+def knows(architectures: list[str] | None) -> bool:
+    """Whether a checkpoint of this class, as its config names it, may have a plan."""
+    return any(name in FAMILIES for name in architectures or ())
+
+
 def read_plan(model: PreTrainedModel, int8: bool = False) -> Plan | None:
     """The plan of ``model``, or None where it is to be run by its own forward; ``int8`` as in ``PackedLinear``."""
     family = FAMILIES.get(type(model).__name__)

@@ -131,7 +131,7 @@ void attend(const Attention* model, const float* mixed, const float* turns, floa
             int start, int count, int window, float scale, int threads) {
   const Pass pass{*model, mixed, turns, cache, out, capacity, start, count, window, scale};
   const KeyHead one = key_head_of(model->size);
-  run(std::min(threads, model->key_heads), [&](int number, int count) {
+  run(model->key_heads > 1 ? threads : 1, [&](int number, int count) {
     for (int head = number; head < model->key_heads; head += count) one(pass, head);
   });
 }

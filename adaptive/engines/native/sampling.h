@@ -35,11 +35,11 @@ void softmax(const float* logits, float* out, int rows, int64_t count, float fac
     for (int lane = 0; lane < LANES; lane++) top = std::max(top, most[lane]);
     for (i = 0; i + LANES <= count; i += LANES) {
       const Vector x = (at(logits + i) - top) * factor;
-      at(out + i) = x > -87.0f ? exponential(x) : (x == x ? Vector{} : x);
+      at(out + i) = x <= -87.0f ? Vector{} : exponential(x);
     }
     for (; i < count; i++) {
       const float x = (logits[i] - top) * factor;
-      out[i] = x > -87.0f ? std::exp(x) : (x == x ? 0.0f : x);
+      out[i] = x <= -87.0f ? 0.0f : std::exp(x);
     }
     double whole = 0;
     for (i = 0; i < count; i += CHUNK) whole += mass(out + i, nullptr, int(std::min<int64_t>(CHUNK, count - i)));

@@ -39,10 +39,11 @@ inline float total(Vector v) {
 inline Vector lower(Vector a, Vector b) { return a < b ? a : b; }
 inline Vector higher(Vector a, Vector b) { return a > b ? a : b; }
 
-// e to the x, to 2e-7 of itself; beyond +-87 as there. 2 to the nearest whole number, times a series for the rest.
-inline Vector exponential(Vector x) {
+// e to the x, to 2e-7 of itself; beyond +-87 as there; what is no number stays none. 2 to the nearest whole number,
+// times a series for the rest.
+inline Vector exponential(Vector given) {
   const float whole = 12582912.0f;  // 1.5 * 2 to the 23: added, it leaves the nearest whole number in the last bits
-  x = lower(higher(x, Vector{} - 87.0f), Vector{} + 87.0f);
+  const Vector x = lower(higher(given, Vector{} - 87.0f), Vector{} + 87.0f);
   const Vector shifted = x * 1.44269504f + whole, n = shifted - whole;
   const Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   Vector sum = r * (1.0f / 5040) + 1.0f / 720;
@@ -52,7 +53,7 @@ inline Vector exponential(Vector x) {
   sum = sum * r + 0.5f;
   sum = sum * r + 1.0f;
   sum = sum * r + 1.0f;
-  return (Vector)((Words)sum + ((Words)shifted << 23));
+  return given == given ? (Vector)((Words)sum + ((Words)shifted << 23)) : given;
 }
 
 extern "C" {
@@ -64,7 +65,8 @@ typedef int (*Number)();
 Parallel parallel = nullptr;
 Number thread_number = nullptr, thread_count = nullptr;
 
-// Run share(number, count) on so many threads, each with its number.
+// Run share(number, count) on so many threads, each with its number. All calls should ask for the same: libgomp ends
+// the threads that a smaller one leaves over, and starts them again for the next.
 template <class Share>
 void run(int threads, const Share& share) {
   if (threads > 1 && parallel)
