@@ -27,6 +27,9 @@ import torch
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.decoding.sampling import Transform
+from adaptive.decoding.tokens import Ids, argmax
+from adaptive.engines.kernels import Choice, library
 from adaptive.engines.protocol import Engine, Sequence
 from adaptive.engines.transformers import TransformersEngine
 from adaptive.pair import BUNDLED, Pair, load_pair
@@ -79,13 +82,13 @@ def filled(engine: Engine, context: int) -> Sequence:
     """A sequence that holds so many tokens."""
     sequence = engine.sequence()
     sequence.reserve(context + 16)
-    sequence.extend(torch.arange(context) % (engine.vocab_size - 1), 1)
+    sequence.extend([token % (engine.vocab_size - 1) for token in range(context)], 1)
     return sequence
 
 
 def bare(sequence: Sequence, count: int, rows: int | None = None, repeats: int = REPEATS) -> float:
     """Seconds of a pass over ``count`` tokens, with logits of all or of ``rows``; undone each time."""
-    held, tokens = sequence.length, torch.arange(count)
+    held, tokens = sequence.length, list(range(count))
 
     def call() -> None:
         sequence.extend(tokens, count if rows is None else rows)
@@ -122,12 +125,19 @@ class Timed:
     def sequence(self) -> Timed:
         return Timed(self.inner.sequence(), self)
 
-    def extend(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
+    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+        return self._timed(lambda: self.inner.extend(tokens, rows))  # type: ignore[no-any-return]
+
+    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
+        """Forwards and choices in one call."""
+        return self._timed(lambda: self.inner.draft(tokens, choice))  # type: ignore[no-any-return]
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
         began, used = time.perf_counter(), time.process_time()
-        logits: torch.Tensor = self.inner.extend(tokens, rows)
+        result = call()
         self.owner.processor += time.process_time() - used
         self.owner.seconds += time.perf_counter() - began
-        return logits
+        return result
 
 
 @dataclass
@@ -148,6 +158,7 @@ def breakdown(pair: Pair, prompts: list[Prompt], length: int, sampling: Sampling
     """Where the time of speculative rounds goes, the prompt's own pass apart."""
     total = Breakdown()
     target_model, draft_model = Timed(pair.target), Timed(pair.draft)
+    choice_s = seconds_of_choice(pair, sampling)
     timed: Any = {"target": target_model, "draft": draft_model}
     assistant = Assistant(dataclasses.replace(pair, **timed), FixedLength(length), None)
     for prompt in prompts:
@@ -163,12 +174,30 @@ def breakdown(pair: Pair, prompts: list[Prompt], length: int, sampling: Sampling
         assert done is not None
         total.rounds += len(done.rounds)
         draft_s, verify_s = sum(r.draft_s for r in done.rounds), sum(r.verify_s for r in done.rounds)
-        total.draft_model += draft_model.seconds
-        total.drafting += draft_s - draft_model.seconds
+        forwards = draft_model.seconds - choice_s * sum(r.drafted for r in done.rounds)
+        total.draft_model += forwards
+        total.drafting += draft_s - forwards
         total.target_model += target_model.seconds - before
         total.verifying += verify_s - (target_model.seconds - before)
         total.rest += done.predicted_s - draft_s - verify_s
     return total
+
+
+def seconds_of_choice(pair: Pair, sampling: SamplingParams) -> float:
+    """Seconds in which a draft that proposes in one call chooses a token; they are not its forward's."""
+    assert pair.draft is not None
+    found = library()
+    if found is None or not pair.draft.sequence().drafts:
+        return 0.0
+    logits, transform = torch.randn(1, pair.draft.vocab_size), Transform(sampling)
+
+    def choose() -> None:
+        if sampling.greedy:
+            argmax(logits)
+        else:
+            found.draw(transform(logits).numpy()[0], 0.5)
+
+    return seconds(choose, 200)
 
 
 def show_round(pair: Pair, prompts: list[Prompt], length: int) -> None:

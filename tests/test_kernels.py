@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from adaptive.decoding.params import SamplingParams
+from adaptive.decoding.sampling import transform_logits
 from adaptive.engines import kernels
 from adaptive.engines import packed as packing
 from adaptive.engines.kernels import LIBRARIES, NATIVE, Attention, First, Library, Product, library, packed, runnable
@@ -244,10 +246,10 @@ def test_softmax_equals_torch(count: int, instructions: str) -> None:
     out = torch.empty_like(logits)
     for factor in (0.3, 1.0, 7.0):
         expected = (logits.double() * factor).softmax(-1)
-        assert (found.softmax(logits, factor, out) - expected).abs().max() < 1e-6
+        assert (found.probabilities(logits, kernels.Cuts(factor, 1, 0, 0), out) - expected).abs().max() < 1e-6
         assert (out.double().sum(-1) - 1).abs().max() < 1e-5
     logits[2, count // 3 + 1 :] = -torch.inf
-    assert found.softmax(logits, 1.0, out)[2, count // 3 + 1 :].eq(0).all()
+    assert found.probabilities(logits, kernels.Cuts(1, 1, 0, 0), out)[2, count // 3 + 1 :].eq(0).all()
     assert (out[2] - logits[2].double().softmax(-1)).abs().max() < 1e-6
 
 
@@ -259,11 +261,40 @@ def test_what_is_no_number_stays_none(number: float, count: int, instructions: s
     for place in {0, count // 2, count - 1}:
         logits = torch.randn(2, count)
         logits[0, place] = number
-        out = found.softmax(logits, 1.0, torch.empty_like(logits))
+        out = found.probabilities(logits, kernels.Cuts(1, 1, 0, 0), torch.empty_like(logits))
         assert out[0].isnan().all()
         assert not out[1].isnan().any()
         assert found.draw(out[0].numpy(), 0.5) is None
-    assert found.softmax(torch.full((1, count), -torch.inf), 1.0, torch.empty(1, count)).isnan().all()
+    nothing = torch.full((1, count), -torch.inf)
+    assert found.probabilities(nothing, kernels.Cuts(1, 1, 0, 0), torch.empty(1, count)).isnan().all()
+
+
+@pytest.mark.parametrize("count", [1, 7, 300, 5000, 151936])
+def test_what_is_cut_is_what_transformers_cuts(count: int, instructions: str) -> None:
+    found = kernels.library()
+    assert found is not None
+    torch.manual_seed(0)
+    for spread in (0.0, 0.3, 3.0, 12.0):
+        logits = spread * torch.randn(2, count)
+        logits[1, : count // 3] = -torch.inf
+        for top_k, top_p, min_p in (
+            *((k, 1.0, 0.0) for k in (1, 20, 700, 10**6)),
+            *((0, p, 0.0) for p in (1e-6, 0.5, 0.95, 0.9999)),
+            *((0, 1.0, m) for m in (0.05, 0.7, 1.0)),
+            (40, 0.9, 0.05),
+        ):
+            params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
+            expected = transform_logits(logits.double(), params).softmax(-1)
+            out = found.probabilities(logits, kernels.Cuts(1 / 0.7, top_p, min_p, top_k), torch.empty_like(logits))
+            assert (out.double().sum(-1) - 1).abs().max() < 1e-5
+            for given, ours, theirs in zip(logits, out, expected, strict=True):
+                # Of those as likely as the last one either may stay, and rounding may let one more or less.
+                kept, wanted = ours > 1e-30, theirs > 1e-30
+                assert (given[kept != wanted] - given[wanted].min()).abs().le(1e-3).all()
+                more = abs(int(kept.sum()) - int(wanted.sum()))
+                assert more <= 1 + int(wanted.sum()) // 1000
+                bound = 1e-6 + (1e-4 + more / int(wanted.sum())) * theirs.max()
+                assert (ours - theirs).abs()[kept == wanted].le(bound).all()
 
 
 @pytest.mark.parametrize("count", [1, 7, 256, 257, 5000])

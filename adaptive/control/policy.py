@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 
 from adaptive.records.types import Round
 
@@ -22,12 +22,13 @@ class Scope:
     temperature: float
 
 
-class Advice(Enum):
-    """What a drafter does with the position whose distribution it has just computed."""
+class Advice(IntEnum):
+    """What a drafter does with the position whose distribution it has just computed; the numbers of
+    ``engines/native/draft.h``."""
 
-    DROP = "drop"  # propose nothing here: the draft ends before this position
-    LAST = "last"  # propose a token here and end the draft
-    MORE = "more"  # propose a token here and go on
+    DROP = 0  # propose nothing here: the draft ends before this position
+    LAST = 1  # propose a token here and end the draft
+    MORE = 2  # propose a token here and go on
 
 
 class LengthPolicy(ABC):

@@ -23,6 +23,7 @@ from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.sampling import Penalties, Transform, Uniform, draw_on_device, pick
 from adaptive.decoding.tokens import Ids, argmax, as_array, as_tensor, join, likeliest
 from adaptive.decoding.verify import Proposal
+from adaptive.engines.kernels import Choice
 from adaptive.engines.protocol import Engine, Sequence
 
 # Asked with a position (from 1) and the largest probability of the distribution there.
@@ -68,6 +69,11 @@ class ModelDrafter:
         self.transform = Transform(params)
         self.penalties = penalties
         self.uniform = Uniform(generator)
+        self._adjusts = penalties.active or penalties.bias is not None
+        # How tokens are chosen where a whole proposal is one call.
+        self._choice: Choice | None = None
+        if sequence.drafts and not self._adjusts:
+            self._choice = Choice(min(engine.vocab_size, target_vocab), self.transform.cuts)
 
     def limit(self, committed: int) -> int:
         """The last drafted token is never fed back, so it may stand just past the context."""
@@ -82,18 +88,34 @@ class ModelDrafter:
 
         ``advise`` is asked when a distribution is known and nothing has been drawn from it yet.
         """
-        adjusts = self.penalties.active or self.penalties.bias is not None
-        feed: Ids = committed[self.sequence.length :]
+        feed = committed[self.sequence.length :]
         if self.engine.vocab_size < self.target_vocab:
             # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
             feed = [min(token, self.engine.vocab_size - 1) for token in feed]
+        if self._choice is not None:
+            return self._propose_at_once(feed, length, advise, self._choice)
+        return self._propose_by_token(feed, length, advise)
+
+    def _propose_at_once(self, feed: list[int], length: int, advise: Adviser | None, choice: Choice) -> Proposal | None:
+        choice.prepare(length, advise)
+        if not self.params.greedy:
+            choice.shares[:length] = self.uniform.ahead(length)
+        tokens = self.sequence.draft(feed, choice)
+        if not tokens:
+            return None
+        if self.params.greedy:
+            return Proposal(self.name, tokens, None)
+        self.uniform.skip(len(tokens))
+        return Proposal(self.name, tokens, list(choice.probs[: len(tokens)]))
+
+    def _propose_by_token(self, feed: Ids, length: int, advise: Adviser | None) -> Proposal | None:
         tokens: list[Ids] = []
         probs: list[Any] = []
         for position in range(1, length + 1):
             logits = self.sequence.extend(feed, 1)
             if self.engine.vocab_size > self.target_vocab:
                 logits = logits[:, : self.target_vocab]
-            if adjusts:
+            if self._adjusts:
                 logits = self.penalties.apply(logits, as_tensor(join(tokens)))
             q, rows, advice = None, None, Advice.MORE
             if not self.params.greedy:

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 
 from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.tokens import of_array
-from adaptive.engines.kernels import library
+from adaptive.decoding.tokens import Rows
+from adaptive.engines.kernels import Cuts, library
 
 # Numbers from which the work on a few distributions is shared by threads. torch would share five rows of any length,
 # and waking the others takes 70 us: as long as one thread needs for this many.
@@ -52,43 +52,29 @@ class Transform:
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self._cuts = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        self._room = 0  # rows of the buffer
-        self._places: dict[tuple[int, int], torch.Tensor] = {}  # parts of it, by first row and number of rows
+        self.cuts = None if params.greedy else Cuts(1 / params.temperature, params.top_p, params.min_p, params.top_k)
+        self._rows: Rows | None = None
 
     def __call__(self, logits: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Distributions (n, vocab), float32, of logits (n, vocab); on the processor in rows ``first`` to
         ``first + n`` of the buffer, where they last until another call for one of these rows."""
         if logits.device.type != "cpu":
             return transform_logits(logits.float(), self.params).softmax(-1)
-        place = self._places.get((first, len(logits)))
-        if place is None:
-            place = self._place(first, *logits.shape)
+        if self._rows is None:
+            self._rows = Rows(logits.shape[1])
+        out = self._rows(first, len(logits))
+        kernels = library()
+        if kernels is not None:
+            assert self.cuts is not None
+            return kernels.probabilities(logits, self.cuts, out)
         threads = torch.get_num_threads()
         if threads == 1 or logits.numel() > SHARED:
-            return self._probabilities(logits, place)
+            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=out)
         torch.set_num_threads(1)  # a fraction of a microsecond
         try:
-            return self._probabilities(logits, place)
+            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=out)
         finally:
             torch.set_num_threads(threads)
-
-    def _probabilities(self, logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        kernels = library()
-        if kernels is None:
-            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=place)
-        logits, factor = logits.float(), 1 / self.params.temperature
-        if self._cuts:
-            logits, factor = transform_logits(logits, self.params), 1.0
-        return kernels.softmax(logits.contiguous(), factor, place)
-
-    def _place(self, first: int, rows: int, vocab: int) -> torch.Tensor:
-        if first + rows > self._room:
-            self._room = max(first + rows, 2 * self._room)
-            self._buffer = np.empty((self._room, vocab), np.float32)
-            self._places.clear()
-        place = self._places[first, rows] = of_array(self._buffer[first : first + rows])
-        return place
 
 
 class Uniform:
@@ -104,6 +90,16 @@ class Uniform:
         if not self._numbers:
             self._numbers = self._drawn()[:, 0].tolist()
         return self._numbers.pop()
+
+    def ahead(self, count: int) -> list[float]:
+        """The numbers that the next ``count`` calls of ``next`` give, which ``skip`` takes."""
+        while len(self._numbers) < count:
+            self._numbers = self._drawn()[:, 0].tolist() + self._numbers
+        return self._numbers[: -count - 1 : -1]
+
+    def skip(self, count: int) -> None:
+        """Leave out so many of the numbers that were looked at."""
+        del self._numbers[len(self._numbers) - count :]
 
     def column(self, count: int) -> torch.Tensor:
         """Numbers (count, 1) on the generator's device."""

@@ -41,10 +41,35 @@ def join(parts: Sequence[Ids]) -> Ids:
 
 
 def of_array(array: npt.NDArray[np.float32]) -> torch.Tensor:
-    """An array as a tensor over the same memory, which ``as_array`` gives back without asking torch for it."""
+    """An array as a tensor over the same memory, which ``as_array`` gives back, and ``address`` finds, without asking
+    torch for it: after a pass over a model's weights that takes as long as adding up its numbers."""
     tensor = torch.from_numpy(array)
-    tensor.array = array  # type: ignore[attr-defined]
+    tensor.array, tensor.address = array, array.ctypes.data  # type: ignore[attr-defined]
     return tensor
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor's numbers begin in memory."""
+    known: int | None = getattr(tensor, "address", None)
+    return tensor.data_ptr() if known is None else known
+
+
+class Rows:
+    """Room for rows of ``width`` numbers, float32, that are written again and again."""
+
+    def __init__(self, width: int) -> None:
+        self._buffer = np.empty((0, width), np.float32)
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __call__(self, first: int, count: int) -> torch.Tensor:
+        """Rows ``first`` to ``first + count``; they last until these are asked for again."""
+        view = self._views.get((first, count))
+        if view is None:
+            if first + count > len(self._buffer):
+                self._buffer = np.empty((max(first + count, 2 * len(self._buffer)), self._buffer.shape[1]), np.float32)
+                self._views.clear()
+            view = self._views[first, count] = of_array(self._buffer[first : first + count])
+        return view
 
 
 def as_array(logits: torch.Tensor) -> npt.NDArray[Any] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+
+from adaptive.decoding.tokens import address
 
 NATIVE = Path(__file__).parent / "native"
 # By instruction set, the better first: the flags of a processor that runs it, as Linux names them.
@@ -81,6 +83,28 @@ class _Decoder(ctypes.Structure):
     )
 
 
+class Cuts(ctypes.Structure):
+    """How logits become probabilities (``native/sampling.h``): times ``factor``, then only the ``top_k`` largest (0:
+    all), the likeliest with ``top_p`` of the mass (1: all), those ``min_p`` times as likely as the likeliest."""
+
+    _fields_ = (*((name, _FLOAT) for name in ("factor", "top_p", "min_p")), ("top_k", _INT))
+
+
+# From a position (from 1) and the largest probability there to an ``Advice``, as its number.
+Adviser: TypeAlias = Callable[[int, float], int]
+_ADVISER = ctypes.CFUNCTYPE(_INT, _INT, _FLOAT)
+
+
+class _Choice(ctypes.Structure):
+    """``Choice`` of ``native/draft.h``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("cuts", "shares", "probs")),
+        ("advise", _ADVISER),
+        *((name, _INT) for name in ("length", "vocab")),
+    )
+
+
 class Library:
     """The functions of one compiled library, by the name of its instruction set. ``panel``: outputs that lie side by
     side in its layout of weights."""
@@ -99,20 +123,25 @@ class Library:
         self.decode.restype = _INT
         self.pack = loaded.pack
         self.pack.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
-        self._softmax, self._draw = loaded.softmax, loaded.draw
-        self._softmax.argtypes = [_POINTER, _POINTER, _INT, _LONG, _FLOAT]
+        self.draft = loaded.draft
+        self.draft.argtypes = [*[_POINTER] * 3, _INT, _POINTER, _POINTER, _LONG, _INT, _POINTER, _POINTER, _INT]
+        self.draft.restype = _INT
+        self._probabilities, self._draw = loaded.probabilities, loaded.draw
+        self._probabilities.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _LONG]
         self._draw.argtypes = [_POINTER, _POINTER, _LONG, _LONG, ctypes.c_double]
-        self.product.restype = self.attend.restype = self.pack.restype = self._softmax.restype = None
+        self.product.restype = self.attend.restype = self.pack.restype = self._probabilities.restype = None
         self._draw.restype = _LONG
         openmp = _openmp()
         if openmp is not None:  # else everything runs on one thread
             functions = (openmp.GOMP_parallel, openmp.omp_get_thread_num, openmp.omp_get_num_threads)
             loaded.share_by(*(ctypes.cast(function, _POINTER) for function in functions))
 
-    def softmax(self, logits: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
-        """Probabilities, into ``out``, of logits (n, vocab) times a factor; both float32 and contiguous. A row in which
-        a logit is no number has none."""
-        self._softmax(logits.data_ptr(), out.data_ptr(), *logits.shape, factor)
+    def probabilities(self, logits: torch.Tensor, cuts: Cuts, out: torch.Tensor) -> torch.Tensor:
+        """Probabilities, into ``out`` (n, vocab) float32, of logits (n, vocab). A row in which a logit is no number
+        has none."""
+        if logits.dtype != torch.float32 or not logits.is_contiguous():
+            logits = logits.float().contiguous()
+        self._probabilities(ctypes.addressof(cuts), address(logits), address(out), *logits.shape)
         return out
 
     def draw(self, probs: _Floats, share: float, less: _Floats | None = None) -> int | None:
@@ -294,6 +323,51 @@ class DecoderLayer:
     window: int
 
 
+class Choice:
+    """How tokens of a proposal are chosen: the likeliest, or with ``cuts`` drawn; of the first ``vocab`` ids."""
+
+    def __init__(self, vocab: int, cuts: Cuts | None) -> None:
+        self.vocab = vocab
+        self._cuts = cuts
+        self._given = _Choice(None if cuts is None else ctypes.addressof(cuts), vocab=vocab)
+        self.address = ctypes.addressof(self._given)
+        self.shares: Any = (ctypes.c_double * 0)()  # where in each distribution's mass its token is
+        self.probs: _Floats = np.empty((0, vocab), np.float32)  # the distributions that the last tokens were drawn from
+        self.tokens: Any = (ctypes.c_int64 * 0)()
+        self.length = 0
+        self._advise: Adviser | None = None
+        self._error: BaseException | None = None
+
+    def prepare(self, length: int, advise: Adviser | None) -> None:
+        """For a proposal of at most so many tokens; the first ``length`` of ``shares`` are still to be set."""
+        given = self._given
+        self.length = given.length = length
+        if length > len(self.tokens):
+            self.tokens, self.shares = (ctypes.c_int64 * length)(), (ctypes.c_double * length)()
+            given.shares = ctypes.addressof(self.shares)
+            if self._cuts is not None:
+                self.probs = np.empty((length, self.vocab), np.float32)
+                given.probs = self.probs.ctypes.data
+        if advise != self._advise:
+            self._advise = advise
+            given.advise = _ADVISER() if advise is None else _ADVISER(self._advised)
+
+    def _advised(self, position: int, confidence: float) -> int:
+        """What is raised in there, ctrl-C too, would be lost among C's frames: the draft ends, ``check`` raises it."""
+        try:
+            assert self._advise is not None
+            return self._advise(position, confidence)
+        except BaseException as error:
+            self._error = error
+            return 0
+
+    def check(self) -> None:
+        """Raise what was raised by the adviser."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
 class Decoder:
     """A whole pass over a few tokens in one call, for a model of RMS norms and parts gated by SiLU."""
 
@@ -335,28 +409,49 @@ class Decoder:
             len(embedding),
         )
         self._address = ctypes.addressof(self._given)
-        self._run = found.decode
-        self._vocab = head.outputs
+        self._run, self._draft = found.decode, found.draft
 
     def __call__(
-        self, tokens: torch.Tensor, rows: int, turns: int, caches: Any, capacity: int, start: int
-    ) -> torch.Tensor:
-        """Logits (rows, vocab) of the last ``rows`` of tokens (n,) int64. ``turns`` and ``caches``, an array of one for
-        each layer, are addresses; they and the rest as in ``Attention``. Raises IndexError, and writes nothing, for
-        an id beyond the vocabulary."""
-        logits = torch.empty(rows, self._vocab)
+        self, tokens: list[int], turns: int, caches: Any, capacity: int, start: int, logits: torch.Tensor, threads: int
+    ) -> None:
+        """Logits (rows, vocab), float32 and contiguous, of the last tokens. ``turns`` and ``caches``, an array of one
+        for each layer, are addresses; they and the rest as in ``Attention``. Raises IndexError, and writes nothing,
+        for an id beyond the vocabulary."""
         done = self._run(
             self._address,
-            tokens.data_ptr(),
+            (ctypes.c_int64 * len(tokens))(*tokens),
             len(tokens),
-            rows,
+            len(logits),
             turns,
             caches,
             capacity,
             start,
-            logits.data_ptr(),
-            torch.get_num_threads(),
+            address(logits),
+            threads,
         )
         if not done:
             raise IndexError("a token is not of the model's vocabulary")
-        return logits
+
+    def draft(
+        self, tokens: list[int], choice: Choice, turns: int, caches: Any, capacity: int, start: int, threads: int
+    ) -> tuple[list[int], int]:
+        """At most as many tokens as ``choice`` is prepared for after ``tokens``, and how many the caches hold more by
+        then. The rest, and IndexError, as above."""
+        passed = ctypes.c_int()
+        count = self._draft(
+            self._address,
+            choice.address,
+            (ctypes.c_int64 * len(tokens))(*tokens),
+            len(tokens),
+            turns,
+            caches,
+            capacity,
+            start,
+            choice.tokens,
+            ctypes.byref(passed),
+            threads,
+        )
+        choice.check()
+        if count < 0:
+            raise IndexError("a token is not of the model's vocabulary")
+        return choice.tokens[:count], passed.value

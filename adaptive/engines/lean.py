@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.compiled import CompiledPass, constants
-from adaptive.engines.kernels import Attention, Decoder
+from adaptive.engines.kernels import Attention, Choice, Decoder
 from adaptive.engines.lean_cache import LeanCache
 from adaptive.engines.lean_decoder import decoder, fits
 from adaptive.engines.lean_maps import Map
@@ -33,6 +33,11 @@ from adaptive.engines.packed import PackedLinear
 # product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
 # are made anew and forgotten.
 FEW = 32
+# Tokens in one call of ours. More reads the weights less often, which arithmetic hides from some twenty on; fewer needs
+# less room for what lies between two layers, and looks for ctrl-C more often.
+MANY = 128
+# Tokens that a verification may have, not a prompt.
+SHORT = 17
 # Where products are oneDNN's, a prompt is filled up to a multiple of so many tokens: it makes a kernel for every number
 # of rows and keeps it, on the bundled target 1.6 MB a number and 250 MB after 160 prompts. Higher computes more rows
 # for nothing.
@@ -75,7 +80,8 @@ class LeanForward:
         bent = any(layer.score_cap is not None for layer in plan.layers)
         if Attention.supports(plan.head_size, plan.dtype, plan.device) and not bent:
             self._attention = Attention(plan.heads, plan.key_heads, plan.head_size, len(plan.ropes))
-        self._fits_decoder = fits(plan)
+        # Whether a pass is one call of ours, for any number of tokens but where many are torch's.
+        self.whole = self._attention is not None and fits(plan)
         self._decoder: Decoder | None = None  # made anew when a product is
         # Threads of a pass over a few tokens; a prompt takes all that torch was given.
         self.threads = choose_threads([p for p in plan.linears if p is not plan.head], plan.weight_dtype)
@@ -109,6 +115,8 @@ class LeanForward:
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
         """Append tokens (n,) to the cache; logits (rows, vocab) of the last ``rows`` of them."""
+        if self.is_one_call(len(tokens), rows):
+            return self.at_once(tokens.tolist(), torch.empty(rows, self.plan.head.outputs), cache)
         given = torch.get_num_threads()
         if given <= self.threads or len(tokens) > FEW:
             return self._quickest_pass(tokens, rows, cache)
@@ -130,23 +138,64 @@ class LeanForward:
         cache.length = end
         return logits
 
+    def is_one_call(self, count: int, rows: int) -> bool:
+        """Whether a pass over so many tokens, to so many rows of logits, is one call of ours."""
+        return self.whole and (count <= FEW or not self.plan.head.tiled) and (count, rows) not in self._compiled
+
+    def at_once(self, tokens: list[int], logits: torch.Tensor, cache: LeanCache) -> torch.Tensor:
+        """The same into ``logits`` (rows, vocab), float32, where passes are ``whole``; no tensor is made."""
+        count, rows, start = len(tokens), len(logits), cache.length
+        turns, decoder = self._prepare(start + count, cache), self._whole_pass()
+        parts = -(-count // MANY)
+        size = -(-count // parts) if parts else 1
+        for begin in range(0, count, size):
+            end = min(begin + size, count)
+            # The rows of logits that are of this part's tokens.
+            wanted = logits[max(0, begin - count + rows) : max(0, end - count + rows)] if parts > 1 else logits
+            place, threads = turns + begin * self._turn_bytes, self._threads_now(end - begin)
+            decoder(tokens[begin:end], place, cache.addresses, cache.capacity, start + begin, wanted, threads)
+        cache.length = start + count
+        return logits
+
+    def draft(self, tokens: list[int], choice: Choice, cache: LeanCache) -> list[int]:
+        """Where passes are ``whole``, a proposal after tokens, which are appended to the cache, as are those of the
+        proposal but the last."""
+        if len(tokens) > FEW:
+            self(torch.tensor(tokens[:-1]), 0, cache)
+            tokens = tokens[-1:]
+        start = cache.length
+        turns = self._prepare(start + len(tokens) + choice.length - 1, cache)
+        drafted, passed = self._whole_pass().draft(
+            tokens, choice, turns, cache.addresses, cache.capacity, start, self._threads_now(1)
+        )
+        cache.length = start + passed
+        return drafted
+
+    def _prepare(self, end: int, cache: LeanCache) -> int:
+        """Room for so many tokens in all; where the rotations of the next one are."""
+        if end > self._table_length:
+            self._extend_tables(end)
+        cache.reserve(end)
+        return self._turns_at + cache.length * self._turn_bytes
+
+    def _threads_now(self, count: int) -> int:
+        """Threads for a pass over so many tokens: a prompt's is arithmetic, which all of them share well."""
+        return 1 if self.threads == 1 and count <= SHORT else torch.get_num_threads()
+
+    def _whole_pass(self) -> Decoder:
+        if self._decoder is None:
+            assert self._attention is not None
+            self._decoder = decoder(self.plan, self._attention)
+        return self._decoder
+
     def _pass(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
         plan, given, start = self.plan, len(tokens), cache.length
         # What is filled up is seen by nothing before it, and the next pass writes over it.
         if given > FEW and (plan.head.tiled or not plan.head.ours):
             tokens = nn.functional.pad(tokens, (0, -given % STEP))
         count = len(tokens)
-        end = start + count
-        if end > self._table_length:
-            self._extend_tables(end)
-        if count <= FEW and self._fits_decoder and self._attention is not None:
-            cache.reserve(end)
-            if self._decoder is None:
-                self._decoder = decoder(plan, self._attention)
-            turns = self._turns_at + start * self._turn_bytes
-            logits = self._decoder(tokens.long().contiguous(), rows, turns, cache.addresses, cache.capacity, start)
-            cache.length = end
-            return logits
+        if start + count > self._table_length:
+            self._extend_tables(start + count)
         space = self._spaces.get(count) or self._make_space(count)
         x = plan.embed(tokens)
         if self._attention is not None and count <= FEW:
@@ -238,6 +287,7 @@ class LeanForward:
             self._spaces[count] = space
         return space
 
+    @torch.inference_mode()
     def _extend_tables(self, length: int) -> None:
         """Rotations for positions up to at least ``length``, each kind as (q (n, 1, 1, size / 2), kv (2, 1, n,
         size / 2)); values are turned by one, which leaves them alone."""

@@ -21,6 +21,7 @@ import torch
 
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.tokens import Ids, of_array
+from adaptive.engines.kernels import Choice
 from adaptive.engines.llama_adapter import LlamaAdapter
 from adaptive.engines.llama_merged import PASSES, Merging
 from adaptive.engines.llama_model import LlamaModel, complaint
@@ -54,6 +55,8 @@ class Context:
 
 class LlamaCppSequence:
     """One text in a context of llama.cpp."""
+
+    drafts = False
 
     def __init__(self, engine: LlamaCppEngine) -> None:
         self.engine = engine
@@ -177,6 +180,10 @@ class LlamaCppSequence:
             view = of_array(np.ctypeslib.as_array(buffer).reshape(rows, -1))
             self._views[address, rows] = view
         return view
+
+    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
+        """Not here: tokens are asked for one by one."""
+        raise NotImplementedError
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

@@ -93,7 +93,7 @@ class PackedLinear:
     def refresh(self) -> None:
         """Read the modules' weights again."""
         weight, self.bias = self._assemble()
-        self.nbytes, self.inputs = weight.nbytes, weight.shape[1]
+        self.nbytes, (self.outputs, self.inputs) = weight.nbytes, weight.shape
         self._reordered: torch.Tensor | None = None
         self.product: Product | None = None
         self.tiled = False  # whether many rows are torch's nevertheless

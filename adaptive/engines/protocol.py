@@ -15,10 +15,16 @@ import torch
 
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.tokens import Ids
+from adaptive.engines.kernels import Choice
 
 
 class Sequence(Protocol):
-    """The cached context of one text. Its length is how many tokens the cache holds."""
+    """The cached context of one text. Its length is how many tokens the cache holds.
+
+    ``drafts`` says whether there is ``draft``, which does token by token what ``extend`` and a choice do, in one call.
+    """
+
+    drafts: bool
 
     @property
     def length(self) -> int:
@@ -41,6 +47,11 @@ class Sequence(Protocol):
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens. Copies nothing."""
+
+    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
+        """Append n ``tokens``, and one after the other at most as many more as ``choice`` is prepared for, each chosen
+        from what those before it make likely; return those. The last of them is not appended. ``choice.probs`` holds
+        what they were drawn from."""
 
 
 class Engine(Protocol):

@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.tokens import Ids, as_tensor
+from adaptive.decoding.tokens import Ids, Rows, as_tensor
 from adaptive.engines.adapters import MergedAdapter
 from adaptive.engines.cache import RollbackCache
+from adaptive.engines.kernels import Choice
 from adaptive.engines.lean import lean_forward
 from adaptive.engines.lean_cache import LeanCache
 from adaptive.engines.recorded import RecordedPasses
@@ -30,6 +31,8 @@ class TransformersSequence:
         self.cache: LeanCache | RollbackCache = (
             engine.lean.cache() if engine.lean else RollbackCache(engine.model.config.get_text_config())
         )
+        self.drafts = engine.lean is not None and engine.lean.whole
+        self._logits = Rows(engine.vocab_size)
 
     @property
     def length(self) -> int:
@@ -45,14 +48,27 @@ class TransformersSequence:
         """Make room for ``length`` tokens in all."""
         self.cache.reserve(min(length, self.engine.context_length))
 
-    @torch.inference_mode()
     def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
+        lean = self.engine.lean
+        if lean is not None and isinstance(tokens, list) and lean.is_one_call(len(tokens), rows):
+            assert isinstance(self.cache, LeanCache)
+            return lean.at_once(tokens, self._logits(0, rows), self.cache)
+        return self._extend(tokens, rows)
+
+    @torch.inference_mode()
+    def _extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         tokens = as_tensor(tokens).to(self.engine.device, non_blocking=True)
         while len(tokens) - rows >= PREFILL_CHUNK:
             self.engine.forward(tokens[:PREFILL_CHUNK], 0, self.cache)
             tokens = tokens[PREFILL_CHUNK:]
         return self.engine.forward(tokens, rows, self.cache)
+
+    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
+        """Append tokens and then what follows them in one call; see the protocol."""
+        assert self.engine.lean is not None
+        assert isinstance(self.cache, LeanCache)
+        return self.engine.lean.draft(tokens, choice, self.cache)
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

@@ -1,2 +1,1 @@
-#include "decoder.h"
-#include "sampling.h"
+#include "draft.h"

@@ -128,26 +128,36 @@ const Input* prepare(const Call& call, int padded, float* factors) {
   return inputs;
 }
 
+// Have the memory send what lies `ahead` bytes behind one step's weights of a panel; 0 for nothing.
+inline void fetch(const void* w, size_t ahead) {
+  constexpr int LINE = 64;
+  if (ahead)
+    for (int at = 0; at < PANEL * 4; at += LINE) _mm_prefetch((const char*)w + ahead + at, _MM_HINT_T1);
+}
+
 // The next `inputs` of a panel: sums of ROWS rows go on from `sums` (ROWS, PANEL), or from zero where `first`.
 template <int ROWS>
-inline void tile(const float* w, const float* x, int padded, int inputs, bool first, float* sums) {
+inline void tile(const float* w, const float* x, int padded, int inputs, bool first, float* sums, size_t ahead) {
   Vector acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
-  for (int k = 0; k < inputs; k++, w += PANEL)
+  for (int k = 0; k < inputs; k++, w += PANEL) {
+    fetch(w, ahead);
     for (int r = 0; r < ROWS; r++)
       for (int v = 0; v < VECTORS; v++) acc[r][v] += at(w + v * LANES) * x[size_t(r) * padded + k];
+  }
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) at(sums + r * PANEL + v * LANES) = acc[r][v];
 }
 
 template <int ROWS>
-inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, bool first, float* sums) {
+inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, bool first, float* sums, size_t ahead) {
 #if defined(__AVX512BF16__)
   __m512 acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
+    fetch(w, ahead);
     __m512bh weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = (__m512bh)_mm512_loadu_si512(w + v * 2 * LANES);
     for (int r = 0; r < ROWS; r++) {
@@ -164,6 +174,7 @@ inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, boo
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
+    fetch(w, ahead);
     Vector weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = (Vector)(*(const Words*)(w + v * 2 * LANES) << 16);
     for (int r = 0; r < ROWS; r++)
@@ -179,12 +190,13 @@ inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, boo
 
 #if defined(__AVX512BF16__)
 template <int ROWS>
-inline void tile(const int8_t* w, const uint8_t* x, int padded, int inputs, bool first, int32_t* sums) {
+inline void tile(const int8_t* w, const uint8_t* x, int padded, int inputs, bool first, int32_t* sums, size_t ahead) {
   __m512i acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++)
       acc[r][v] = first ? _mm512_setzero_si512() : _mm512_loadu_si512(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 4, w += 4 * PANEL) {
+    fetch(w, ahead);
     __m512i weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = _mm512_loadu_si512(w + v * 4 * LANES);
     for (int r = 0; r < ROWS; r++) {
@@ -200,14 +212,14 @@ inline void tile(const int8_t* w, const uint8_t* x, int padded, int inputs, bool
 #endif
 
 template <class Weight, class Input, class Sum>
-void rows_of_tile(int rows, const Weight* w, const Input* x, int padded, int inputs, bool first, Sum* sums) {
+void rows_of_tile(int rows, const Weight* w, const Input* x, int padded, int inputs, bool first, Sum* sums, size_t ahead) {
   switch (rows) {
-    case 1: return tile<1>(w, x, padded, inputs, first, sums);
-    case 2: return tile<2>(w, x, padded, inputs, first, sums);
-    case 3: return tile<3>(w, x, padded, inputs, first, sums);
-    case 4: return tile<4>(w, x, padded, inputs, first, sums);
-    case 5: return tile<5>(w, x, padded, inputs, first, sums);
-    default: return tile<TILE>(w, x, padded, inputs, first, sums);
+    case 1: return tile<1>(w, x, padded, inputs, first, sums, ahead);
+    case 2: return tile<2>(w, x, padded, inputs, first, sums, ahead);
+    case 3: return tile<3>(w, x, padded, inputs, first, sums, ahead);
+    case 4: return tile<4>(w, x, padded, inputs, first, sums, ahead);
+    case 5: return tile<5>(w, x, padded, inputs, first, sums, ahead);
+    default: return tile<TILE>(w, x, padded, inputs, first, sums, ahead);
   }
 }
 
@@ -224,10 +236,15 @@ void share(const Call& call, int64_t number, int64_t count) {
   const int64_t panels = (p.out + PANEL - 1) / PANEL;
   for (int64_t panel = panels * number / count; panel < panels * (number + 1) / count; panel++) {
     const Weight* w = (const Weight*)p.weight + size_t(panel) * padded * PANEL;
-    for (int k = 0; k < padded; k += block)
-      for (int row = 0; row < call.rows; row += TILE)
-        rows_of_tile(std::min(TILE, call.rows - row), w + size_t(k) * PANEL, x + size_t(row) * padded + k, padded,
-                     std::min(block, padded - k), k == 0, sums + size_t(row) * PANEL);
+    for (int k = 0; k < padded; k += block) {
+      const int inputs = std::min(block, padded - k);
+      for (int row = 0; row < call.rows; row += TILE) {
+        // The second tile's weights are in a cache: time for the memory to send the next block's.
+        const size_t ahead = row == TILE ? size_t(inputs) * PANEL * sizeof(Weight) : 0;
+        rows_of_tile(std::min(TILE, call.rows - row), w + size_t(k) * PANEL, x + size_t(row) * padded + k, padded, inputs,
+                     k == 0, sums + size_t(row) * PANEL, ahead);
+      }
+    }
     const int begin = int(panel) * PANEL, width = std::min(PANEL, p.out - begin);
     for (int row = 0; row < call.rows; row++) {
       float* y = call.y + size_t(row) * p.out + begin;

@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <functional>
+#include <utility>
+
 #include "vectors.h"
 
 namespace {
@@ -19,30 +22,121 @@ inline float mass(const float* p, const float* q, int count) {
   return sum + total(sums);
 }
 
+// The largest of so many numbers; what is none is passed over.
+inline float largest(const float* x, int64_t count) {
+  Vector most = Vector{} - INFINITY;
+  float top = -INFINITY;
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) most = higher(at(x + i), most);
+  for (; i < count; i++) top = std::max(top, x[i]);
+  for (int lane = 0; lane < LANES; lane++) top = std::max(top, most[lane]);
+  return top;
+}
+
+// The k-th largest (k at most count): of the chunks with the k largest numbers of all chunks, nothing else can be it.
+inline float kth_largest(const float* x, int64_t count, int64_t k) {
+  const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+  float *tops = room<float, 11>(2 * chunks), *ordered = tops + chunks, *kept = room<float, 12>(count);
+  for (int64_t c = 0; c < chunks; c++)
+    ordered[c] = tops[c] = largest(x + c * CHUNK, std::min<int64_t>(CHUNK, count - c * CHUNK));
+  float bound = -INFINITY;
+  if (k <= chunks) {
+    std::nth_element(ordered, ordered + k - 1, ordered + chunks, std::greater<float>());
+    bound = ordered[k - 1];
+  }
+  int64_t found = 0;
+  for (int64_t c = 0; c < chunks; c++)
+    if (tops[c] >= bound)
+      for (int64_t i = c * CHUNK; i < std::min((c + 1) * CHUNK, count); i++)
+        if (x[i] >= bound) kept[found++] = x[i];
+  std::nth_element(kept, kept + k - 1, kept + found, std::greater<float>());
+  return kept[k - 1];
+}
+
+// The mass of p where it is at least `least`; no number if one of p is none.
+inline double mass_from(const float* p, int64_t count, float least) {
+  double whole = 0;
+  for (int64_t begin = 0; begin < count; begin += CHUNK) {
+    const int size = int(std::min<int64_t>(CHUNK, count - begin));
+    Vector sums = {};
+    float sum = 0;
+    int i = 0;
+    for (; i + LANES <= size; i += LANES) sums += at(p + begin + i) < least ? Vector{} : at(p + begin + i);
+    for (; i < size; i++) sum += p[begin + i] < least ? 0.0f : p[begin + i];
+    whole += sum + total(sums);
+  }
+  return whole;
+}
+
+// Leave the likeliest tokens of p that together have `share` of its mass, the last of them in part beyond it; of two as
+// likely the first. A token as unlikely as the last one is looked for among those that are not far less likely than
+// the likeliest, and further down where these have too little mass.
+inline void keep_share(float* p, int64_t count, float share) {
+  const double wanted = share * mass_from(p, count, 0);
+  const float top = largest(p, count);
+  float least = top;
+  for (double mass = 0; mass < wanted && least > 1e-30f;) mass = mass_from(p, count, least /= 64);
+  typedef std::pair<float, int64_t> Token;
+  static thread_local std::vector<Token> found;
+  found.clear();
+  for (int64_t i = 0; i < count; i++)
+    if (p[i] >= least)
+      found.emplace_back(-p[i], i);
+    else
+      p[i] = 0;
+  std::sort(found.begin(), found.end());
+  double before = 0;
+  for (const Token& token : found) {
+    if (before > 0 && before >= wanted) p[token.second] = 0;
+    before -= token.first;
+  }
+}
+
+extern "C" {
+// What is done to logits on their way to probabilities: times `factor`, then only the `top_k` largest (0: all), the
+// likeliest with `top_p` of the mass (1: all), those at least `min_p` times as likely as the likeliest (0: all). The
+// same in kernels.py.
+struct Cuts {
+  float factor, top_p, min_p;
+  int32_t top_k;
+};
+}
+
+// p, not yet divided by its sum, without what is cut.
+void cut(const Cuts& cuts, const float* logits, float* p, int64_t count) {
+  if (cuts.top_k > 0 && cuts.top_k < count) {
+    const float least = kth_largest(logits, count, cuts.top_k);
+    for (int64_t i = 0; i < count; i++) p[i] = logits[i] < least ? 0.0f : p[i];
+  }
+  if (cuts.top_p < 1) keep_share(p, count, cuts.top_p);
+  if (cuts.min_p > 0) {
+    const float least = cuts.min_p * largest(p, count);
+    for (int64_t i = 0; i < count; i++) p[i] = p[i] < least ? 0.0f : p[i];
+  }
+}
+
 }  // namespace
 
 extern "C" {
-
-// The probabilities (rows, count) of logits times a factor. A logit of -infinity has 0; where there is one that is no
-// number, or +infinity, the whole row is none.
-void softmax(const float* logits, float* out, int rows, int64_t count, float factor) {
+// The probabilities (rows, count) of logits. A logit of -infinity has 0; where there is one that is no number, or
+// +infinity, the whole row is none.
+void probabilities(const Cuts* cuts, const float* logits, float* out, int rows, int64_t count) {
   for (int row = 0; row < rows; row++, logits += count, out += count) {
-    Vector most = Vector{} - INFINITY;
-    float top = -INFINITY;
+    const float top = largest(logits, count);
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) most = higher(at(logits + i), most);
-    for (; i < count; i++) top = std::max(top, logits[i]);
-    for (int lane = 0; lane < LANES; lane++) top = std::max(top, most[lane]);
-    for (i = 0; i + LANES <= count; i += LANES) {
-      const Vector x = (at(logits + i) - top) * factor;
+    for (; i + LANES <= count; i += LANES) {
+      const Vector x = (at(logits + i) - top) * cuts->factor;
       at(out + i) = x <= -87.0f ? Vector{} : exponential(x);
     }
     for (; i < count; i++) {
-      const float x = (logits[i] - top) * factor;
+      const float x = (logits[i] - top) * cuts->factor;
       out[i] = x <= -87.0f ? 0.0f : std::exp(x);
     }
-    double whole = 0;
-    for (i = 0; i < count; i += CHUNK) whole += mass(out + i, nullptr, int(std::min<int64_t>(CHUNK, count - i)));
+    double whole = mass_from(out, count, 0);
+    if (whole == whole && (cuts->top_k > 0 || cuts->top_p < 1 || cuts->min_p > 0)) {
+      cut(*cuts, logits, out, count);
+      whole = mass_from(out, count, 0);
+    }
     const float share = float(1 / whole);
     for (i = 0; i + LANES <= count; i += LANES) at(out + i) *= share;
     for (; i < count; i++) out[i] *= share;

@@ -1,0 +1,72 @@
+// A whole proposal of a draft: pass, choice, next pass, in one call, so that nothing else runs between two of its tokens.
+
+#pragma once
+
+#include "decoder.h"
+#include "sampling.h"
+
+namespace {
+
+// What comes of a position whose distribution is known; the numbers of Advice in control/policy.py.
+enum Advice { DROP, LAST, MORE };
+
+// The likeliest token, of two as likely the first; 0 where no logit is a number.
+inline int64_t likeliest(const float* logits, int64_t count) {
+  const float top = largest(logits, count);
+  const float* found = std::find(logits, logits + count, top);
+  return found < logits + count ? found - logits : 0;
+}
+
+// Its probability.
+inline float of_likeliest(const float* logits, int64_t count) {
+  const float top = largest(logits, count);
+  Vector sums = {};
+  float sum = 0;
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) sums += exponential(at(logits + i) - top);
+  for (; i < count; i++) sum += std::exp(logits[i] - top);
+  return 1 / (sum + total(sums));
+}
+
+}  // namespace
+
+extern "C" {
+// Asked with a position (from 1) and the largest probability there, before anything is chosen.
+typedef int (*Adviser)(int position, float confidence);
+
+// How tokens are chosen; the same in kernels.py.
+struct Choice {
+  const Cuts* cuts;      // null: the likeliest
+  const double* shares;  // (length,) below 1: where in each distribution's mass its token is
+  float* probs;          // (length, vocab): the distributions
+  Adviser advise;        // or null
+  int32_t length, vocab; // the most tokens; how many the target knows of
+};
+
+// At most `length` tokens after tokens (n,), into `drafted`; the rest as in `decode`. Says how many, and in `passed` how
+// many tokens were added to the caches; -1 where a token is none of the vocabulary.
+int draft(const Decoder* decoder, const Choice* choice, const int64_t* tokens, int n, const float* turns,
+          float* const* caches, int64_t capacity, int start, int64_t* drafted, int* passed, int threads) {
+  const Choice& c = *choice;
+  const int64_t vocab = std::min(c.vocab, decoder->head->out);
+  float* logits = room<float, 13>(decoder->head->out);
+  *passed = 0;
+  for (int position = 0; position < c.length; position++) {
+    if (!decode(decoder, tokens, n, 1, turns, caches, capacity, start + *passed, logits, threads)) return -1;
+    turns += size_t(n) * decoder->attention->turn_stride;
+    *passed += n;
+    float* probs = c.cuts ? c.probs + position * vocab : nullptr;
+    if (probs) probabilities(c.cuts, logits, probs, 1, vocab);
+    int advice = MORE;
+    if (c.advise) advice = c.advise(position + 1, probs ? largest(probs, vocab) : of_likeliest(logits, vocab));
+    if (advice == DROP) return position;
+    // Of probabilities that are no numbers any token: the target will not have it.
+    drafted[position] = probs ? std::max<int64_t>(draw(probs, nullptr, vocab, 0, c.shares[position]), 0)
+                              : likeliest(logits, vocab);
+    if (advice == LAST) return position + 1;
+    tokens = drafted + position;
+    n = 1;
+  }
+  return c.length;
+}
+}
