@@ -28,7 +28,7 @@ from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Transform
-from adaptive.decoding.tokens import Ids, argmax
+from adaptive.decoding.tokens import Ids, Rows, argmax, as_array
 from adaptive.engines.kernels import Choice, library
 from adaptive.engines.protocol import Engine, Sequence
 from adaptive.engines.transformers import TransformersEngine
@@ -189,13 +189,14 @@ def seconds_of_choice(pair: Pair, sampling: SamplingParams) -> float:
     found = library()
     if found is None or not pair.draft.sequence().drafts:
         return 0.0
-    logits, transform = torch.randn(1, pair.draft.vocab_size), Transform(sampling)
+    room, transform = Rows(pair.draft.vocab_size), Transform(sampling)
+    logits = room(0, 1).normal_()
 
     def choose() -> None:
         if sampling.greedy:
             argmax(logits)
         else:
-            found.draw(transform(logits).numpy()[0], 0.5)
+            found.draw(as_array(transform(logits)), 0.5)  # type: ignore[arg-type]
 
     return seconds(choose, 200)
 

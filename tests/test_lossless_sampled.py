@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,9 @@ from adaptive.decoding import loop
 from adaptive.decoding.drafters import ModelDrafter
 from adaptive.decoding.loop import Decoding, Request, TargetSampler
 from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.decoding.sampling import BLOCK, LARGE, MOST, Penalties, Uniform, pick, transform_logits
+from adaptive.decoding.sampling import BLOCK, LARGE, MOST, Penalties, Transform, Uniform, pick, transform_logits
 from adaptive.decoding.tokens import Distributions
-from adaptive.decoding.verify import Verdict, verify_on_device, verify_sampled
+from adaptive.decoding.verify import Verdict, verify_logits, verify_on_device, verify_sampled
 from adaptive.engines.transformers import TransformersEngine
 from adaptive.errors import AdaptiveError
 
@@ -148,21 +149,30 @@ def resample_from_p(p: torch.Tensor, drafted: list[int], q: Distributions, unifo
     return Verdict(verdict.accepted, [*verdict.tokens[:-1], extra], verdict.chosen)
 
 
+def in_one_call(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, uniform: Uniform) -> Verdict:
+    """The rule as the loop comes to it, from logits."""
+    return verify_logits(p.log(), Transform(SamplingParams(temperature=1.0)), drafted, q, uniform)
+
+
 @pytest.mark.parametrize("broken", [always_accept, resample_from_p])
 def test_a_broken_acceptance_rule_fails_the_same_test(
     models: tuple[TransformersEngine, TransformersEngine],
     broken: Callable[..., Verdict],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loop, "verify_sampled", broken)
+
+    def instead(logits: torch.Tensor, transform: Transform, drafted: list[int], q: Any, uniform: Uniform) -> Verdict:
+        return broken(transform(logits), drafted, [] if q is None else q, uniform)
+
+    monkeypatch.setattr(loop, "verify_logits", instead)
     params = SamplingParams(temperature=1.3)
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) < 0.001
 
 
 @pytest.mark.parametrize(
     ("rule", "params"),
-    [*((verify_sampled, params) for params in PARAMS[:4]), (verify_on_device, PARAMS[1])],
-    ids=[*IDS[:4], f"{IDS[1]}-on-device"],
+    [*((verify_sampled, params) for params in PARAMS[:4]), (verify_on_device, PARAMS[1]), (in_one_call, PARAMS[1])],
+    ids=[*IDS[:4], f"{IDS[1]}-on-device", f"{IDS[1]}-in-one-call"],
 )
 def test_a_million_draws_of_the_acceptance_rule_follow_the_target(
     rule: Callable[..., Verdict], params: SamplingParams
@@ -194,7 +204,7 @@ def test_a_million_draws_of_the_acceptance_rule_follow_the_target(
     assert p_value(observed, exact) > 0.001
 
 
-@pytest.mark.parametrize("rule", [verify_sampled, verify_on_device], ids=["host", "device"])
+@pytest.mark.parametrize("rule", [verify_sampled, verify_on_device, in_one_call], ids=["host", "device", "call"])
 def test_where_nothing_is_left_of_p_minus_q_the_draw_is_from_p(rule: Callable[..., Verdict]) -> None:
     uniform = Uniform(torch.Generator().manual_seed(4))
     p, q = torch.tensor([[0.5, 0.5, 0.0]] * 2), torch.tensor([[1.0, 0.5, 0.0]])  # as rounding leaves them, in large
@@ -204,7 +214,7 @@ def test_where_nothing_is_left_of_p_minus_q_the_draw_is_from_p(rule: Callable[..
     assert min(drawn[0], drawn[1]) > sum(drawn.values()) / 4
 
 
-@pytest.mark.parametrize("rule", [verify_sampled, verify_on_device], ids=["host", "device"])
+@pytest.mark.parametrize("rule", [verify_sampled, verify_on_device, in_one_call], ids=["host", "device", "call"])
 def test_chosen_is_the_log_probability_under_the_drawn_distribution(rule: Callable[..., Verdict]) -> None:
     uniform = Uniform(torch.Generator().manual_seed(1))
     p = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])

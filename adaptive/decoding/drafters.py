@@ -106,7 +106,7 @@ class ModelDrafter:
         if self.params.greedy:
             return Proposal(self.name, tokens, None)
         self.uniform.skip(len(tokens))
-        return Proposal(self.name, tokens, list(choice.probs[: len(tokens)]))
+        return Proposal(self.name, tokens, choice.probs[: len(tokens)])
 
     def _propose_by_token(self, feed: Ids, length: int, advise: Adviser | None) -> Proposal | None:
         tokens: list[Ids] = []

@@ -19,7 +19,7 @@ from adaptive.decoding.sampling import Penalties, Transform, Uniform
 from adaptive.decoding.supervision import SupervisionTape
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.tokens import Ids, as_tensor, join
-from adaptive.decoding.verify import Proposal, Verdict, verify_greedy, verify_sampled
+from adaptive.decoding.verify import Proposal, Verdict, verify_greedy, verify_logits
 from adaptive.engines.protocol import Sequence
 from adaptive.records.types import Round, Supervision, Timings
 
@@ -74,9 +74,8 @@ class TargetSampler:
             logits = self.penalties.apply(logits, as_tensor(ids).to(logits.device))
         if self.greedy:
             return verify_greedy(logits, ids)
-        p = self.transform(logits)
         q = None if proposal is None else proposal.probs
-        return verify_sampled(p, ids, [] if q is None else q, self.uniform)
+        return verify_logits(logits, self.transform, ids, q, self.uniform)
 
 
 def speculative_round(

@@ -8,7 +8,7 @@ import torch
 
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.tokens import Rows
-from adaptive.engines.kernels import Cuts, library
+from adaptive.engines.kernels import Cuts, Rule, library
 
 # Numbers from which the work on a few distributions is shared by threads. torch would share five rows of any length,
 # and waking the others takes 70 us: as long as one thread needs for this many.
@@ -53,6 +53,7 @@ class Transform:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.cuts = None if params.greedy else Cuts(1 / params.temperature, params.top_p, params.min_p, params.top_k)
+        self.rule = None if self.cuts is None or library() is None else Rule(self.cuts)
         self._rows: Rows | None = None
 
     def __call__(self, logits: torch.Tensor, first: int = 0) -> torch.Tensor:

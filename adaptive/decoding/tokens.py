@@ -18,8 +18,8 @@ import torch
 
 # Token ids: a list where the program knows them, a tensor (n,) int64 where a device is still to compute them.
 Ids: TypeAlias = list[int] | torch.Tensor
-# Distributions, one a token: a list of arrays (vocab,) where the program has them, a tensor (n, vocab) on a device.
-Distributions: TypeAlias = list[npt.NDArray[np.float32]] | torch.Tensor
+# Distributions (n, vocab): an array, or a list of its rows, where the program has them, a tensor on a device.
+Distributions: TypeAlias = npt.NDArray[np.float32] | list[npt.NDArray[np.float32]] | torch.Tensor
 # What numpy can read.
 FLOATS = (torch.float32, torch.float64)
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from adaptive.decoding.sampling import Uniform, draw_on_device, pick
+from adaptive.decoding.sampling import Transform, Uniform, draw_on_device, pick
 from adaptive.decoding.tokens import Distributions, Ids, argmax, as_array, as_tensor, join
 from adaptive.errors import AdaptiveError
 
 # Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
 NOTHING = 1e-30
+NO_NUMBERS = "the target's logits are not numbers, so that nothing can be drawn: is its checkpoint damaged?"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,24 @@ def verify_greedy(logits: torch.Tensor, drafted: Ids) -> Verdict:
     return Verdict(accepted, best[: accepted + 1], None)
 
 
+def verify_logits(
+    logits: torch.Tensor, transform: Transform, drafted: Ids, q: Distributions | None, uniform: Uniform
+) -> Verdict:
+    """The quickest way from the target's logits (K + 1, vocab) to a verdict under ``transform``; the rest as below."""
+    if transform.rule is None or as_array(logits) is None:
+        return verify_sampled(transform(logits), drafted, [] if q is None else q, uniform)
+    proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
+    if isinstance(q, list):
+        q = np.stack(q)
+    elif isinstance(q, torch.Tensor):
+        q = q.cpu().contiguous().numpy()
+    accepted, extra, chosen, used = transform.rule(logits, proposed, q, uniform.ahead(len(proposed) + 2))
+    if extra is None:
+        raise AdaptiveError(NO_NUMBERS)
+    uniform.skip(used)
+    return Verdict(accepted, [*proposed[:accepted], extra], chosen)
+
+
 def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uniform) -> Verdict:
     """Target probabilities p (K + 1, vocab), K drafted tokens, and the K distributions q that they were drawn from,
     over no more tokens than p. Raises AdaptiveError where p are not numbers.
@@ -80,9 +99,7 @@ def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uni
     if extra is None:  # all accepted; or p == q up to rounding leaves nothing to draw from, and p is the right one
         extra = pick(p_n, uniform.next())
     if extra is None:
-        raise AdaptiveError(
-            "the target's logits are not numbers, so that nothing can be drawn: is its checkpoint damaged?"
-        )
+        raise AdaptiveError(NO_NUMBERS)
     chosen.append(math.log(float(p_n[extra])))
     return Verdict(accepted, [*proposed[:accepted], extra], chosen)
 
@@ -110,5 +127,5 @@ def verify_on_device(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, un
 def _like(p: torch.Tensor, q: Distributions) -> torch.Tensor:
     """q as a tensor (K, vocab) beside p, 0 for tokens that only the target has."""
     if not isinstance(q, torch.Tensor):
-        q = torch.from_numpy(np.stack(q)) if q else p.new_empty(0, p.shape[1])
+        q = torch.from_numpy(np.stack(list(q))) if len(q) else p.new_empty(0, p.shape[1])
     return torch.nn.functional.pad(q.to(p.device), (0, p.shape[1] - q.shape[1]))

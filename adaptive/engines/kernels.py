@@ -126,6 +126,9 @@ class Library:
         self.draft = loaded.draft
         self.draft.argtypes = [*[_POINTER] * 3, _INT, _POINTER, _POINTER, _LONG, _INT, _POINTER, _POINTER, _INT]
         self.draft.restype = _INT
+        self.verify = loaded.verify
+        self.verify.argtypes = [*[_POINTER] * 2, _LONG, _POINTER, _INT, _POINTER, _LONG, *[_POINTER] * 4]
+        self.verify.restype = _INT
         self._probabilities, self._draw = loaded.probabilities, loaded.draw
         self._probabilities.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _LONG]
         self._draw.argtypes = [_POINTER, _POINTER, _LONG, _LONG, ctypes.c_double]
@@ -139,8 +142,7 @@ class Library:
     def probabilities(self, logits: torch.Tensor, cuts: Cuts, out: torch.Tensor) -> torch.Tensor:
         """Probabilities, into ``out`` (n, vocab) float32, of logits (n, vocab). A row in which a logit is no number
         has none."""
-        if logits.dtype != torch.float32 or not logits.is_contiguous():
-            logits = logits.float().contiguous()
+        logits = _plain(logits)
         self._probabilities(ctypes.addressof(cuts), address(logits), address(out), *logits.shape)
         return out
 
@@ -154,6 +156,11 @@ class Library:
             place, count = less.ctypes.data, len(less)
         token: int = self._draw(probs.ctypes.data, place, len(probs), count, share)
         return None if token < 0 else token
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """As the kernels read it: float32, row after row. Those made for them are known to be."""
+    return tensor if hasattr(tensor, "address") else tensor.float().contiguous()
 
 
 @cache
@@ -321,6 +328,55 @@ class DecoderLayer:
     scale: float
     rope: int
     window: int
+
+
+class Rule:
+    """The acceptance rule under these ``cuts``, with room for what goes into a call and what comes out."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        found = library()
+        assert found is not None
+        self._run, self._cuts, self._at = found.verify, cuts, ctypes.addressof(cuts)
+        self._extra, self._used = ctypes.c_int64(), ctypes.c_int()
+        self._extra_at, self._used_at = ctypes.addressof(self._extra), ctypes.addressof(self._used)
+        self._make_room(16)
+
+    def _make_room(self, count: int) -> None:
+        self._count = count
+        self._drafted: Any = (ctypes.c_int64 * count)()
+        self._shares: Any = (ctypes.c_double * (count + 2))()
+        self._chosen: Any = (ctypes.c_double * (count + 1))()
+
+    def __call__(
+        self, logits: torch.Tensor, drafted: list[int], q: _Floats | None, shares: list[float]
+    ) -> tuple[int, int | None, list[float], int]:
+        """How many of K drafted tokens stand, the token that the target adds (None where its probabilities are no
+        numbers), the log-probabilities of those that are committed, and how many of K + 2 uniform ``shares`` that
+        took. logits (K + 1, vocab), q (K, at most vocab) float32 and contiguous. Raises IndexError for an id beyond
+        the vocabulary."""
+        logits, count = _plain(logits), len(drafted)
+        if count > self._count:
+            self._make_room(count)
+        self._drafted[:count] = drafted
+        self._shares[: count + 2] = shares
+        place, fewer = (None, 0) if q is None else (q.ctypes.data, q.shape[1])
+        accepted = self._run(
+            self._at,
+            address(logits),
+            logits.shape[1],
+            self._drafted,
+            count,
+            place,
+            fewer,
+            self._shares,
+            self._extra_at,
+            self._chosen,
+            self._used_at,
+        )
+        if accepted < 0:
+            raise IndexError("a token is not of the model's vocabulary")
+        extra = self._extra.value
+        return accepted, None if extra < 0 else extra, self._chosen[: accepted + 1], self._used.value
 
 
 class Choice:

@@ -1,1 +1,2 @@
 #include "draft.h"
+#include "verify.h"
