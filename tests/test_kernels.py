@@ -133,6 +133,8 @@ def test_what_is_done_first(width: int, instructions: str) -> None:
             gate, up = x.double().chunk(2, -1)
             expected = (nn.functional.silu(gate) * up) @ weight.double().T
             same(ours(x, first=First.SILU_GATE), expected)
+            expected = (nn.functional.gelu(gate, approximate="tanh") * up) @ weight.double().T
+            same(ours(x, first=First.GELU_GATE), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ class First(IntEnum):
     NOTHING = 0
     RMS_NORM = 1
     SILU_GATE = 2
+    GELU_GATE = 3
 
 
 # ``Kind`` of ``native/products.h``.
@@ -63,12 +64,19 @@ class _Attention(ctypes.Structure):
     _fields_ = (("heads", _INT), ("key_heads", _INT), ("size", _INT), ("turn_stride", _INT))
 
 
+class _Norm(ctypes.Structure):
+    """``Norm`` of ``native/decoder.h``."""
+
+    _fields_ = (("weight", _POINTER), ("side", _FLOAT))
+
+
 class _Layer(ctypes.Structure):
     """``Layer`` of ``native/decoder.h``."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("project", "output", "up", "down", "attention_norm", "mix_norm")),
-        *((name, _FLOAT) for name in ("attention_side", "mix_side", "scale")),
+        *((name, _POINTER) for name in ("project", "output", "up", "down")),
+        *((name, _Norm) for name in ("attention_norm", "mix_norm", "head_norm", "after_attention", "after_mix")),
+        ("scale", _FLOAT),
         *((name, _INT) for name in ("rope", "window")),
     )
 
@@ -77,9 +85,10 @@ class _Decoder(ctypes.Structure):
     """``Decoder`` of ``native/decoder.h``."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "attention", "head", "final_norm", "embedding")),
-        ("final_side", _FLOAT),
-        *((name, _INT) for name in ("count", "half", "vocab")),
+        *((name, _POINTER) for name in ("layers", "attention", "head", "embedding")),
+        ("final_norm", _Norm),
+        ("factor", _FLOAT),
+        *((name, _INT) for name in ("gate", "count", "half", "vocab")),
     )
 
 
@@ -315,16 +324,27 @@ class Attention:
         )
 
 
+class Norm(NamedTuple):
+    """An RMS norm: ``weight`` and ``side`` as in ``Product``."""
+
+    weight: torch.Tensor
+    side: float
+
+
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A layer of a ``Decoder``: its products, its norms as (weight (width,), side) of ``Product``, its attention."""
+    """A layer of a ``Decoder``: its products and its norms. ``head_norm`` (heads + key heads, size) is that of each
+    head's queries and keys, those ``after`` attention and feed-forward part of what they add."""
 
     project: Product
     output: Product
     up: Product
     down: Product
-    attention_norm: tuple[torch.Tensor, float]
-    mix_norm: tuple[torch.Tensor, float]
+    attention_norm: Norm
+    mix_norm: Norm
+    head_norm: Norm | None
+    after_attention: Norm | None
+    after_mix: Norm | None
     scale: float
     rope: int
     window: int
@@ -425,16 +445,19 @@ class Choice:
 
 
 class Decoder:
-    """A whole pass over a few tokens in one call, for a model of RMS norms and parts gated by SiLU."""
+    """A whole pass in one call, for a model of RMS norms and gated feed-forward parts (``gate`` says how)."""
 
     def __init__(
         self,
         layers: Sequence[DecoderLayer],
         attention: Attention,
+        gate: First,
+        final_norm: Norm,
         head: Product,
-        final_norm: tuple[torch.Tensor, float],
         embedding: torch.Tensor,
+        factor: float = 1.0,
     ) -> None:
+        """``embedding`` (vocab, width) is multiplied by ``factor``."""
         found = library()
         assert found is not None
         self._parts = (layers, attention, head, final_norm, embedding)  # the structures point into them
@@ -442,10 +465,8 @@ class Decoder:
             *(
                 _Layer(
                     *(part.address for part in (layer.project, layer.output, layer.up, layer.down)),
-                    layer.attention_norm[0].data_ptr(),
-                    layer.mix_norm[0].data_ptr(),
-                    layer.attention_norm[1],
-                    layer.mix_norm[1],
+                    *map(_norm, (layer.attention_norm, layer.mix_norm, layer.head_norm)),
+                    *map(_norm, (layer.after_attention, layer.after_mix)),
                     layer.scale,
                     layer.rope,
                     layer.window,
@@ -457,9 +478,10 @@ class Decoder:
             ctypes.addressof(self._layers),
             attention.address,
             head.address,
-            final_norm[0].data_ptr(),
             embedding.data_ptr(),
-            final_norm[1],
+            _norm(final_norm),
+            factor,
+            gate,
             len(layers),
             embedding.dtype == torch.bfloat16,
             len(embedding),
@@ -511,3 +533,7 @@ class Decoder:
         if count < 0:
             raise IndexError("a token is not of the model's vocabulary")
         return choice.tokens[:count], passed.value
+
+
+def _norm(norm: Norm | None) -> _Norm:
+    return _Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.side)

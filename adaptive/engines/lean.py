@@ -198,7 +198,7 @@ class LeanForward:
             self._extend_tables(start + count)
         space = self._spaces.get(count) or self._make_space(count)
         x = plan.embed(tokens)
-        if self._attention is not None and count <= FEW:
+        if self._attention is not None:
             self._attended_by_us(x, space, cache, self._attention)
         else:
             self._attended_by_torch(x, space, cache)
@@ -212,7 +212,7 @@ class LeanForward:
         return logits
 
     def _attended_by_us(self, x: torch.Tensor, space: Workspace, cache: LeanCache, attention: Attention) -> None:
-        """All layers, added into the residual stream x (n, width) in place, for a few tokens."""
+        """All layers, added into the residual stream x (n, width) in place."""
         start = cache.length
         cache.reserve(start + len(x))
         # A token's rotations, one after the other.
@@ -234,7 +234,7 @@ class LeanForward:
             _mix(x, layer, space.flat)
 
     def _attended_by_torch(self, x: torch.Tensor, space: Workspace, cache: LeanCache) -> None:
-        """The same for any number of tokens and any dtype."""
+        """The same for any dtype, and for scores that are bent."""
         count, start = len(x), cache.length
         keys, values, places = cache.views(start + count)
         turns = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._tables]

@@ -8,9 +8,16 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from adaptive.engines.kernels import First
+
 Map = Callable[[torch.Tensor], torch.Tensor]
-# x * sigmoid(x), by the names of its classes.
-SILU = ("SiLUActivation", "SiLU")
+# Gates that our own products compute, by the names of their activations' classes.
+GATES = {
+    "SiLUActivation": First.SILU_GATE,
+    "SiLU": First.SILU_GATE,
+    "GELUTanh": First.GELU_GATE,
+    "PytorchGELUTanh": First.GELU_GATE,
+}
 
 
 class RmsNorm:
@@ -38,7 +45,7 @@ class HeadNorm:
     """RMS norm of each head's queries and keys (n, heads, size), in place. ``weight`` (heads, size)."""
 
     def __init__(self, norm: RmsNorm, weight: torch.Tensor) -> None:
-        self.side = norm.side
+        self.side, self.square = norm.side, norm.square
         self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +70,7 @@ class Gate:
     """act(gate) * up of (n, 2 * size): gate and up in a row."""
 
     def __init__(self, act: nn.Module) -> None:
-        self.silu = type(act).__name__ in SILU
+        self.first = GATES.get(type(act).__name__)
         self.act = activation(act)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +80,6 @@ class Gate:
 
 def activation(module: nn.Module) -> Map:
     """The activation without its module's wrapper, where it is a single operation. Never returns its input."""
-    if type(module).__name__ in SILU:
+    if GATES.get(type(module).__name__) is First.SILU_GATE:
         return torch.ops.aten.silu.default  # type: ignore[no-any-return]
     return module

@@ -131,8 +131,8 @@ class PackedLinear:
         if self.product is not None and not (self.tiled and len(x) > TILED_ROWS):
             if isinstance(first, RmsNorm):
                 return self.product(x, out, add, First.RMS_NORM, first.weight, first.square)
-            if isinstance(first, Gate) and first.silu:
-                return self.product(x, out, add, First.SILU_GATE)
+            if isinstance(first, Gate) and first.first is not None:
+                return self.product(x, out, add, first.first)
             return self.product(x if first is None else first(x), out, add)
         if first is not None:
             x = first(x)

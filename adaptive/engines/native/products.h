@@ -41,8 +41,9 @@ struct Product {
 enum Kind { FLOAT32, BFLOAT16, INT8 };
 
 // What is done to a row of x first. RMS_NORM: divided by sqrt(sum(x ** 2) + side) and multiplied by `norm` (in,).
-// SILU_GATE: its first half, x * sigmoid(x), times its second. The same numbers in kernels.py.
-enum First { NOTHING, RMS_NORM, SILU_GATE };
+// SILU_GATE: its first half, x * sigmoid(x), times its second. GELU_GATE: the same, with GELU as approximated by tanh. The
+// same numbers in kernels.py.
+enum First { NOTHING, RMS_NORM, SILU_GATE, GELU_GATE };
 
 struct Call {
   const Product& product;
@@ -53,28 +54,42 @@ struct Call {
   float side;
 };
 
+// What x is divided by in an RMS norm, as a factor.
+inline float rms_factor(const float* x, int count, float side) {
+  Vector squares = {};
+  int k = 0;
+  for (; k + LANES <= count; k += LANES) squares += at(x + k) * at(x + k);
+  for (; k < count; k++) side += x[k] * x[k];
+  return 1 / std::sqrt(side + total(squares));
+}
+
+// GELU(x) is x * sigmoid of this, but for 1e-3.
+template <class Number>
+inline Number gelu_argument(Number x) {
+  return 1.59576912f * (x + 0.044715f * x * x * x);
+}
+
 // A row of x after what is first done to it, (in,): in `out`, or where it lies if nothing is.
 const float* first_done(const Call& call, int row, float* out) {
   const int in = call.product.in;
+  int k = 0;
+  if (call.first == NOTHING) return call.x + size_t(row) * in;
   if (call.first == RMS_NORM) {
     const float* x = call.x + size_t(row) * in;
-    Vector squares = {};
-    float sum = call.side;
-    int k = 0;
-    for (; k + LANES <= in; k += LANES) squares += at(x + k) * at(x + k);
-    for (; k < in; k++) sum += x[k] * x[k];
-    const float factor = 1 / std::sqrt(sum + total(squares));
-    for (k = 0; k < in; k++) out[k] = x[k] * factor * call.norm[k];
+    const float factor = rms_factor(x, in, call.side);
+    for (; k < in; k++) out[k] = x[k] * factor * call.norm[k];
     return out;
   }
+  const float *gate = call.x + size_t(row) * 2 * in, *up = gate + in;
   if (call.first == SILU_GATE) {
-    const float *gate = call.x + size_t(row) * 2 * in, *up = gate + in;
-    int k = 0;
     for (; k + LANES <= in; k += LANES) at(out + k) = at(gate + k) * at(up + k) / (1.0f + exponential(-at(gate + k)));
     for (; k < in; k++) out[k] = gate[k] * up[k] / (1.0f + std::exp(-gate[k]));
-    return out;
+  } else {
+    for (; k + LANES <= in; k += LANES)
+      at(out + k) = at(gate + k) * at(up + k) / (1.0f + exponential(-gelu_argument<Vector>(at(gate + k))));
+    for (; k < in; k++) out[k] = gate[k] * up[k] / (1.0f + std::exp(-gelu_argument(gate[k])));
   }
-  return call.x + size_t(row) * in;
+  return out;
 }
 
 // As the products take it, and what the result has to be multiplied by: numbers, or where the processor multiplies
