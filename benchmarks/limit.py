@@ -29,7 +29,8 @@ from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Transform
 from adaptive.decoding.tokens import Ids, Rows, argmax, as_array
-from adaptive.engines.kernels import Choice, library
+from adaptive.engines.kernels import library
+from adaptive.engines.native_decoder import Choice
 from adaptive.engines.protocol import Engine, Sequence
 from adaptive.engines.transformers import TransformersEngine
 from adaptive.pair import BUNDLED, Pair, load_pair

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -125,6 +127,18 @@ def test_what_the_adviser_raises_is_raised(engine: TransformersEngine, error: ty
     expected = by_token(engine, PARAMS[0]).propose(PROMPT, 5)
     assert expected is not None
     assert again.tokens == expected.tokens
+
+
+def test_nothing_is_kept_of_an_answer(engine: TransformersEngine) -> None:
+    made = drafter(engine, PARAMS[1])
+    assert made.propose(PROMPT, 5, stops(0.3, [])) is not None
+    room = weakref.ref(made._choice)
+    gc.disable()  # distributions of a large vocabulary are not to wait for it
+    try:
+        del made
+        assert room() is None
+    finally:
+        gc.enable()
 
 
 def test_a_long_text_is_caught_up_with(engine: TransformersEngine) -> None:

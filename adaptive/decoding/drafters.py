@@ -23,7 +23,7 @@ from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.sampling import Penalties, Transform, Uniform, draw_on_device, pick
 from adaptive.decoding.tokens import Ids, argmax, as_array, as_tensor, join, likeliest
 from adaptive.decoding.verify import Proposal
-from adaptive.engines.kernels import Choice
+from adaptive.engines.native_decoder import Choice
 from adaptive.engines.protocol import Engine, Sequence
 
 # Asked with a position (from 1) and the largest probability of the distribution there.

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +30,8 @@ LIBRARIES = {
 # The OpenMP libraries that torch may have brought; all know GNU's names.
 OPENMP = ("libgomp", "libiomp5", "libomp")
 
-_Floats: TypeAlias = npt.NDArray[np.float32]
-_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+Floats: TypeAlias = npt.NDArray[np.float32]
+POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
 class First(IntEnum):
@@ -53,65 +51,22 @@ class _Product(ctypes.Structure):
     """``Product`` of ``native/products.h``."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("weight", "bias", "scales", "offsets")),
-        *((name, _INT) for name in ("inputs", "outputs", "kind")),
+        *((name, POINTER) for name in ("weight", "bias", "scales", "offsets")),
+        *((name, INT) for name in ("inputs", "outputs", "kind")),
     )
 
 
 class _Attention(ctypes.Structure):
     """``Attention`` of ``native/attention.h``."""
 
-    _fields_ = (("heads", _INT), ("key_heads", _INT), ("size", _INT), ("turn_stride", _INT))
-
-
-class _Norm(ctypes.Structure):
-    """``Norm`` of ``native/decoder.h``."""
-
-    _fields_ = (("weight", _POINTER), ("side", _FLOAT))
-
-
-class _Layer(ctypes.Structure):
-    """``Layer`` of ``native/decoder.h``."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("project", "output", "up", "down")),
-        *((name, _Norm) for name in ("attention_norm", "mix_norm", "head_norm", "after_attention", "after_mix")),
-        ("scale", _FLOAT),
-        *((name, _INT) for name in ("rope", "window")),
-    )
-
-
-class _Decoder(ctypes.Structure):
-    """``Decoder`` of ``native/decoder.h``."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("layers", "attention", "head", "embedding")),
-        ("final_norm", _Norm),
-        ("factor", _FLOAT),
-        *((name, _INT) for name in ("gate", "count", "half", "vocab")),
-    )
+    _fields_ = (("heads", INT), ("key_heads", INT), ("size", INT), ("turn_stride", INT))
 
 
 class Cuts(ctypes.Structure):
     """How logits become probabilities (``native/sampling.h``): times ``factor``, then only the ``top_k`` largest (0:
     all), the likeliest with ``top_p`` of the mass (1: all), those ``min_p`` times as likely as the likeliest."""
 
-    _fields_ = (*((name, _FLOAT) for name in ("factor", "top_p", "min_p")), ("top_k", _INT))
-
-
-# From a position (from 1) and the largest probability there to an ``Advice``, as its number.
-Adviser: TypeAlias = Callable[[int, float], int]
-_ADVISER = ctypes.CFUNCTYPE(_INT, _INT, _FLOAT)
-
-
-class _Choice(ctypes.Structure):
-    """``Choice`` of ``native/draft.h``."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("cuts", "shares", "probs")),
-        ("advise", _ADVISER),
-        *((name, _INT) for name in ("length", "vocab")),
-    )
+    _fields_ = (*((name, FLOAT) for name in ("factor", "top_p", "min_p")), ("top_k", INT))
 
 
 class Library:
@@ -125,28 +80,28 @@ class Library:
         self.panel: int = loaded.panel()
         self.attends, self.multiplies = loaded.attends, loaded.multiplies
         self.product, self.attend = loaded.product, loaded.attend
-        self.product.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _FLOAT]
-        self.attend.argtypes = [*[_POINTER] * 5, _LONG, _INT, _INT, _INT, _FLOAT, _INT]
+        self.product.argtypes = [POINTER, POINTER, POINTER, INT, INT, INT, INT, POINTER, FLOAT]
+        self.attend.argtypes = [*[POINTER] * 5, LONG, INT, INT, INT, FLOAT, INT]
         self.decode = loaded.decode
-        self.decode.argtypes = [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _LONG, _INT, _POINTER, _INT]
-        self.decode.restype = _INT
+        self.decode.argtypes = [POINTER, POINTER, INT, INT, POINTER, POINTER, LONG, INT, POINTER, INT]
+        self.decode.restype = INT
         self.pack = loaded.pack
-        self.pack.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
+        self.pack.argtypes = [POINTER, POINTER, LONG, LONG, INT]
         self.draft = loaded.draft
-        self.draft.argtypes = [*[_POINTER] * 3, _INT, _POINTER, _POINTER, _LONG, _INT, _POINTER, _POINTER, _INT]
-        self.draft.restype = _INT
+        self.draft.argtypes = [*[POINTER] * 3, INT, POINTER, POINTER, LONG, INT, POINTER, POINTER, INT]
+        self.draft.restype = INT
         self.verify = loaded.verify
-        self.verify.argtypes = [*[_POINTER] * 2, _LONG, _POINTER, _INT, _POINTER, _LONG, *[_POINTER] * 4]
-        self.verify.restype = _INT
+        self.verify.argtypes = [*[POINTER] * 2, LONG, POINTER, INT, POINTER, LONG, *[POINTER] * 4]
+        self.verify.restype = INT
         self._probabilities, self._draw = loaded.probabilities, loaded.draw
-        self._probabilities.argtypes = [_POINTER, _POINTER, _POINTER, _INT, _LONG]
-        self._draw.argtypes = [_POINTER, _POINTER, _LONG, _LONG, ctypes.c_double]
+        self._probabilities.argtypes = [POINTER, POINTER, POINTER, INT, LONG]
+        self._draw.argtypes = [POINTER, POINTER, LONG, LONG, ctypes.c_double]
         self.product.restype = self.attend.restype = self.pack.restype = self._probabilities.restype = None
-        self._draw.restype = _LONG
+        self._draw.restype = LONG
         openmp = _openmp()
         if openmp is not None:  # else everything runs on one thread
             functions = (openmp.GOMP_parallel, openmp.omp_get_thread_num, openmp.omp_get_num_threads)
-            loaded.share_by(*(ctypes.cast(function, _POINTER) for function in functions))
+            loaded.share_by(*(ctypes.cast(function, POINTER) for function in functions))
 
     def probabilities(self, logits: torch.Tensor, cuts: Cuts, out: torch.Tensor) -> torch.Tensor:
         """Probabilities, into ``out`` (n, vocab) float32, of logits (n, vocab). A row in which a logit is no number
@@ -155,7 +110,7 @@ class Library:
         self._probabilities(ctypes.addressof(cuts), address(logits), address(out), *logits.shape)
         return out
 
-    def draw(self, probs: _Floats, share: float, less: _Floats | None = None) -> int | None:
+    def draw(self, probs: Floats, share: float, less: Floats | None = None) -> int | None:
         """The first token at which the mass of probs (vocab,), or of what they have more than ``less`` (at most
         vocab,), exceeds that share of it; None where there is no mass."""
         probs = np.ascontiguousarray(probs, np.float32)
@@ -324,32 +279,6 @@ class Attention:
         )
 
 
-class Norm(NamedTuple):
-    """An RMS norm: ``weight`` and ``side`` as in ``Product``."""
-
-    weight: torch.Tensor
-    side: float
-
-
-@dataclass(frozen=True)
-class DecoderLayer:
-    """A layer of a ``Decoder``: its products and its norms. ``head_norm`` (heads + key heads, size) is that of each
-    head's queries and keys, those ``after`` attention and feed-forward part of what they add."""
-
-    project: Product
-    output: Product
-    up: Product
-    down: Product
-    attention_norm: Norm
-    mix_norm: Norm
-    head_norm: Norm | None
-    after_attention: Norm | None
-    after_mix: Norm | None
-    scale: float
-    rope: int
-    window: int
-
-
 class Rule:
     """The acceptance rule under these ``cuts``, with room for what goes into a call and what comes out."""
 
@@ -368,7 +297,7 @@ class Rule:
         self._chosen: Any = (ctypes.c_double * (count + 1))()
 
     def __call__(
-        self, logits: torch.Tensor, drafted: list[int], q: _Floats | None, shares: list[float]
+        self, logits: torch.Tensor, drafted: list[int], q: Floats | None, shares: list[float]
     ) -> tuple[int, int | None, list[float], int]:
         """How many of K drafted tokens stand, the token that the target adds (None where its probabilities are no
         numbers), the log-probabilities of those that are committed, and how many of K + 2 uniform ``shares`` that
@@ -397,143 +326,3 @@ class Rule:
             raise IndexError("a token is not of the model's vocabulary")
         extra = self._extra.value
         return accepted, None if extra < 0 else extra, self._chosen[: accepted + 1], self._used.value
-
-
-class Choice:
-    """How tokens of a proposal are chosen: the likeliest, or with ``cuts`` drawn; of the first ``vocab`` ids."""
-
-    def __init__(self, vocab: int, cuts: Cuts | None) -> None:
-        self.vocab = vocab
-        self._cuts = cuts
-        self._given = _Choice(None if cuts is None else ctypes.addressof(cuts), vocab=vocab)
-        self.address = ctypes.addressof(self._given)
-        self.shares: Any = (ctypes.c_double * 0)()  # where in each distribution's mass its token is
-        self.probs: _Floats = np.empty((0, vocab), np.float32)  # the distributions that the last tokens were drawn from
-        self.tokens: Any = (ctypes.c_int64 * 0)()
-        self.length = 0
-        self._advise: Adviser | None = None
-        self._error: BaseException | None = None
-
-    def prepare(self, length: int, advise: Adviser | None) -> None:
-        """For a proposal of at most so many tokens; the first ``length`` of ``shares`` are still to be set."""
-        given = self._given
-        self.length = given.length = length
-        if length > len(self.tokens):
-            self.tokens, self.shares = (ctypes.c_int64 * length)(), (ctypes.c_double * length)()
-            given.shares = ctypes.addressof(self.shares)
-            if self._cuts is not None:
-                self.probs = np.empty((length, self.vocab), np.float32)
-                given.probs = self.probs.ctypes.data
-        if advise != self._advise:
-            self._advise = advise
-            given.advise = _ADVISER() if advise is None else _ADVISER(self._advised)
-
-    def _advised(self, position: int, confidence: float) -> int:
-        """What is raised in there, ctrl-C too, would be lost among C's frames: the draft ends, ``check`` raises it."""
-        try:
-            assert self._advise is not None
-            return self._advise(position, confidence)
-        except BaseException as error:
-            self._error = error
-            return 0
-
-    def check(self) -> None:
-        """Raise what was raised by the adviser."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-
-class Decoder:
-    """A whole pass in one call, for a model of RMS norms and gated feed-forward parts (``gate`` says how)."""
-
-    def __init__(
-        self,
-        layers: Sequence[DecoderLayer],
-        attention: Attention,
-        gate: First,
-        final_norm: Norm,
-        head: Product,
-        embedding: torch.Tensor,
-        factor: float = 1.0,
-    ) -> None:
-        """``embedding`` (vocab, width) is multiplied by ``factor``."""
-        found = library()
-        assert found is not None
-        self._parts = (layers, attention, head, final_norm, embedding)  # the structures point into them
-        self._layers = (_Layer * len(layers))(
-            *(
-                _Layer(
-                    *(part.address for part in (layer.project, layer.output, layer.up, layer.down)),
-                    *map(_norm, (layer.attention_norm, layer.mix_norm, layer.head_norm)),
-                    *map(_norm, (layer.after_attention, layer.after_mix)),
-                    layer.scale,
-                    layer.rope,
-                    layer.window,
-                )
-                for layer in layers
-            )
-        )
-        self._given = _Decoder(
-            ctypes.addressof(self._layers),
-            attention.address,
-            head.address,
-            embedding.data_ptr(),
-            _norm(final_norm),
-            factor,
-            gate,
-            len(layers),
-            embedding.dtype == torch.bfloat16,
-            len(embedding),
-        )
-        self._address = ctypes.addressof(self._given)
-        self._run, self._draft = found.decode, found.draft
-
-    def __call__(
-        self, tokens: list[int], turns: int, caches: Any, capacity: int, start: int, logits: torch.Tensor, threads: int
-    ) -> None:
-        """Logits (rows, vocab), float32 and contiguous, of the last tokens. ``turns`` and ``caches``, an array of one
-        for each layer, are addresses; they and the rest as in ``Attention``. Raises IndexError, and writes nothing,
-        for an id beyond the vocabulary."""
-        done = self._run(
-            self._address,
-            (ctypes.c_int64 * len(tokens))(*tokens),
-            len(tokens),
-            len(logits),
-            turns,
-            caches,
-            capacity,
-            start,
-            address(logits),
-            threads,
-        )
-        if not done:
-            raise IndexError("a token is not of the model's vocabulary")
-
-    def draft(
-        self, tokens: list[int], choice: Choice, turns: int, caches: Any, capacity: int, start: int, threads: int
-    ) -> tuple[list[int], int]:
-        """At most as many tokens as ``choice`` is prepared for after ``tokens``, and how many the caches hold more by
-        then. The rest, and IndexError, as above."""
-        passed = ctypes.c_int()
-        count = self._draft(
-            self._address,
-            choice.address,
-            (ctypes.c_int64 * len(tokens))(*tokens),
-            len(tokens),
-            turns,
-            caches,
-            capacity,
-            start,
-            choice.tokens,
-            ctypes.byref(passed),
-            threads,
-        )
-        choice.check()
-        if count < 0:
-            raise IndexError("a token is not of the model's vocabulary")
-        return choice.tokens[:count], passed.value
-
-
-def _norm(norm: Norm | None) -> _Norm:
-    return _Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.side)

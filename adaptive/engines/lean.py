@@ -21,12 +21,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.compiled import CompiledPass, constants
-from adaptive.engines.kernels import Attention, Choice, Decoder
+from adaptive.engines.kernels import Attention
 from adaptive.engines.lean_cache import LeanCache
 from adaptive.engines.lean_decoder import decoder, fits
 from adaptive.engines.lean_maps import Map
 from adaptive.engines.lean_plan import Layer, Plan, read_plan
 from adaptive.engines.lean_threads import choose_threads
+from adaptive.engines.native_decoder import Choice, Decoder
 from adaptive.engines.packed import PackedLinear
 
 # Tokens in one pass up to which buffers are kept and queries of one key head are stacked as rows of one

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from adaptive.engines.kernels import Attention, Decoder, DecoderLayer, First, Norm, Product
+from adaptive.engines.kernels import Attention, First, Product
 from adaptive.engines.lean_maps import Gate, HeadNorm, Map, RmsNorm
 from adaptive.engines.lean_plan import Layer, Plan
+from adaptive.engines.native_decoder import Decoder, DecoderLayer, Norm
 from adaptive.engines.packed import PackedLinear
 
 

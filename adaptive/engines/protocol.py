@@ -15,7 +15,7 @@ import torch
 
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.tokens import Ids
-from adaptive.engines.kernels import Choice
+from adaptive.engines.native_decoder import Choice
 
 
 class Sequence(Protocol):

@@ -13,9 +13,9 @@ from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.tokens import Ids, Rows, as_tensor
 from adaptive.engines.adapters import MergedAdapter
 from adaptive.engines.cache import RollbackCache
-from adaptive.engines.kernels import Choice
 from adaptive.engines.lean import lean_forward
 from adaptive.engines.lean_cache import LeanCache
+from adaptive.engines.native_decoder import Choice
 from adaptive.engines.recorded import RecordedPasses
 
 # Tokens scored in one forward of a long prompt. Larger needs more memory for attention scores and

@@ -9,13 +9,13 @@
 namespace {
 
 extern "C" {
-// An RMS norm as in First, or none where there is no weight; the same in kernels.py.
+// An RMS norm as in First, or none where there is no weight; the same in native_decoder.py.
 struct Norm {
   const float* weight;
   float side;
 };
 
-// The same in kernels.py. `head` norms each head's queries and keys, (heads + key heads, size); the `after` ones what is
+// The same in native_decoder.py. `head` norms each head's queries and keys, (heads + key heads, size); the `after` ones what is
 // added to the residual.
 struct Layer {
   const Product *project, *output, *up, *down;

@@ -17,9 +17,8 @@ inline int64_t likeliest(const float* logits, int64_t count) {
   return found < logits + count ? found - logits : 0;
 }
 
-// Its probability.
-inline float of_likeliest(const float* logits, int64_t count) {
-  const float top = largest(logits, count);
+// The probability of a token whose logit is the largest.
+inline float probability(const float* logits, int64_t count, float top) {
   Vector sums = {};
   float sum = 0;
   int64_t i = 0;
@@ -31,10 +30,10 @@ inline float of_likeliest(const float* logits, int64_t count) {
 }  // namespace
 
 extern "C" {
-// Asked with a position (from 1) and the largest probability there, before anything is chosen.
+// Asked with a position (from 1) and the largest probability there, before anything is drawn.
 typedef int (*Adviser)(int position, float confidence);
 
-// How tokens are chosen; the same in kernels.py.
+// How tokens are chosen; the same in native_decoder.py.
 struct Choice {
   const Cuts* cuts;      // null: the likeliest
   const double* shares;  // (length,) below 1: where in each distribution's mass its token is
@@ -57,12 +56,14 @@ int draft(const Decoder* decoder, const Choice* choice, const int64_t* tokens, i
     *passed += n;
     float* probs = c.cuts ? c.probs + position * vocab : nullptr;
     if (probs) probabilities(c.cuts, logits, probs, 1, vocab);
+    int64_t token = probs ? 0 : likeliest(logits, vocab);
     int advice = MORE;
-    if (c.advise) advice = c.advise(position + 1, probs ? largest(probs, vocab) : of_likeliest(logits, vocab));
+    if (c.advise)
+      advice = c.advise(position + 1, probs ? largest(probs, vocab) : probability(logits, vocab, logits[token]));
     if (advice == DROP) return position;
     // Of probabilities that are no numbers any token: the target will not have it.
-    drafted[position] = probs ? std::max<int64_t>(draw(probs, nullptr, vocab, 0, c.shares[position]), 0)
-                              : likeliest(logits, vocab);
+    if (probs) token = std::max<int64_t>(draw(probs, nullptr, vocab, 0, c.shares[position]), 0);
+    drafted[position] = token;
     if (advice == LAST) return position + 1;
     tokens = drafted + position;
     n = 1;
