@@ -159,6 +159,16 @@ class Breakdown:
     processor: float = 0.0
     processor_of_models: float = 0.0
 
+    @property
+    def whole(self) -> float:
+        """Seconds in all."""
+        return self.draft_model + self.drafting + self.target_model + self.verifying + self.rest
+
+    @property
+    def forwards(self) -> float:
+        """The share of it that is one model's forward."""
+        return (self.draft_model + self.target_model) / self.whole
+
 
 def breakdown(pair: Pair, prompts: list[Prompt], length: int, sampling: SamplingParams) -> Breakdown:
     """Where the time of speculative rounds goes, the prompt's own pass apart."""
@@ -219,13 +229,18 @@ def show_round(pair: Pair, prompts: list[Prompt], length: int) -> None:
             "verifying beside it": b.verifying,
             "text and bookkeeping": b.rest,
         }
-        whole = sum(parts.values())
-        print(f"a round of {length}, {name}: {whole / b.rounds * 1e3:.3f} ms ({b.rounds} rounds)")
+        print(f"a round of {length}, {name}: {b.whole / b.rounds * 1e3:.3f} ms ({b.rounds} rounds)")
         for part, taken in parts.items():
-            print(f"  {part:22} {taken / b.rounds * 1e3:8.3f} ms {taken / whole:6.1%}")
+            print(f"  {part:22} {taken / b.rounds * 1e3:8.3f} ms {taken / b.whole:6.1%}")
         print(
-            f"  neither model's forward: {1 - (b.draft_model + b.target_model) / whole:.1%}, "
+            f"  neither model's forward: {1 - b.forwards:.1%}, "
             f"of the processor's time {1 - b.processor_of_models / b.processor:.1%}"
+        )
+        # Of plain decoding some is no forward, either.
+        plain = breakdown(pair, prompts, 0, sampling)
+        print(
+            f"  plain decoding: {1 - plain.forwards:.1%}; the speed-up is {b.forwards / plain.forwards:.1%} of what "
+            "acceptance and the forwards' times allow"
         )
 
 
