@@ -206,7 +206,17 @@ def test_attention_equals_torch(size: int, heads: int, key_heads: int, instructi
         pytest.fail("this size is to be supported")
     torch.manual_seed(0)
     ours = Attention(heads, key_heads, size, 1)
-    for start, count, window in ((0, 1, 0), (0, 5, 0), (150, 1, 0), (150, 7, 0), (150, 7, 20), (3, 9, 4), (64, 32, 64)):
+    for start, count, window in (
+        (0, 1, 0),
+        (0, 5, 0),
+        (150, 1, 0),
+        (150, 7, 0),
+        (150, 7, 20),
+        (3, 9, 4),
+        (150, 7, 1),
+        (3, 9, 2),
+        (64, 32, 64),
+    ):
         mixed = torch.randn(count, (heads + 2 * key_heads) * size)
         angles = torch.randn(count, size // 2)
         turns = torch.stack([angles.cos(), angles.sin()], -1)

@@ -40,48 +40,41 @@ inline void rotate(const float* x, const float* turns, int size, float factor, f
   }
 }
 
-// One half of what a and b hold, and the other: by quarters of a vector where they have four, then by halves of quarters.
-// Added up, they are half as many sums of a beside half as many of b.
+// Half of what x and y hold added to the other half, by parts as LOW and HIGH pick them: half as many sums of x beside half as
+// many of y. `across` a vector's quarters (halves, where it has two), and `within` them.
 #if defined(__AVX512BF16__)
-inline Vector by_halves(Vector x, Vector y) {
+template <int LOW, int HIGH>
+inline Vector across(Vector x, Vector y) {
   const __m512 a = (__m512)x, b = (__m512)y;
-  return (Vector)_mm512_shuffle_f32x4(a, b, 0x44) + (Vector)_mm512_shuffle_f32x4(a, b, 0xee);
+  return (Vector)_mm512_shuffle_f32x4(a, b, LOW) + (Vector)_mm512_shuffle_f32x4(a, b, HIGH);
 }
-inline Vector by_quarters(Vector x, Vector y) {
+template <int LOW, int HIGH>
+inline Vector within(Vector x, Vector y) {
   const __m512 a = (__m512)x, b = (__m512)y;
-  return (Vector)_mm512_shuffle_f32x4(a, b, 0x88) + (Vector)_mm512_shuffle_f32x4(a, b, 0xdd);
-}
-inline Vector by_pairs(Vector x, Vector y) {
-  const __m512 a = (__m512)x, b = (__m512)y;
-  return (Vector)_mm512_shuffle_ps(a, b, 0x44) + (Vector)_mm512_shuffle_ps(a, b, 0xee);
-}
-inline Vector by_ones(Vector x, Vector y) {
-  const __m512 a = (__m512)x, b = (__m512)y;
-  return (Vector)_mm512_shuffle_ps(a, b, 0x88) + (Vector)_mm512_shuffle_ps(a, b, 0xdd);
+  return (Vector)_mm512_shuffle_ps(a, b, LOW) + (Vector)_mm512_shuffle_ps(a, b, HIGH);
 }
 #else
-inline Vector by_halves(Vector x, Vector y) {
+template <int LOW, int HIGH>
+inline Vector across(Vector x, Vector y) {
   const __m256 a = (__m256)x, b = (__m256)y;
-  return (Vector)_mm256_permute2f128_ps(a, b, 0x20) + (Vector)_mm256_permute2f128_ps(a, b, 0x31);
+  return (Vector)_mm256_permute2f128_ps(a, b, LOW) + (Vector)_mm256_permute2f128_ps(a, b, HIGH);
 }
-inline Vector by_pairs(Vector x, Vector y) {
+template <int LOW, int HIGH>
+inline Vector within(Vector x, Vector y) {
   const __m256 a = (__m256)x, b = (__m256)y;
-  return (Vector)_mm256_shuffle_ps(a, b, 0x44) + (Vector)_mm256_shuffle_ps(a, b, 0xee);
-}
-inline Vector by_ones(Vector x, Vector y) {
-  const __m256 a = (__m256)x, b = (__m256)y;
-  return (Vector)_mm256_shuffle_ps(a, b, 0x88) + (Vector)_mm256_shuffle_ps(a, b, 0xdd);
+  return (Vector)_mm256_shuffle_ps(a, b, LOW) + (Vector)_mm256_shuffle_ps(a, b, HIGH);
 }
 #endif
 
 // The sums of LANES vectors, each in its lane, and each added in the same order.
 inline Vector totals(Vector* x) {
-  for (int j = 0; j < LANES; j++)
-    if (!(j & 4)) x[j] = by_halves(x[j], x[j | 4]);
 #if defined(__AVX512BF16__)
-  for (int j = 0; j < 4; j++) x[j] = by_quarters(x[j], x[j | 8]);
+  for (int j : {0, 1, 2, 3, 8, 9, 10, 11}) x[j] = across<0x44, 0xee>(x[j], x[j | 4]);
+  for (int j = 0; j < 4; j++) x[j] = across<0x88, 0xdd>(x[j], x[j | 8]);
+#else
+  for (int j = 0; j < 4; j++) x[j] = across<0x20, 0x31>(x[j], x[j | 4]);
 #endif
-  return by_ones(by_pairs(x[0], x[1]), by_pairs(x[2], x[3]));
+  return within<0x88, 0xdd>(within<0x44, 0xee>(x[0], x[1]), within<0x44, 0xee>(x[2], x[3]));
 }
 
 // Rows whose queries, or sums, are kept in registers.
@@ -167,7 +160,7 @@ void see(const Pass& p, int row, int count, const float* queries, const float* k
       const auto alone = [&](int r, int begin, int end) {
         weigh<V, 1>(values, begin, end, weights + r * stride, stride, sums + r * SIZE, 1);
       };
-      for (int r = i; r < i + some; r++) alone(r, std::max(block, first(r)), std::min(from, stop));
+      for (int r = i; r < i + some; r++) alone(r, std::max(block, first(r)), std::min({from, stop, last(r)}));
       weigh<V, TILE_ROWS>(values, from, until, weights + i * stride, stride, sums + i * SIZE, some);
       for (int r = i; r < i + some; r++) alone(r, std::max(from, until), std::min(stop, last(r)));
     }
