@@ -97,8 +97,6 @@ def test_products_equal_torch(shape: tuple[int, int], dtype: torch.dtype, instru
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (64, 32), (100, 33), (129, 1111), (320, 2050)])
 def test_int8_products(shape: tuple[int, int], instructions: str, threads: int) -> None:
-    if not kernels.multiplies(torch.int8, torch.device("cpu")):
-        pytest.skip("torch's are used here")
     torch.manual_seed(0)
     weight = torch.randint(-127, 128, shape, dtype=torch.int8)
     scales, bias = torch.rand(shape[0]) + 0.5, torch.randn(shape[0])

@@ -25,6 +25,7 @@ NATIVE = Path(__file__).parent / "native"
 # By instruction set, the better first: the flags of a processor that runs it, as Linux names them.
 LIBRARIES = {
     "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"},
+    "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma"},
     "avx2": {"avx2", "fma"},
 }
 # The OpenMP libraries that torch may have brought; all know GNU's names.
@@ -51,7 +52,7 @@ class _Product(ctypes.Structure):
     """``Product`` of ``native/products.h``."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("weight", "bias", "scales", "offsets")),
+        *((name, POINTER) for name in ("weight", "bias", "scales", "sums")),
         *((name, INT) for name in ("inputs", "outputs", "kind")),
     )
 
@@ -78,7 +79,7 @@ class Library:
         loaded = ctypes.CDLL(str(path))
         self.name = path.name.partition(".")[0]
         self.panel: int = loaded.panel()
-        self.attends, self.multiplies = loaded.attends, loaded.multiplies
+        self.attends = loaded.attends
         self.product, self.attend = loaded.product, loaded.attend
         self.product.argtypes = [POINTER, POINTER, POINTER, INT, INT, INT, INT, POINTER, FLOAT]
         self.attend.argtypes = [*[POINTER] * 5, LONG, INT, INT, INT, FLOAT, INT]
@@ -166,8 +167,7 @@ def _openmp() -> Any:
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there are products for weights of this dtype on this device."""
-    found = library()
-    return device.type == "cpu" and dtype in KINDS and found is not None and bool(found.multiplies(KINDS[dtype]))
+    return device.type == "cpu" and dtype in KINDS and library() is not None
 
 
 def packed(weight: torch.Tensor, library: Library) -> torch.Tensor:
@@ -198,7 +198,7 @@ class Product:
         if bias is not None:
             parts[1] = bias.float().contiguous()
         if scales is not None:
-            parts[2], parts[3] = scales.float().contiguous(), (128 * weight.sum(1, dtype=torch.int32)).contiguous()
+            parts[2], parts[3] = scales.float().contiguous(), weight.sum(1, dtype=torch.int32)
         self._parts = parts
         addresses = [None if part is None else part.data_ptr() for part in parts]
         self._given = _Product(*addresses, inputs, self.outputs, KINDS[weight.dtype])

@@ -55,7 +55,13 @@ def packs_int8(device: torch.device) -> bool:
 
 
 def fast_int8() -> bool:
-    """Whether this processor multiplies int8 vectors in one instruction (VNNI), without which int8 gains little."""
+    """Whether int8 pays for a draft on this processor: by our own products, or where it multiplies such vectors in one
+    instruction, by torch's."""
+    return multiplies(torch.int8, torch.device("cpu")) or has_vnni()
+
+
+def has_vnni() -> bool:
+    """Whether this processor multiplies int8 vectors in one instruction."""
     supported: bool = torch.cpu._is_vnni_supported() if hasattr(torch.cpu, "_is_vnni_supported") else False
     return supported
 
@@ -101,7 +107,7 @@ class PackedLinear:
             self.product = Product(*_rounded(weight, self.bias))
         elif self.int8:
             self._weight = _int8(weight, self.bias)
-            self._narrow = not fast_int8()  # sums of pairs would overflow there: inputs take seven bits
+            self._narrow = not has_vnni()  # sums of pairs would overflow there: inputs take seven bits
         elif multiplies(weight.dtype, weight.device):
             self.product = Product(weight, self.bias)
             self.tiled = weight.dtype == torch.bfloat16 and has_tiles()

@@ -42,7 +42,7 @@ inline void rotate(const float* x, const float* turns, int size, float factor, f
 
 // Half of what x and y hold added to the other half, by parts as LOW and HIGH pick them: half as many sums of x beside half as
 // many of y. `across` a vector's quarters (halves, where it has two), and `within` them.
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 template <int LOW, int HIGH>
 inline Vector across(Vector x, Vector y) {
   const __m512 a = (__m512)x, b = (__m512)y;
@@ -68,7 +68,7 @@ inline Vector within(Vector x, Vector y) {
 
 // The sums of LANES vectors, each in its lane, and each added in the same order.
 inline Vector totals(Vector* x) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
   for (int j : {0, 1, 2, 3, 8, 9, 10, 11}) x[j] = across<0x44, 0xee>(x[j], x[j | 4]);
   for (int j = 0; j < 4; j++) x[j] = across<0x88, 0xdd>(x[j], x[j | 8]);
 #else

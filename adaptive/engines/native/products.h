@@ -14,7 +14,7 @@
 
 namespace {
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 constexpr int VECTORS = 4;
 #else
 constexpr int VECTORS = 2;
@@ -31,7 +31,7 @@ struct Product {
   const void* weight;
   const float* bias;       // (out,), or null
   const float* scales;     // (out,), for INT8: what an output's weights are multiples of
-  const int32_t* offsets;  // (out,), for INT8: 128 times the sum of an output's weights
+  const int32_t* sums;     // (out,), for INT8: of an output's weights
   int32_t in, out;
   int32_t kind;
 };
@@ -93,16 +93,19 @@ const float* first_done(const Call& call, int row, float* out) {
 }
 
 // As the products take it, and what the result has to be multiplied by: numbers, or where the processor multiplies
-// pairs of bfloat16, those, or for int8 weights whole numbers from 1 to 255, where 128 stands for zero.
+// pairs of bfloat16, those, or for int8 weights whole numbers up to 127, or where it multiplies only such without a
+// sign, 128 more.
 inline float convert(const float* x, int count, float* out) {
   std::memcpy(out, x, count * sizeof(float));
   return 1;
 }
 
+#if defined(__AVX512F__)
+inline __mmask16 lanes(int count) { return count < LANES ? (1u << count) - 1 : 0xffff; }
+#endif
+
 #if defined(__AVX512BF16__)
 typedef uint16_t Narrow;
-
-inline __mmask16 lanes(int count) { return count < LANES ? (1u << count) - 1 : 0xffff; }
 
 inline float convert(const float* x, int count, Narrow* out) {
   for (int k = 0; k < count; k += LANES) {
@@ -111,8 +114,15 @@ inline float convert(const float* x, int count, Narrow* out) {
   }
   return 1;
 }
+#else
+typedef float Narrow;
+#endif
 
-inline float convert(const float* x, int count, uint8_t* out) {
+#if defined(__AVX512VNNI__)
+typedef uint8_t Whole;
+constexpr int ZERO = 128;  // what stands for zero
+
+inline float convert(const float* x, int count, Whole* out) {
   __m512 most = _mm512_setzero_ps();
   for (int k = 0; k < count; k += LANES)
     most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_maskz_loadu_ps(lanes(count - k), x + k)));
@@ -120,13 +130,31 @@ inline float convert(const float* x, int count, uint8_t* out) {
   for (int k = 0; k < count; k += LANES) {
     const __mmask16 mask = lanes(count - k);
     const __m512 steps = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + k), _mm512_set1_ps(1 / scale));
-    const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(steps), _mm512_set1_epi32(128));
+    const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(steps), _mm512_set1_epi32(ZERO));
     _mm_mask_storeu_epi8(out + k, mask, _mm512_cvtepi32_epi8(whole));
   }
   return scale;
 }
 #else
-typedef float Narrow;
+typedef int8_t Whole;
+constexpr int ZERO = 0;
+
+inline float convert(const float* x, int count, Whole* out) {
+  Vector most = {};
+  float top = 1e-30f;
+  int k = 0;
+  for (; k + LANES <= count; k += LANES) most = higher(most, higher(at(x + k), -at(x + k)));
+  for (; k < count; k++) top = std::max(top, std::abs(x[k]));
+  for (int lane = 0; lane < LANES; lane++) top = std::max(top, most[lane]);
+  const float scale = top / 127, steps = 1 / scale;
+  for (k = 0; k + LANES <= count; k += LANES) {
+    const __m256i whole = _mm256_cvtps_epi32((__m256)(at(x + k) * steps));
+    const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64((__m128i*)(out + k), _mm_packs_epi16(pairs, pairs));
+  }
+  for (; k < count; k++) out[k] = Whole(std::lrint(x[k] * steps));
+  return scale;
+}
 #endif
 
 // All rows, (rows, padded), with nothing behind the inputs, and the factors of their results (rows,).
@@ -203,28 +231,48 @@ inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, boo
 #endif
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
+typedef __m512i Wholes;
+#else
+typedef __m256i Wholes;
+#endif
+
+inline Wholes wholes(const void* from) {
+  Wholes loaded;
+  std::memcpy(&loaded, from, sizeof loaded);
+  return loaded;
+}
+
+// The sums of products of four inputs, `four` times, with every lane's four weights added to its sum.
+inline Wholes add_products(Wholes sum, int32_t four, Wholes weights) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(four), weights);
+#else
+  // Without signs on the one side: sums of two products are then at most 2 * 127 * 127, which 16 bits hold.
+  const __m256i x = _mm256_set1_epi32(four);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(weights, x));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+
 template <int ROWS>
-inline void tile(const int8_t* w, const uint8_t* x, int padded, int inputs, bool first, int32_t* sums, size_t ahead) {
-  __m512i acc[ROWS][VECTORS];
+inline void tile(const int8_t* w, const Whole* x, int padded, int inputs, bool first, int32_t* sums, size_t ahead) {
+  Wholes acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECTORS; v++)
-      acc[r][v] = first ? _mm512_setzero_si512() : _mm512_loadu_si512(sums + r * PANEL + v * LANES);
+    for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Wholes{} : wholes(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 4, w += 4 * PANEL) {
     fetch(w, ahead);
-    __m512i weights[VECTORS];
-    for (int v = 0; v < VECTORS; v++) weights[v] = _mm512_loadu_si512(w + v * 4 * LANES);
+    Wholes weights[VECTORS];
+    for (int v = 0; v < VECTORS; v++) weights[v] = wholes(w + v * 4 * LANES);
     for (int r = 0; r < ROWS; r++) {
       int32_t four;
       std::memcpy(&four, x + size_t(r) * padded + k, 4);
-      for (int v = 0; v < VECTORS; v++)
-        acc[r][v] = _mm512_dpbusd_epi32(acc[r][v], _mm512_set1_epi32(four), weights[v]);
+      for (int v = 0; v < VECTORS; v++) acc[r][v] = add_products(acc[r][v], four, weights[v]);
     }
   }
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECTORS; v++) _mm512_storeu_si512(sums + r * PANEL + v * LANES, acc[r][v]);
+    for (int v = 0; v < VECTORS; v++) std::memcpy(sums + r * PANEL + v * LANES, &acc[r][v], sizeof(Wholes));
 }
-#endif
 
 template <class Weight, class Input, class Sum>
 void rows_of_tile(int rows, const Weight* w, const Input* x, int padded, int inputs, bool first, Sum* sums, size_t ahead) {
@@ -265,7 +313,7 @@ void share(const Call& call, int64_t number, int64_t count) {
       float* y = call.y + size_t(row) * p.out + begin;
       const Sum* sum = sums + size_t(row) * PANEL;
       for (int i = 0; i < width; i++) {
-        const float whole = p.scales ? (sum[i] - p.offsets[begin + i]) * p.scales[begin + i] * factors[row] : sum[i];
+        const float whole = p.scales ? (sum[i] - ZERO * p.sums[begin + i]) * p.scales[begin + i] * factors[row] : sum[i];
         y[i] = (call.add ? y[i] : 0.0f) + (whole + (p.bias ? p.bias[begin + i] : 0.0f));
       }
     }
@@ -293,15 +341,6 @@ void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, in
   });
 }
 
-// Whether there are products for this kind of weights.
-int multiplies(int kind) {
-#if defined(__AVX512BF16__)
-  return kind <= INT8;
-#else
-  return kind <= BFLOAT16;
-#endif
-}
-
 // x (rows, in), twice as wide for SILU_GATE, to y (rows, out), all float32 and contiguous; added to what y holds if
 // `add`. `first`, `norm` and `side` as in First.
 void product(const Product* product, const float* x, float* y, int rows, int add, int threads, int first,
@@ -310,9 +349,7 @@ void product(const Product* product, const float* x, float* y, int rows, int add
   run(threads, [&](int number, int count) {
     if (product->kind == FLOAT32) share<float, float, float>(call, number, count);
     if (product->kind == BFLOAT16) share<uint16_t, Narrow, float>(call, number, count);
-#if defined(__AVX512BF16__)
-    if (product->kind == INT8) share<int8_t, uint8_t, int32_t>(call, number, count);
-#endif
+    if (product->kind == INT8) share<int8_t, Whole, int32_t>(call, number, count);
   });
 }
 }

@@ -1,5 +1,5 @@
 // What the kernels share: vectors of numbers, and how work is shared by threads. Compiled once for each instruction
-// set (avx2.cpp, avx512bf16.cpp); kernels.py chooses among them.
+// set (avx2.cpp, avx512vnni.cpp, avx512bf16.cpp); kernels.py chooses among them.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
@@ -27,7 +27,7 @@ inline Vector& at(float* x) { return *(Vector*)x; }
 inline const Vector& at(const float* x) { return *(const Vector*)x; }
 
 inline float total(Vector v) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
 #else
   __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));

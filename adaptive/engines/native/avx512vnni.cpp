@@ -1,0 +1,2 @@
+#include "draft.h"
+#include "verify.h"
