@@ -44,6 +44,8 @@ from trainers.replay import acceptance_rate, replay_on
 # Bytes read to find the bandwidth: far beyond any cache.
 STREAM = 1 << 29
 REPEATS = 15
+# Seconds of passes after which the number of threads has been tried.
+SETTLED = 0.3
 
 
 # What is timed by: wall clock, or the process's own time where other programs use the machine.
@@ -87,6 +89,14 @@ def filled(engine: Engine, context: int) -> Sequence:
     return sequence
 
 
+def settle(sequence: Sequence, count: int) -> None:
+    """Passes until it is known how many threads they should use."""
+    held, until = sequence.length, time.perf_counter() + SETTLED
+    while time.perf_counter() < until:
+        sequence.extend(list(range(count)), count)
+        sequence.rollback(held)
+
+
 def bare(sequence: Sequence, count: int, rows: int | None = None, repeats: int = REPEATS) -> float:
     """Seconds of a pass over ``count`` tokens, with logits of all or of ``rows``; undone each time."""
     held, tokens = sequence.length, list(range(count))
@@ -104,6 +114,8 @@ def show_model(name: str, engine: Engine, speed: float) -> None:
     sequence = filled(engine, min(200, engine.context_length - 16))
     # In turn: the machine's speed changes between one number of tokens and the next.
     found: dict[int, list[float]] = {count: [] for count in (1, 2, 4, 5, 8)}
+    for count in found:
+        settle(sequence, count)
     for _ in range(REPEATS):
         for count, seen in found.items():
             seen.append(bare(sequence, count, repeats=1))
@@ -111,11 +123,12 @@ def show_model(name: str, engine: Engine, speed: float) -> None:
     lean = getattr(engine, "lean", None)
     print(
         f"{name}: reads {size / 1e6:.1f} MB a pass, floor {size / speed * 1e3:.3f} ms; "
-        f"{f'lean forward, {lean.threads} thread(s)' if lean else 'its own forward'}"
+        f"{'lean forward' if lean else 'its own forward'}"
     )
     for count, taken in times.items():
-        share = size / speed / taken
-        print(f"  {count} token(s): {taken * 1e3:8.3f} ms, {taken / times[1]:.2f} of one, {share:.0%} of the limit")
+        share = f"{taken / times[1]:.2f} of one, {size / speed / taken:.0%} of the limit"
+        threads = f", {lean.threads.best(count)} thread(s)" if lean else ""
+        print(f"  {count} token(s): {taken * 1e3:8.3f} ms, {share}{threads}")
 
 
 class Timed:
@@ -271,7 +284,7 @@ def attention_alone(pair: Pair, context: int, length: int) -> float:
         q = torch.randn(shape, dtype=p.dtype)
         mask = torch.zeros(shape[2], context + rows, dtype=p.dtype) if rows > 1 else None
         given = torch.get_num_threads()
-        torch.set_num_threads(lean.threads)
+        torch.set_num_threads(lean.threads.best(rows))
 
         def call(q=q, keys=keys, values=values, mask=mask) -> None:  # type: ignore[no-untyped-def]
             for k, v in zip(keys, values, strict=True):

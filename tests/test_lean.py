@@ -250,23 +250,25 @@ def test_hooked_and_mixed_models_keep_their_own_forward() -> None:
     assert lean_forward(mixed) is None
 
 
-def test_short_passes_leave_torchs_threads_as_they_were() -> None:
-    forward = lean(made("llama", torch.float32))
+@pytest.mark.parametrize("ours", [True, False])
+def test_short_passes_try_both_numbers_of_threads_and_compute_the_same(ours: bool) -> None:
     given = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        forward.threads = 1
-        forward(text(3), 1, forward.cache())
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(given)
-
-
-def test_threads_are_one_or_all_that_torch_was_given() -> None:
-    given = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        assert lean(made("llama", torch.float32)).threads in (1, 2)
-        assert torch.get_num_threads() == 2
+        forward = lean(made("llama", torch.float32))
+        if not ours:
+            forward.whole = False
+        cache, tried, expected = forward.cache(), set(), None
+        for _ in range(2000):
+            tried.add(forward.threads.choose(3))
+            logits = forward(text(3), 3, cache).clone()
+            cache.rollback(0)
+            assert torch.get_num_threads() == 2
+            if expected is None:
+                expected = logits
+            assert torch.equal(logits, expected)
+            if tried == {1, 2}:
+                break
+        assert tried == {1, 2}
     finally:
         torch.set_num_threads(given)

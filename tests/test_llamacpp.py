@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import random
 import subprocess
 import sys
 import weakref
@@ -24,7 +23,6 @@ from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.engines import llama_model
 from adaptive.engines.gguf_adapter import write_adapter
-from adaptive.engines.llama_threads import ThreadChoice
 from adaptive.engines.llamacpp import BATCH, ROWS, LlamaCppEngine
 from adaptive.pair import Pair, PairIdentity
 from adaptive.records.types import Message
@@ -255,43 +253,3 @@ def test_a_file_in_parts_is_as_large_as_all_of_them(tmp_path: Path) -> None:
     (tmp_path / "other.gguf").write_bytes(b"x" * 7)
     assert llama_model._size(tmp_path / "a[1]-00001-of-00003.gguf") == 60
     assert llama_model._size(tmp_path / "other.gguf") == 7
-
-
-def passes(choice: ThreadChoice, count: int, seconds: dict[int, float]) -> list[int]:
-    """The threads chosen for ``count`` single-token passes that take so long on one and on two threads."""
-    chosen = []
-    for _ in range(count):
-        chosen.append(choice.choose(1))
-        choice.observe(1, seconds[chosen[-1]])
-    return chosen
-
-
-def test_threads_are_those_that_are_faster_now() -> None:
-    idle, busy = {1: 1.5e-3, 2: 1.0e-3}, {1: 2e-3, 2: 0.3}
-    choice = ThreadChoice(2)
-    passes(choice, 10, idle)
-    assert passes(choice, 1000, idle).count(2) > 980
-    assert passes(choice, 200, busy).count(2) < 10
-    assert choice.choose(512) == 1  # a prompt too
-    assert sum(busy[2] for threads in passes(choice, 20_000, busy) if threads == 2) < 0.02 * 20_000 * busy[1]
-    assert passes(choice, 30_000, idle)[-1000:].count(2) > 980
-    choice.observe(1, 0.5)  # one slow moment
-    assert choice.best(1) == 2
-
-
-def test_a_thread_that_has_to_be_woken_first_is_not_taken_for_a_slow_one() -> None:
-    rng, choice, before, chosen = random.Random(0), ThreadChoice(2), 2, []
-    for _ in range(40):  # and the machine's speed changes
-        pace = rng.choice([1.0, 1.3, 1.7])
-        for _ in range(rng.randrange(100, 500)):
-            threads = choice.choose(1)
-            asleep = 0.5e-3 if threads > before else 0.0
-            choice.observe(1, pace * ({1: 1.3e-3, 2: 1.0e-3}[threads] + asleep) * rng.uniform(0.9, 1.1))
-            before = threads
-            chosen.append(threads)
-    assert chosen.count(1) < 0.05 * len(chosen)
-
-
-def test_one_thread_needs_no_choice() -> None:
-    choice = ThreadChoice(1)
-    assert passes(choice, 20, {1: 1e-3}) == [1] * 20

@@ -216,7 +216,7 @@ class Compilation:
         self._thread: threading.Thread | None = None
         jobs = []
         for forward, (count, rows) in _in_turns(wanted):
-            plan = blueprint(forward.plan, count, rows, forward.threads)
+            plan = blueprint(forward.plan, count, rows, forward.threads.most)
             path = folder / f"{key(plan)}.pt2"
             if path.name in self._waiting:
                 self._waiting[path.name].append((forward, (count, rows)))

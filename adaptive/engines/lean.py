@@ -13,6 +13,7 @@ are bfloat16: attention over a float32 cache is several times faster on a CPU, a
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +27,10 @@ from adaptive.engines.lean_cache import LeanCache
 from adaptive.engines.lean_decoder import decoder, fits
 from adaptive.engines.lean_maps import Map
 from adaptive.engines.lean_plan import Layer, Plan, read_plan
-from adaptive.engines.lean_threads import choose_threads
 from adaptive.engines.native_decoder import Choice, Decoder
 from adaptive.engines.packed import PackedLinear
+from adaptive.engines.threads import FEW as TIMED
+from adaptive.engines.threads import ThreadChoice
 
 # Tokens in one pass up to which buffers are kept and queries of one key head are stacked as rows of one
 # product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
@@ -37,8 +39,6 @@ FEW = 32
 # Tokens in one call of ours. More reads the weights less often, which arithmetic hides from some twenty on; fewer needs
 # less room for what lies between two layers, and looks for ctrl-C more often.
 MANY = 128
-# Tokens that a verification may have, not a prompt.
-SHORT = 17
 # Where products are oneDNN's, a prompt is filled up to a multiple of so many tokens: it makes a kernel for every number
 # of rows and keeps it, on the bundled target 1.6 MB a number and 250 MB after 160 prompts. Higher computes more rows
 # for nothing.
@@ -84,8 +84,8 @@ class LeanForward:
         # Whether a pass is one call of ours, for any number of tokens but where many are torch's.
         self.whole = self._attention is not None and fits(plan)
         self._decoder: Decoder | None = None  # made anew when a product is
-        # Threads of a pass over a few tokens; a prompt takes all that torch was given.
-        self.threads = choose_threads([p for p in plan.linears if p is not plan.head], plan.weight_dtype)
+        # Of a pass over a few tokens. A prompt is arithmetic, which all that torch was given share well.
+        self.threads = ThreadChoice(torch.get_num_threads())
 
     def cache(self) -> LeanCache:
         """An empty cache for one text."""
@@ -118,14 +118,17 @@ class LeanForward:
         """Append tokens (n,) to the cache; logits (rows, vocab) of the last ``rows`` of them."""
         if self.is_one_call(len(tokens), rows):
             return self.at_once(tokens.tolist(), torch.empty(rows, self.plan.head.outputs), cache)
-        given = torch.get_num_threads()
-        if given <= self.threads or len(tokens) > FEW:
-            return self._quickest_pass(tokens, rows, cache)
-        torch.set_num_threads(self.threads)  # a fraction of a microsecond
+        given, threads = torch.get_num_threads(), self._threads_for(len(tokens))
+        if threads != given:
+            torch.set_num_threads(threads)  # a fraction of a microsecond
+        began = time.perf_counter()
         try:
-            return self._quickest_pass(tokens, rows, cache)
+            logits = self._quickest_pass(tokens, rows, cache)
         finally:
-            torch.set_num_threads(given)
+            if threads != given:
+                torch.set_num_threads(given)
+        self._took(len(tokens), time.perf_counter() - began)
+        return logits
 
     def _quickest_pass(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
         compiled = self._compiled.get((len(tokens), rows))
@@ -153,8 +156,10 @@ class LeanForward:
             end = min(begin + size, count)
             # The rows of logits that are of this part's tokens.
             wanted = logits[max(0, begin - count + rows) : max(0, end - count + rows)] if parts > 1 else logits
-            place, threads = turns + begin * self._turn_bytes, self._threads_now(end - begin)
+            place, threads = turns + begin * self._turn_bytes, self._threads_for(end - begin)
+            began = time.perf_counter()
             decoder(tokens[begin:end], place, cache.addresses, cache.capacity, start + begin, wanted, threads)
+            self._took(end - begin, time.perf_counter() - began)
         cache.length = start + count
         return logits
 
@@ -166,9 +171,10 @@ class LeanForward:
             tokens = tokens[-1:]
         start = cache.length
         turns = self._prepare(start + len(tokens) + choice.length - 1, cache)
-        drafted, passed = self._whole_pass().draft(
-            tokens, choice, turns, cache.addresses, cache.capacity, start, self._threads_now(1)
-        )
+        threads, decoder = self._threads_for(1), self._whole_pass()
+        began = time.perf_counter()
+        drafted, passed = decoder.draft(tokens, choice, turns, cache.addresses, cache.capacity, start, threads)
+        self._took(1, (time.perf_counter() - began) / (passed - len(tokens) + 1))
         cache.length = start + passed
         return drafted
 
@@ -179,9 +185,14 @@ class LeanForward:
         cache.reserve(end)
         return self._turns_at + cache.length * self._turn_bytes
 
-    def _threads_now(self, count: int) -> int:
-        """Threads for a pass over so many tokens: a prompt's is arithmetic, which all of them share well."""
-        return 1 if self.threads == 1 and count <= SHORT else torch.get_num_threads()
+    def _threads_for(self, count: int) -> int:
+        """Threads of the next pass, over so many tokens."""
+        given = torch.get_num_threads()
+        return given if count > TIMED else min(given, self.threads.choose(count))
+
+    def _took(self, count: int, seconds: float) -> None:
+        if count <= TIMED:
+            self.threads.observe(count, seconds)
 
     def _whole_pass(self) -> Decoder:
         if self._decoder is None:

@@ -24,8 +24,8 @@ from adaptive.decoding.tokens import Ids, of_array
 from adaptive.engines.llama_adapter import LlamaAdapter
 from adaptive.engines.llama_merged import PASSES, Merging
 from adaptive.engines.llama_model import LlamaModel, complaint
-from adaptive.engines.llama_threads import ThreadChoice
 from adaptive.engines.native_decoder import Choice
+from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError
 
 # Tokens in one pass of the library. Larger keeps larger buffers and leaves ctrl-C unheard for longer,

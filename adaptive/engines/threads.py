@@ -1,0 +1,182 @@
+"""How many threads short passes use: one, or all that were given, whichever takes less time now.
+
+A pass's threads wait for each other after every product, a hundred times and more. On an idle machine all of them
+are faster, but for the smallest models on some processors; where another program holds a core, each wait can last
+as long as that program's turn, so that a pass of two milliseconds takes fifteen, or (llama.cpp's threads spin) three
+hundred. So the number that is not in use is tried now and then.
+
+What counts is the mean, since a program that is in the way makes some passes ten times as long and leaves the others
+as they were; and a machine's speed changes from second to second by as much as lies between the two numbers, so that
+one has to beat the other as it was before the trial and as it is after it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+# Tokens up to which passes are timed, each number for itself. Longer ones are a prompt's.
+FEW = 17
+# What a mean is taken over, at least: so many passes, and the seconds of some turns of another program. Fewer, and a
+# moment in which the machine did something else is taken for the rule; more, and trials cost more.
+LEAST, SPAN = 5, 0.02
+# Two passes are enough where they take so many times that long.
+LONG = 10
+# The other number is chosen if it takes less than this share of the time: equals do not change places.
+BETTER = 0.95
+# At this share the number in use need not be measured again.
+CLEAR = 0.5
+# A trial ends when it has taken so many times as long as it should.
+DECISIVE = 4.0
+# The other number is tried again after so many times the seconds that the last trial lost. On one thread nothing but
+# a trial says that a machine has become idle: a hundredth of the time goes into them. On all threads a machine that
+# has become busy is seen by its passes, which then take longer than the other number's: a five-hundredth.
+SHARE_ONE, SHARE_ALL = 100, 500
+# And not before so many times the seconds that the last trial took.
+REST = 25
+
+
+@dataclass(slots=True)
+class Pace:
+    """The mean of what passes take, of the last ones above all."""
+
+    seconds: float = 0.0
+    passes: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more pass."""
+        if self.passes >= 2 * LEAST and self.seconds >= 2 * SPAN:
+            self.seconds, self.passes = self.seconds / 2, self.passes / 2
+        self.seconds += seconds
+        self.passes += 1
+
+    @property
+    def known(self) -> bool:
+        """Whether this is enough to compare."""
+        if self.passes < LEAST:
+            return self.passes >= 2 and self.seconds >= LONG * SPAN
+        return self.seconds >= SPAN
+
+    @property
+    def mean(self) -> float:
+        """Seconds a pass."""
+        return self.seconds / self.passes
+
+
+class Phase(enum.Enum):
+    """What the passes of one number of tokens are for."""
+
+    USUAL = 0
+    TRIAL = 1  # of the other number of threads
+    AFTER = 2  # the number in use once more
+
+
+@dataclass(slots=True)
+class Passes:
+    """What is known of passes over one number of tokens: ``best`` threads are in use, and take ``pace``. A trial begins
+    after ``when`` seconds of passes, or from ``soon`` on where they take longer than the other number in the last
+    trial, ``others``, and do so twice (``slow``). The first pass of a phase does not count: it wakes threads that
+    have gone to sleep, or builds a graph."""
+
+    best: int
+    phase: Phase = Phase.USUAL
+    pace: Pace = field(default_factory=Pace)
+    tried: Pace = field(default_factory=Pace)
+    fresh: bool = True
+    slow: bool = False
+    before: float = 0.0
+    others: float = float("inf")
+    seconds: float = 0.0
+    begun: float = 0.0
+    when: float = 0.0
+    soon: float = 0.0
+
+    def begin(self, phase: Phase) -> None:
+        """From the next pass on."""
+        self.phase, self.fresh = phase, True
+
+
+class ThreadChoice:
+    """The number of threads for the next pass, from what earlier ones took. ``most`` is all of them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._last = most
+        self._passes: dict[int, Passes] = {}  # by number of tokens
+
+    def best(self, tokens: int) -> int:
+        """The faster number for passes of so many tokens, as far as is known."""
+        known = self._passes.get(tokens)
+        return self._last if known is None else known.best
+
+    def choose(self, tokens: int) -> int:
+        """Threads for a pass of ``tokens`` tokens."""
+        if self.most == 1:
+            return 1
+        if tokens > FEW:
+            return self.best(1)
+        known = self._passes.get(tokens)
+        if known is None:  # what other passes do now is the best guess
+            known = self._passes[tokens] = Passes(self._last)
+        return known.best if known.phase is not Phase.TRIAL else self._other(known)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """The pass of ``tokens`` tokens, on the threads last chosen, took this long."""
+        if self.most == 1 or tokens > FEW:
+            return
+        known = self._passes[tokens]
+        known.seconds += seconds
+        fresh, known.fresh = known.fresh, False
+        if known.phase is Phase.TRIAL:
+            self._try(known, seconds, fresh)
+        elif not fresh:
+            known.pace.add(seconds)
+            if not known.pace.known:
+                return
+            if known.phase is Phase.AFTER:
+                self._end(known, known.tried.mean < BETTER * min(known.before, known.pace.mean))
+            elif known.seconds >= known.when:
+                self._begin(known)
+            elif known.seconds >= known.soon and known.pace.mean > known.others:
+                if known.slow:
+                    self._begin(known)
+                else:  # once may be chance
+                    known.slow, known.pace = True, Pace()
+            else:
+                known.slow = False
+
+    def _other(self, known: Passes) -> int:
+        return self.most if known.best == 1 else 1
+
+    def _begin(self, known: Passes) -> None:
+        known.before, known.begun, known.tried = known.pace.mean, known.seconds, Pace()
+        known.begin(Phase.TRIAL)
+
+    def _try(self, known: Passes, seconds: float, fresh: bool) -> None:
+        """One pass of a trial."""
+        if not fresh:
+            known.tried.add(seconds)
+        if known.seconds - known.begun > DECISIVE * max(SPAN, LEAST * known.before):
+            if fresh:
+                known.tried.add(seconds)
+            self._end(known, False)
+        elif not fresh and known.tried.known:
+            if known.tried.mean < CLEAR * known.before:
+                self._end(known, True)
+            else:
+                known.pace = Pace()
+                known.begin(Phase.AFTER)
+
+    def _end(self, known: Passes, better: bool) -> None:
+        """A trial is over, and has shown whether the other number is ``better``."""
+        tried, took = known.tried, known.seconds - known.begun
+        lost = max(0.0, tried.seconds - tried.passes * known.before)
+        if better:
+            known.best, known.pace, known.others = self._other(known), tried, known.before
+        else:
+            known.others = tried.mean
+        self._last = known.best
+        known.when = known.seconds + max(REST * took, lost * (SHARE_ONE if known.best == 1 else SHARE_ALL))
+        known.soon = known.seconds + REST * took
+        known.slow = False
+        known.begin(Phase.USUAL)

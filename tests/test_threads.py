@@ -1,0 +1,99 @@
+"""The number of threads of short passes follows what else the machine does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from adaptive.engines.threads import ThreadChoice
+
+Seconds = Callable[[int], float]
+
+
+def passes(choice: ThreadChoice, count: int, seconds: Seconds, tokens: int = 1) -> list[int]:
+    """The threads chosen for ``count`` passes that take so long on so many threads."""
+    chosen = []
+    for _ in range(count):
+        chosen.append(choice.choose(tokens))
+        choice.observe(tokens, seconds(chosen[-1]))
+    return chosen
+
+
+def shared(rng: random.Random, one: float, all_: float, turn: float, share: float) -> Seconds:
+    """Passes beside a program that has one core: on all threads that ``share`` of them wait for its ``turn``."""
+    return lambda threads: one if threads == 1 else all_ + (turn if rng.random() < share else 0.0)
+
+
+def idle(threads: int) -> float:
+    return {1: 1.5e-3, 2: 1.0e-3}[threads]
+
+
+def test_threads_are_those_that_are_faster_now() -> None:
+    busy = {1: 2e-3, 2: 0.3}
+    choice = ThreadChoice(2)
+    passes(choice, 50, idle)
+    assert passes(choice, 1000, idle).count(2) > 980
+    assert passes(choice, 200, busy.__getitem__).count(2) < 10
+    assert choice.choose(512) == 1  # a prompt too
+    tried = passes(choice, 20_000, busy.__getitem__).count(2)
+    assert tried * busy[2] < 0.02 * 20_000 * busy[1]
+    assert passes(choice, 30_000, idle)[-1000:].count(2) > 980
+    choice.observe(1, 0.5)  # one slow moment
+    assert choice.best(1) == 2
+    assert passes(choice, 1000, idle).count(2) > 950
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("size", [1.0, 0.05, 10.0])
+def test_a_program_that_is_in_the_way_now_and_then_counts(size: float, seed: int) -> None:
+    """Most passes are faster on all threads, and still their mean is not."""
+    rng, one, all_ = random.Random(seed), 1.6e-3 * size, 1.0e-3 * size
+    # Its turns take as long as they do, whatever the size of a pass: what they cost is three times what is won.
+    share = min(0.4, 1.8e-3 * size / 12e-3)
+    turn = 1.8e-3 * size / share
+    busy = shared(rng, one, all_, turn, share)
+    choice = ThreadChoice(2)
+    took = sum(busy(threads) for threads in passes(choice, 8000, busy))
+    best = 8000 * one
+    assert took < 1.1 * best
+    # And where it costs less than is won, all threads stay.
+    light = shared(rng, one, all_, turn / 9, share)
+    passes(choice, 40_000, light)
+    assert passes(choice, 4000, light).count(2) > 3600
+
+
+def test_a_thread_that_has_to_be_woken_first_is_not_taken_for_a_slow_one() -> None:
+    rng, choice, before, chosen = random.Random(0), ThreadChoice(2), 2, []
+    for _ in range(40):  # and the machine's speed changes
+        pace = rng.choice([1.0, 1.3, 1.7])
+        for _ in range(rng.randrange(100, 500)):
+            threads = choice.choose(1)
+            asleep = 0.5e-3 if threads > before else 0.0
+            choice.observe(1, pace * ({1: 1.3e-3, 2: 1.0e-3}[threads] + asleep) * rng.uniform(0.9, 1.1))
+            before = threads
+            chosen.append(threads)
+    assert chosen.count(1) < 0.05 * len(chosen)
+
+
+def test_trials_cost_next_to_nothing() -> None:
+    rng = random.Random(0)
+    for fast, slow in ((2, 1), (1, 2)):
+        choice = ThreadChoice(2)
+        seconds = {fast: 1.0e-3, slow: 1.7e-3}
+        took = passes(choice, 20_000, lambda threads, seconds=seconds: seconds[threads] * rng.uniform(0.9, 1.1))  # type: ignore[misc]
+        assert took[-10_000:].count(slow) < 0.02 * 10_000
+
+
+def test_passes_over_other_numbers_of_tokens_begin_with_what_is_known() -> None:
+    choice = ThreadChoice(2)
+    passes(choice, 100, {1: 1e-3, 2: 20e-3}.__getitem__)
+    assert choice.choose(5) == 1
+    # And are then judged by themselves.
+    passes(choice, 2000, {1: 3e-3, 2: 2e-3}.__getitem__, tokens=5)
+    assert (choice.best(1), choice.best(5)) == (1, 2)
+
+
+def test_one_thread_needs_no_choice() -> None:
+    assert passes(ThreadChoice(1), 20, lambda threads: 1e-3) == [1] * 20
