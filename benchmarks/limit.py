@@ -264,6 +264,8 @@ def show_context(pair: Pair, length: int) -> None:
     cost = {}
     for context in (100, long):
         draft, target = filled(pair.draft, context), filled(pair.target, context)
+        settle(draft, 1)
+        settle(target, length + 1)
         cost[context] = length * bare(draft, 1) + bare(target, length + 1)
     attention = {context: attention_alone(pair, context, length) for context in (100, long)}
     grown, due = cost[long] - cost[100], attention[long] - attention[100]
@@ -322,6 +324,8 @@ def show_int8(pair: Pair, settings: Settings, prompts: list[Prompt]) -> None:
         drafts.append(draft)
     sequences = [filled(draft, 200) for draft in drafts]
     times: list[list[float]] = [[], []]
+    for sequence in sequences:
+        settle(sequence, 1)
     for _ in range(REPEATS):
         for found, sequence in zip(times, sequences, strict=True):
             found.append(bare(sequence, 1))

@@ -171,21 +171,28 @@ const Input* prepare(const Call& call, int padded, float* factors) {
   return inputs;
 }
 
-// Have the memory send what lies `ahead` bytes behind one step's weights of a panel; 0 for nothing.
-inline void fetch(const void* w, size_t ahead) {
-  constexpr int LINE = 64;
-  if (ahead)
-    for (int at = 0; at < PANEL * 4; at += LINE) _mm_prefetch((const char*)w + ahead + at, _MM_HINT_T1);
+// Which of the next block's weights a tile has the memory send while it computes: none, or one half of every step's lines (of
+// every other step's, where it is one line). Two tiles share them, so that the memory is busy as long as the processor is.
+enum Ahead { NONE, ONE_HALF, OTHER_HALF };
+
+template <int AHEAD>
+inline void fetch(const void* w, size_t distance, int step) {
+  constexpr int LINE = 64, HALF = PANEL * 4 / 2;
+  const char* from = (const char*)w + distance;
+  if (AHEAD == NONE || (HALF < LINE && step % 2 == (AHEAD == ONE_HALF))) return;
+  if (HALF < LINE) _mm_prefetch(from, _MM_HINT_T1);
+  for (int at = 0; at + LINE <= HALF; at += LINE) _mm_prefetch(from + (AHEAD == ONE_HALF ? 0 : HALF) + at, _MM_HINT_T1);
 }
 
-// The next `inputs` of a panel: sums of ROWS rows go on from `sums` (ROWS, PANEL), or from zero where `first`.
-template <int ROWS>
-inline void tile(const float* w, const float* x, int padded, int inputs, bool first, float* sums, size_t ahead) {
+// The next `inputs` of a panel: sums of ROWS rows go on from `sums` (ROWS, PANEL), or from zero where `first`. What is
+// fetched lies `distance` bytes behind.
+template <int ROWS, int AHEAD>
+inline void tile(const float* w, const float* x, int padded, int inputs, bool first, float* sums, size_t distance) {
   Vector acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k++, w += PANEL) {
-    fetch(w, ahead);
+    fetch<AHEAD>(w, distance, k);
     for (int r = 0; r < ROWS; r++)
       for (int v = 0; v < VECTORS; v++) acc[r][v] += at(w + v * LANES) * x[size_t(r) * padded + k];
   }
@@ -193,14 +200,14 @@ inline void tile(const float* w, const float* x, int padded, int inputs, bool fi
     for (int v = 0; v < VECTORS; v++) at(sums + r * PANEL + v * LANES) = acc[r][v];
 }
 
-template <int ROWS>
-inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, bool first, float* sums, size_t ahead) {
+template <int ROWS, int AHEAD>
+inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, bool first, float* sums, size_t distance) {
 #if defined(__AVX512BF16__)
   __m512 acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-    fetch(w, ahead);
+    fetch<AHEAD>(w, distance, k / 2);
     __m512bh weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = (__m512bh)_mm512_loadu_si512(w + v * 2 * LANES);
     for (int r = 0; r < ROWS; r++) {
@@ -217,7 +224,7 @@ inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, boo
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-    fetch(w, ahead);
+    fetch<AHEAD>(w, distance, k / 2);
     Vector weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = (Vector)(*(const Words*)(w + v * 2 * LANES) << 16);
     for (int r = 0; r < ROWS; r++)
@@ -255,13 +262,13 @@ inline Wholes add_products(Wholes sum, int32_t four, Wholes weights) {
 #endif
 }
 
-template <int ROWS>
-inline void tile(const int8_t* w, const Whole* x, int padded, int inputs, bool first, int32_t* sums, size_t ahead) {
+template <int ROWS, int AHEAD>
+inline void tile(const int8_t* w, const Whole* x, int padded, int inputs, bool first, int32_t* sums, size_t distance) {
   Wholes acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Wholes{} : wholes(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 4, w += 4 * PANEL) {
-    fetch(w, ahead);
+    fetch<AHEAD>(w, distance, k / 4);
     Wholes weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = wholes(w + v * 4 * LANES);
     for (int r = 0; r < ROWS; r++) {
@@ -274,15 +281,16 @@ inline void tile(const int8_t* w, const Whole* x, int padded, int inputs, bool f
     for (int v = 0; v < VECTORS; v++) std::memcpy(sums + r * PANEL + v * LANES, &acc[r][v], sizeof(Wholes));
 }
 
-template <class Weight, class Input, class Sum>
-void rows_of_tile(int rows, const Weight* w, const Input* x, int padded, int inputs, bool first, Sum* sums, size_t ahead) {
+template <int AHEAD, class Weight, class Input, class Sum>
+void rows_of_tile(int rows, const Weight* w, const Input* x, int padded, int inputs, bool first, Sum* sums) {
+  const size_t distance = size_t(inputs) * PANEL * sizeof(Weight);
   switch (rows) {
-    case 1: return tile<1>(w, x, padded, inputs, first, sums, ahead);
-    case 2: return tile<2>(w, x, padded, inputs, first, sums, ahead);
-    case 3: return tile<3>(w, x, padded, inputs, first, sums, ahead);
-    case 4: return tile<4>(w, x, padded, inputs, first, sums, ahead);
-    case 5: return tile<5>(w, x, padded, inputs, first, sums, ahead);
-    default: return tile<TILE>(w, x, padded, inputs, first, sums, ahead);
+    case 1: return tile<1, AHEAD>(w, x, padded, inputs, first, sums, distance);
+    case 2: return tile<2, AHEAD>(w, x, padded, inputs, first, sums, distance);
+    case 3: return tile<3, AHEAD>(w, x, padded, inputs, first, sums, distance);
+    case 4: return tile<4, AHEAD>(w, x, padded, inputs, first, sums, distance);
+    case 5: return tile<5, AHEAD>(w, x, padded, inputs, first, sums, distance);
+    default: return tile<TILE, AHEAD>(w, x, padded, inputs, first, sums, distance);
   }
 }
 
@@ -302,10 +310,13 @@ void share(const Call& call, int64_t number, int64_t count) {
     for (int k = 0; k < padded; k += block) {
       const int inputs = std::min(block, padded - k);
       for (int row = 0; row < call.rows; row += TILE) {
-        // The second tile's weights are in a cache: time for the memory to send the next block's.
-        const size_t ahead = row == TILE ? size_t(inputs) * PANEL * sizeof(Weight) : 0;
-        rows_of_tile(std::min(TILE, call.rows - row), w + size_t(k) * PANEL, x + size_t(row) * padded + k, padded, inputs,
-                     k == 0, sums + size_t(row) * PANEL, ahead);
+        // One tile is over before the memory has sent the next weights. Those of two and more are in a cache.
+        const int ahead = call.rows <= TILE || row > TILE ? NONE : row == 0 ? ONE_HALF : OTHER_HALF;
+        const auto of_tile = ahead == NONE       ? rows_of_tile<NONE, Weight, Input, Sum>
+                             : ahead == ONE_HALF ? rows_of_tile<ONE_HALF, Weight, Input, Sum>
+                                                 : rows_of_tile<OTHER_HALF, Weight, Input, Sum>;
+        of_tile(std::min(TILE, call.rows - row), w + size_t(k) * PANEL, x + size_t(row) * padded + k, padded, inputs, k == 0,
+                sums + size_t(row) * PANEL);
       }
     }
     const int begin = int(panel) * PANEL, width = std::min(PANEL, p.out - begin);
