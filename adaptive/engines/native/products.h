@@ -14,14 +14,14 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int VECTORS = 4;
-#else
 constexpr int VECTORS = 2;
-#endif
 constexpr int PANEL = LANES * VECTORS;
-// Rows whose sums fit into the registers beside a panel's weights.
+// Rows whose sums fit into the registers beside a panel's weights: of 32, or of 16.
+#if defined(__AVX512F__)
+constexpr int TILE = 12;
+#else
 constexpr int TILE = 6;
+#endif
 // Inputs of a panel that more rows than a tile take in turn, while these weights are in a cache.
 constexpr int BLOCK = 1024;
 
@@ -157,62 +157,58 @@ inline float convert(const float* x, int count, Whole* out) {
 }
 #endif
 
-// All rows, (rows, padded), with nothing behind the inputs, and the factors of their results (rows,).
+// All rows, (rows, stride), with nothing behind the inputs, and the factors of their results (rows,).
 template <class Input>
-const Input* prepare(const Call& call, int padded, float* factors) {
+const Input* prepare(const Call& call, int padded, int stride, float* factors) {
   const int in = call.product.in;
   float* row_done = room<float, 0>(in);
-  Input* inputs = room<Input, 1>(size_t(call.rows) * padded);
+  Input* inputs = room<Input, 1>(size_t(call.rows) * stride);
   for (int row = 0; row < call.rows; row++) {
-    Input* out = inputs + size_t(row) * padded;
+    Input* out = inputs + size_t(row) * stride;
     factors[row] = convert(first_done(call, row, row_done), in, out);
     for (int k = in; k < padded; k++) out[k] = 0;  // the weights there are zero, too
   }
   return inputs;
 }
 
-// Which of the next block's weights a tile has the memory send while it computes: none, or one half of every step's lines (of
-// every other step's, where it is one line). Two tiles share them, so that the memory is busy as long as the processor is.
-enum Ahead { NONE, ONE_HALF, OTHER_HALF };
+// Bytes behind a step's weights from which the memory is asked for those of a later one. Without, processors fetch ahead by
+// themselves, but on some not while they compute, and not beyond a page.
+constexpr int AHEAD = 4096;
 
-template <int AHEAD>
-inline void fetch(const void* w, size_t distance, int step) {
-  constexpr int LINE = 64, HALF = PANEL * 4 / 2;
-  const char* from = (const char*)w + distance;
-  if (AHEAD == NONE || (HALF < LINE && step % 2 == (AHEAD == ONE_HALF))) return;
-  if (HALF < LINE) _mm_prefetch(from, _MM_HINT_T1);
-  for (int at = 0; at + LINE <= HALF; at += LINE) _mm_prefetch(from + (AHEAD == ONE_HALF ? 0 : HALF) + at, _MM_HINT_T1);
+inline void fetch(const void* w) {
+  constexpr int LINE = 64;
+  for (int at = 0; at < PANEL * 4; at += LINE) _mm_prefetch((const char*)w + AHEAD + at, _MM_HINT_T0);
 }
 
-// The next `inputs` of a panel: sums of ROWS rows go on from `sums` (ROWS, PANEL), or from zero where `first`. What is
-// fetched lies `distance` bytes behind.
-template <int ROWS, int AHEAD>
-inline void tile(const float* w, const float* x, int padded, int inputs, bool first, float* sums, size_t distance) {
+// The next `inputs` of a panel: sums of ROWS rows go on from `sums` (ROWS, PANEL), or from zero where `first`. FETCH: the
+// weights come from memory.
+template <int ROWS, bool FETCH>
+inline void tile(const float* w, const float* x, int stride, int inputs, bool first, float* sums) {
   Vector acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k++, w += PANEL) {
-    fetch<AHEAD>(w, distance, k);
+    if (FETCH) fetch(w);
     for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECTORS; v++) acc[r][v] += at(w + v * LANES) * x[size_t(r) * padded + k];
+      for (int v = 0; v < VECTORS; v++) acc[r][v] += at(w + v * LANES) * x[size_t(r) * stride + k];
   }
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) at(sums + r * PANEL + v * LANES) = acc[r][v];
 }
 
-template <int ROWS, int AHEAD>
-inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, bool first, float* sums, size_t distance) {
+template <int ROWS, bool FETCH>
+inline void tile(const uint16_t* w, const Narrow* x, int stride, int inputs, bool first, float* sums) {
 #if defined(__AVX512BF16__)
   __m512 acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-    fetch<AHEAD>(w, distance, k / 2);
+    if (FETCH) fetch(w);
     __m512bh weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = (__m512bh)_mm512_loadu_si512(w + v * 2 * LANES);
     for (int r = 0; r < ROWS; r++) {
       int32_t pair;
-      std::memcpy(&pair, x + size_t(r) * padded + k, 4);
+      std::memcpy(&pair, x + size_t(r) * stride + k, 4);
       for (int v = 0; v < VECTORS; v++)
         acc[r][v] = _mm512_dpbf16_ps(acc[r][v], weights[v], (__m512bh)_mm512_set1_epi32(pair));
     }
@@ -224,14 +220,14 @@ inline void tile(const uint16_t* w, const Narrow* x, int padded, int inputs, boo
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-    fetch<AHEAD>(w, distance, k / 2);
+    if (FETCH) fetch(w);
     Vector weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = (Vector)(*(const Words*)(w + v * 2 * LANES) << 16);
     for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECTORS; v++) acc[r][v] += weights[v] * x[size_t(r) * padded + k];
+      for (int v = 0; v < VECTORS; v++) acc[r][v] += weights[v] * x[size_t(r) * stride + k];
     for (int v = 0; v < VECTORS; v++) weights[v] = (Vector)(*(const Words*)(w + v * 2 * LANES) & 0xffff0000u);
     for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECTORS; v++) acc[r][v] += weights[v] * x[size_t(r) * padded + k + 1];
+      for (int v = 0; v < VECTORS; v++) acc[r][v] += weights[v] * x[size_t(r) * stride + k + 1];
   }
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) at(sums + r * PANEL + v * LANES) = acc[r][v];
@@ -262,18 +258,18 @@ inline Wholes add_products(Wholes sum, int32_t four, Wholes weights) {
 #endif
 }
 
-template <int ROWS, int AHEAD>
-inline void tile(const int8_t* w, const Whole* x, int padded, int inputs, bool first, int32_t* sums, size_t distance) {
+template <int ROWS, bool FETCH>
+inline void tile(const int8_t* w, const Whole* x, int stride, int inputs, bool first, int32_t* sums) {
   Wholes acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Wholes{} : wholes(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 4, w += 4 * PANEL) {
-    fetch<AHEAD>(w, distance, k / 4);
+    if (FETCH) fetch(w);
     Wholes weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = wholes(w + v * 4 * LANES);
     for (int r = 0; r < ROWS; r++) {
       int32_t four;
-      std::memcpy(&four, x + size_t(r) * padded + k, 4);
+      std::memcpy(&four, x + size_t(r) * stride + k, 4);
       for (int v = 0; v < VECTORS; v++) acc[r][v] = add_products(acc[r][v], four, weights[v]);
     }
   }
@@ -281,17 +277,13 @@ inline void tile(const int8_t* w, const Whole* x, int padded, int inputs, bool f
     for (int v = 0; v < VECTORS; v++) std::memcpy(sums + r * PANEL + v * LANES, &acc[r][v], sizeof(Wholes));
 }
 
-template <int AHEAD, class Weight, class Input, class Sum>
-void rows_of_tile(int rows, const Weight* w, const Input* x, int padded, int inputs, bool first, Sum* sums) {
-  const size_t distance = size_t(inputs) * PANEL * sizeof(Weight);
-  switch (rows) {
-    case 1: return tile<1, AHEAD>(w, x, padded, inputs, first, sums, distance);
-    case 2: return tile<2, AHEAD>(w, x, padded, inputs, first, sums, distance);
-    case 3: return tile<3, AHEAD>(w, x, padded, inputs, first, sums, distance);
-    case 4: return tile<4, AHEAD>(w, x, padded, inputs, first, sums, distance);
-    case 5: return tile<5, AHEAD>(w, x, padded, inputs, first, sums, distance);
-    default: return tile<TILE, AHEAD>(w, x, padded, inputs, first, sums, distance);
-  }
+// The first of so many rows; says how many, at most ROWS.
+template <int ROWS, bool FETCH, class Weight, class Input, class Sum>
+int tile_of(int rows, const Weight* w, const Input* x, int stride, int inputs, bool first, Sum* sums) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return tile_of<ROWS - 1, FETCH>(rows, w, x, stride, inputs, first, sums);
+  tile<ROWS, FETCH>(w, x, stride, inputs, first, sums);
+  return ROWS;
 }
 
 // Part `number` of `count` of the panels.
@@ -300,24 +292,22 @@ void share(const Call& call, int64_t number, int64_t count) {
   const Product& p = call.product;
   constexpr int STEP = 4 / sizeof(Weight);  // inputs that lie together
   const int padded = (p.in + STEP - 1) / STEP * STEP;
+  // Rows a power of two apart would be put into the same places of a cache.
+  const int stride = padded + 64 / int(sizeof(Input));
   const int block = call.rows > TILE ? BLOCK : padded;
   float* factors = room<float, 2>(call.rows);
-  const Input* x = prepare<Input>(call, padded, factors);
+  const Input* x = prepare<Input>(call, padded, stride, factors);
   Sum* sums = room<Sum, 3>(size_t(call.rows) * PANEL);
   const int64_t panels = (p.out + PANEL - 1) / PANEL;
   for (int64_t panel = panels * number / count; panel < panels * (number + 1) / count; panel++) {
     const Weight* w = (const Weight*)p.weight + size_t(panel) * padded * PANEL;
     for (int k = 0; k < padded; k += block) {
       const int inputs = std::min(block, padded - k);
-      for (int row = 0; row < call.rows; row += TILE) {
-        // One tile is over before the memory has sent the next weights. Those of two and more are in a cache.
-        const int ahead = call.rows <= TILE || row > TILE ? NONE : row == 0 ? ONE_HALF : OTHER_HALF;
-        const auto of_tile = ahead == NONE       ? rows_of_tile<NONE, Weight, Input, Sum>
-                             : ahead == ONE_HALF ? rows_of_tile<ONE_HALF, Weight, Input, Sum>
-                                                 : rows_of_tile<OTHER_HALF, Weight, Input, Sum>;
-        of_tile(std::min(TILE, call.rows - row), w + size_t(k) * PANEL, x + size_t(row) * padded + k, padded, inputs, k == 0,
-                sums + size_t(row) * PANEL);
-      }
+      const Weight* from = w + size_t(k) * PANEL;
+      int row = tile_of<TILE, true>(call.rows, from, x + k, stride, inputs, k == 0, sums);
+      while (row < call.rows)  // the weights are in a cache by now
+        row += tile_of<TILE, false>(call.rows - row, from, x + size_t(row) * stride + k, stride, inputs, k == 0,
+                                    sums + size_t(row) * PANEL);
     }
     const int begin = int(panel) * PANEL, width = std::min(PANEL, p.out - begin);
     for (int row = 0; row < call.rows; row++) {
