@@ -67,6 +67,7 @@ def both(name: str, folder: Path) -> tuple[LeanForward, LeanForward, PreTrainedM
 
 def same_logits(eager: LeanForward, compiled: LeanForward, which: tuple[int, int]) -> None:
     """A prompt, then passes that are compiled and others in between, over one cache, and after a rollback."""
+    eager.leave_attention_to_torch()  # so that each can go on where the other was
     (count, rows), tokens, caches, done = which, text(90), (eager.cache(), compiled.cache()), 0
     for n in (9, count, count, 5, count, 40, count):
         wanted = rows if n == count else n

@@ -216,6 +216,7 @@ class Compilation:
         self._thread: threading.Thread | None = None
         jobs = []
         for forward, (count, rows) in _in_turns(wanted):
+            forward.leave_attention_to_torch()
             plan = blueprint(forward.plan, count, rows, forward.threads.most)
             path = folder / f"{key(plan)}.pt2"
             if path.name in self._waiting:

@@ -261,9 +261,10 @@ class Attention:
         out: torch.Tensor,
     ) -> None:
         """mixed (n, (heads + 2 * key heads) * size): queries, keys and values of tokens ``start`` on, numbers to rotate
-        in pairs. Writes the keys and values into ``cache`` (2, key heads, capacity, size) and what the queries see
-        of it, of the last ``window`` tokens or (0) all, into out (n, heads * size). ``turns`` (n, ropes, size / 2, 2),
-        cosine and sine, from this layer's on; it and the cache are addresses. All float32 and contiguous."""
+        in pairs. Writes the keys and values into ``cache`` (2, key heads, capacity, size), the keys in panels (of which
+        the capacity is a multiple), and what the queries see of it, of the last ``window`` tokens or (0) all, into out
+        (n, heads * size). ``turns`` (n, ropes, size / 2, 2), cosine and sine, from this layer's on; it and the cache
+        are addresses. All float32 and contiguous."""
         self._run(
             self.address,
             mixed.data_ptr(),

@@ -106,6 +106,10 @@ class LeanForward:
             for which, compiled in self._compiled.items():
                 compiled.update(constants(self.plan, *which, only=frozenset(changed)))
 
+    def leave_attention_to_torch(self) -> None:
+        """Before any text: have keys lie in caches as values do, not in our panels: compiled passes expect that."""
+        self._attention, self.whole = None, False
+
     def install(self, which: tuple[int, int], package: Path) -> None:
         """Use a compiled pass, for (tokens, rows of logits), from the next call on. From any thread. Raises
         RuntimeError where it cannot be loaded."""

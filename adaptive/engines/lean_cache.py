@@ -1,8 +1,8 @@
 """The key-value cache of the lean forward: one buffer for all layers, and a length.
 
-Keys lie there as the rotation writes them: every pair of numbers is one complex number. A step
-writes its own tokens in place, a rollback is an assignment, and the views that all layers need are
-taken in one call.
+Keys lie there as the rotation writes them: every pair of numbers is one complex number; or where attention is
+our own, in panels of several keys (``native/attention.h``). A step writes its own tokens in place, a rollback
+is an assignment, and the views that all layers need are taken in one call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats.
+# Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats. A multiple of any panel of keys.
 GROWTH = 512
 
 
@@ -40,7 +40,7 @@ class LeanCache:
         # Zeros, not garbage: attention may multiply what a mask hides, and garbage may be nan.
         buffer = torch.zeros(layers, two, heads, capacity, size, dtype=self._buffer.dtype, device=self._buffer.device)
         if self.length:
-            buffer[:, :, :, : self.length] = self._buffer[:, :, :, : self.length]
+            buffer[:, :, :, : self.capacity] = self._buffer
         self._buffer, self.layers = buffer, buffer.unbind(0)
         self._keys, self._values = buffer[:, :1], buffer[:, 1:]
         self.addresses = (ctypes.c_void_p * layers)(*(layer.data_ptr() for layer in self.layers))

@@ -180,20 +180,26 @@ inline void fetch(const void* w) {
   for (int at = 0; at < PANEL * 4; at += LINE) _mm_prefetch((const char*)w + AHEAD + at, _MM_HINT_T0);
 }
 
-// The next `inputs` of a panel: sums of ROWS rows go on from `sums` (ROWS, PANEL), or from zero where `first`. FETCH: the
-// weights come from memory.
-template <int ROWS, bool FETCH>
-inline void tile(const float* w, const float* x, int stride, int inputs, bool first, float* sums) {
-  Vector acc[ROWS][VECTORS];
+// Sums of ROWS rows by WIDTH vectors of outputs over the next `inputs`, whose weights lie `step` numbers apart: they go on from
+// `sums`, whose rows lie `apart`, or from zero where `first`. FETCH: the weights come from memory.
+template <int ROWS, int WIDTH, bool FETCH>
+inline void multiply(const float* w, int step, const float* x, int stride, int inputs, bool first, float* sums, int apart) {
+  Vector acc[ROWS][WIDTH];
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
-  for (int k = 0; k < inputs; k++, w += PANEL) {
+    for (int v = 0; v < WIDTH; v++) acc[r][v] = first ? Vector{} : at(sums + size_t(r) * apart + v * LANES);
+  for (int k = 0; k < inputs; k++, w += step) {
     if (FETCH) fetch(w);
     for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECTORS; v++) acc[r][v] += at(w + v * LANES) * x[size_t(r) * stride + k];
+      for (int v = 0; v < WIDTH; v++) acc[r][v] += at(w + v * LANES) * x[size_t(r) * stride + k];
   }
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECTORS; v++) at(sums + r * PANEL + v * LANES) = acc[r][v];
+    for (int v = 0; v < WIDTH; v++) at(sums + size_t(r) * apart + v * LANES) = acc[r][v];
+}
+
+// The same of a panel, with sums (ROWS, PANEL).
+template <int ROWS, bool FETCH>
+inline void tile(const float* w, const float* x, int stride, int inputs, bool first, float* sums) {
+  multiply<ROWS, VECTORS, FETCH>(w, PANEL, x, stride, inputs, first, sums, PANEL);
 }
 
 template <int ROWS, bool FETCH>
@@ -277,12 +283,12 @@ inline void tile(const int8_t* w, const Whole* x, int stride, int inputs, bool f
     for (int v = 0; v < VECTORS; v++) std::memcpy(sums + r * PANEL + v * LANES, &acc[r][v], sizeof(Wholes));
 }
 
-// The first of so many rows; says how many, at most ROWS.
-template <int ROWS, bool FETCH, class Weight, class Input, class Sum>
-int tile_of(int rows, const Weight* w, const Input* x, int stride, int inputs, bool first, Sum* sums) {
+// Call `tile` with the number of the first of so many rows, as a constant of at most ROWS, and say it.
+template <int ROWS, class Tile>
+inline int tile_of(int rows, const Tile& tile) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return tile_of<ROWS - 1, FETCH>(rows, w, x, stride, inputs, first, sums);
-  tile<ROWS, FETCH>(w, x, stride, inputs, first, sums);
+    if (rows < ROWS) return tile_of<ROWS - 1>(rows, tile);
+  tile(std::integral_constant<int, ROWS>());
   return ROWS;
 }
 
@@ -304,10 +310,11 @@ void share(const Call& call, int64_t number, int64_t count) {
     for (int k = 0; k < padded; k += block) {
       const int inputs = std::min(block, padded - k);
       const Weight* from = w + size_t(k) * PANEL;
-      int row = tile_of<TILE, true>(call.rows, from, x + k, stride, inputs, k == 0, sums);
+      int row = tile_of<TILE>(call.rows, [&](auto n) { tile<n, true>(from, x + k, stride, inputs, k == 0, sums); });
       while (row < call.rows)  // the weights are in a cache by now
-        row += tile_of<TILE, false>(call.rows - row, from, x + size_t(row) * stride + k, stride, inputs, k == 0,
-                                    sums + size_t(row) * PANEL);
+        row += tile_of<TILE>(call.rows - row, [&](auto n) {
+          tile<n, false>(from, x + size_t(row) * stride + k, stride, inputs, k == 0, sums + size_t(row) * PANEL);
+        });
     }
     const int begin = int(panel) * PANEL, width = std::min(PANEL, p.out - begin);
     for (int row = 0; row < call.rows; row++) {
