@@ -36,6 +36,9 @@ CATCH_UP = 32
 # Rounds of each length and seconds after which no further ones are started. Fewer than 5 rounds leave
 # the median to chance.
 REPEATS, ENOUGH_S, LEAST_REPEATS = 15, 3.0, 5
+# Seconds of rounds of one length in which an engine finds out how many threads they should use; what it tries meanwhile
+# is not what they cost. Where a round takes more than a tenth of it, the measurement is over before anything is tried.
+SETTLED_S = 0.08
 # Tokens of the short generation that shows what a token takes beside the models: supervision is digested
 # in batches, of which this makes two.
 TOKENS = 2 * BATCH + 1
@@ -83,6 +86,14 @@ class Bench:
         self.draft.rollback(held - 1 - waiting)
         return speculative_round(self.target, self.drafter, self.sampler, list(self.committed), length, self.advise)[0]
 
+    def settle(self, length: int) -> None:
+        """Rounds of one length that are not measured."""
+        began = time.perf_counter()
+        self.round(length)
+        if time.perf_counter() - began < SETTLED_S / 10:
+            while time.perf_counter() - began < SETTLED_S:
+                self.round(length)
+
     def beside(self, pair: Pair) -> float:
         """Seconds that one token of a plain generation takes beside its round: text, record, handing it over."""
         request = Request(self.committed, self.sampler.params, StopParams(TOKENS), frozenset())
@@ -107,6 +118,8 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Cos
     drafts: dict[int, list[float]] = {k: [] for k in LENGTHS if k}
     caught_up: list[float] = []
     plain: list[float] = []
+    for length in LENGTHS:
+        bench.settle(length)
     began = time.perf_counter()
     for repeat in range(REPEATS * (3 if thorough else 1)):
         if repeat >= LEAST_REPEATS and time.perf_counter() - began > ENOUGH_S * (3 if thorough else 1):
