@@ -334,6 +334,7 @@ def _gguf_file(role: str, name: str) -> Iterator[Finding]:
 
 def _print(findings: list[Finding]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -343,12 +344,12 @@ def _print(findings: list[Finding]) -> None:
         table = Table(show_header=False, box=None, padding=(0, 1))
         for finding in findings:
             if finding.group == group:
-                table.add_row(marks[finding.status], finding.name, finding.value)
+                table.add_row(marks[finding.status], finding.name, escape(finding.value))
         console.print(table)
     wanting = [finding for finding in findings if finding.status != "ok"]
     console.print("[bold]What is missing[/]" if wanting else "Nothing is missing.")
     for finding in wanting:
-        console.print(f" {marks[finding.status]} {finding.name}: {finding.advice or finding.value}")
+        console.print(f" {marks[finding.status]} {finding.name}: {escape(finding.advice or finding.value)}")
 
 
 def _milliseconds(work: Callable[[], object]) -> float:

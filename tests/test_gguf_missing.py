@@ -11,16 +11,26 @@ from pathlib import Path
 WITHOUT = "import sys; sys.modules['llama_cpp'] = None; import cli.main; cli.main.run()"
 
 
-def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+def without(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``adaptive`` as it is without the extra."""
     root = str(Path(__file__).resolve().parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, "generate", "Hello", "--target", str(tmp_path / "model.gguf")],
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, *arguments],
         env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         check=False,
         text=True,
     )
+
+
+def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    done = without("generate", "Hello", "--target", str(tmp_path / "model.gguf"))
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert "adaptive[llamacpp]" in line
+
+
+def test_doctor_shows_what_to_install() -> None:
+    said = " ".join(without("doctor").stdout.split())
+    assert "pip install 'adaptive[llamacpp]'" in said

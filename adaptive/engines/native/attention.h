@@ -1,8 +1,9 @@
 // Attention of a few new tokens: rotate queries and keys, write keys and values into the cache, and weigh its values.
 //
 // A key head is one thread's: it writes that head's new keys and reads the head's keys and values once for all queries
-// that share it. Both are products: of queries by keys, which therefore lie in panels of PANEL keys as a product's weights do, number
-// for number, and of what comes of that by values. A query's result does not depend on how many others it is computed with.
+// that share it. Both are products: of queries by keys, which therefore lie in panels of PANEL keys as a product's weights
+// do, and of what comes of that by values. A query's result does not depend on how many others it is computed with, as
+// long as their values are numbers: what a query must not see is multiplied by zero.
 
 #pragma once
 
