@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 import torch
 from rounds import show_round
-from timing import REPEATS, count_processor_time, seconds
+from timing import REPEATS, bare, count_processor_time, filled, seconds, settle
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.engines.protocol import Engine, Sequence
+from adaptive.engines.protocol import Engine
 from adaptive.engines.transformers import TransformersEngine
 from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.pair_engines import compile_passes
@@ -38,8 +38,6 @@ from trainers.replay import acceptance_rate, replay_on
 
 # Bytes read to find the bandwidth: far beyond any cache.
 STREAM = 1 << 29
-# Seconds of passes after which the number of threads has been tried.
-SETTLED = 0.3
 
 
 def bandwidth() -> float:
@@ -58,33 +56,6 @@ def weight_bytes(engine: Engine) -> int:
     total = sum(parameter.nbytes for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight
     return total - (0 if embedding is model.get_output_embeddings().weight else embedding.nbytes)
-
-
-def filled(engine: Engine, context: int) -> Sequence:
-    """A sequence that holds so many tokens."""
-    sequence = engine.sequence()
-    sequence.reserve(context + 16)
-    sequence.extend([token % (engine.vocab_size - 1) for token in range(context)], 1)
-    return sequence
-
-
-def settle(sequence: Sequence, count: int) -> None:
-    """Passes until it is known how many threads they should use."""
-    held, until = sequence.length, time.perf_counter() + SETTLED
-    while time.perf_counter() < until:
-        sequence.extend(list(range(count)), count)
-        sequence.rollback(held)
-
-
-def bare(sequence: Sequence, count: int, rows: int | None = None, repeats: int = REPEATS) -> float:
-    """Seconds of a pass over ``count`` tokens, with logits of all or of ``rows``; undone each time."""
-    held, tokens = sequence.length, list(range(count))
-
-    def call() -> None:
-        sequence.extend(tokens, count if rows is None else rows)
-        sequence.rollback(held)
-
-    return seconds(call, repeats)
 
 
 def show_model(name: str, engine: Engine, speed: float) -> None:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timing import seconds
+from timing import bare, filled, seconds, settle
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Transform
 from adaptive.decoding.tokens import Ids, Rows, argmax, as_array
-from adaptive.engines.kernels import library
+from adaptive.engines.kernels import Rule, library
 from adaptive.engines.native_decoder import Choice
+from adaptive.engines.protocol import Sequence
 from adaptive.pair import Pair
 from cli.prompts import Prompt
 
-# Tokens whose choice is timed at once.
-MANY = 64
+# Tokens of an answer.
+TOKENS = 100
+# Tokens whose choice is timed at once: more would not be found in the caches, as a round finds its own.
+MANY = 16
+# Tokens before passes that are timed alone, as in the middle of an answer, and how many such passes after each.
+CONTEXT, PASSES = 150, 7
 
 
 class Timed:
@@ -41,9 +47,17 @@ class Timed:
     def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         return self._timed(lambda: self.inner.extend(tokens, rows))  # type: ignore[no-any-return]
 
+    @property
+    def at_once(self) -> Timed | None:
+        return self if self.inner.at_once is not None else None
+
     def draft(self, tokens: list[int], choice: Choice) -> list[int]:
-        """Forwards and choices in one call."""
         return self._timed(lambda: self.inner.draft(tokens, choice))  # type: ignore[no-any-return]
+
+    def verify(
+        self, tokens: list[int], count: int, q: torch.Tensor | None, rule: Rule, shares: int | None
+    ) -> tuple[int, torch.Tensor]:
+        return self._timed(lambda: self.inner.verify(tokens, count, q, rule, shares))  # type: ignore[no-any-return]
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         began, used = time.perf_counter(), time.process_time()
@@ -77,57 +91,103 @@ class Breakdown:
         return (self.draft_model + self.target_model) / self.whole
 
 
-def breakdown(pair: Pair, prompts: list[Prompt], length: int, sampling: SamplingParams) -> Breakdown:
-    """Where the time of speculative rounds goes, the prompt's own pass apart."""
-    total = Breakdown()
-    target_model, draft_model = Timed(pair.target), Timed(pair.draft)
-    choice_s = seconds_of_choice(pair, sampling)
-    timed: Any = {"target": target_model, "draft": draft_model}
-    assistant = Assistant(dataclasses.replace(pair, **timed), FixedLength(length), None)
-    for prompt in prompts:
-        draft_model.seconds = target_model.seconds = before = 0.0
-        used = models = 0.0
-        for number, _ in enumerate(assistant.chat(prompt.messages, sampling, StopParams(100, ignore_eos=True))):
+class Rounds:
+    """Answers by rounds of one length, and where their time went; the prompt's own pass apart."""
+
+    def __init__(self, pair: Pair, length: int, sampling: SamplingParams) -> None:
+        self.sampling, self.total = sampling, Breakdown()
+        self._target, self._draft = Timed(pair.target), Timed(pair.draft)
+        timed: Any = {"target": self._target, "draft": self._draft}
+        self._assistant = Assistant(dataclasses.replace(pair, **timed), FixedLength(length), None)
+        self._row_s, self._draw_s = seconds_of_choice(pair, sampling)
+        self._whole = [pair.draft.sequence().at_once, pair.target.sequence().at_once]  # type: ignore[union-attr]
+
+    def answer(self, prompt: Prompt) -> tuple[float, float]:
+        """Answer one; how many rounds that took, and seconds a token."""
+        target, draft, total = self._target, self._draft, self.total
+        draft.seconds = target.seconds = before = used = models = 0.0
+        stop = StopParams(TOKENS, ignore_eos=True)
+        for number, _ in enumerate(self._assistant.chat(prompt.messages, self.sampling, stop)):
             if number == 0:  # the prompt's own pass is over
-                before = target_model.seconds
-                used, models = time.process_time(), target_model.processor + draft_model.processor
+                before = target.seconds
+                used, models = time.process_time(), target.processor + draft.processor
         total.processor += time.process_time() - used
-        total.processor_of_models += target_model.processor + draft_model.processor - models
-        done = assistant.last
+        total.processor_of_models += target.processor + draft.processor - models
+        done = self._assistant.last
         assert done is not None
         total.rounds += len(done.rounds)
         draft_s, verify_s = sum(r.draft_s for r in done.rounds), sum(r.verify_s for r in done.rounds)
-        forwards = draft_model.seconds - choice_s * sum(r.drafted for r in done.rounds)
-        total.draft_model += forwards
-        total.drafting += draft_s - forwards
-        total.target_model += target_model.seconds - before
-        total.verifying += verify_s - (target_model.seconds - before)
+        drafts, verifies = draft.seconds, target.seconds - before
+        # Where a proposal or a verification is one call, it is not all forward.
+        if self._whole[0]:
+            drafts -= (self._row_s + self._draw_s) * sum(r.drafted for r in done.rounds)
+        if self._whole[1]:
+            judged = sum(r.accepted + 1 for r in done.rounds)
+            verifies -= self._row_s * judged + self._draw_s * len(done.rounds)
+        total.draft_model += drafts
+        total.drafting += draft_s - drafts
+        total.target_model += verifies
+        total.verifying += verify_s - verifies
         total.rest += done.predicted_s - draft_s - verify_s
-    return total
+        return len(done.rounds), done.predicted_s / (TOKENS - 1)
 
 
-def seconds_of_choice(pair: Pair, sampling: SamplingParams) -> float:
-    """Seconds in which a draft that proposes in one call chooses a token; they are not its forward's. Of many at once,
-    since within that call there is nothing of Python."""
-    assert pair.draft is not None
-    found = library()
-    if found is None or not pair.draft.sequence().drafts:
-        return 0.0
-    logits = Rows(pair.draft.vocab_size)(0, MANY).normal_()
-    if sampling.greedy:
-        return seconds(lambda: argmax(logits)) / MANY
+def seconds_of_choice(pair: Pair, sampling: SamplingParams) -> tuple[float, float]:
+    """Seconds in which a call of ours makes a row of logits a distribution, or finds its likeliest token, and draws a
+    token. Of many at once, since within a call there is nothing of Python."""
+    if library() is None:
+        return 0.0, 0.0
     transform = Transform(sampling)
+    logits = Rows(pair.target.vocab_size)(0, MANY).normal_()
+    if sampling.greedy:
+        best, rule = argmax(logits), transform.rule
+        assert isinstance(best, list)
+        assert rule is not None
+        return seconds(lambda: rule(logits, best[:-1], None, None)) / MANY, 0.0
+    found = library()
+    assert found is not None
     probs = as_array(transform(logits))
     assert probs is not None
     drawn = probs.ravel()
-    return (seconds(lambda: transform(logits)) + seconds(lambda: found.draw(drawn, 0.5))) / MANY
+    return seconds(lambda: transform(logits)) / MANY, seconds(lambda: found.draw(drawn, 0.5)) / MANY
+
+
+class Alone:
+    """Passes that are timed alone: the target's over one token and over a verification's, the draft's over one."""
+
+    def __init__(self, pair: Pair, length: int) -> None:
+        assert pair.draft is not None
+        self.length = length
+        self._target, self._draft = (filled(engine, CONTEXT) for engine in (pair.target, pair.draft))
+        for sequence, count in self._kinds():
+            settle(sequence, count)
+
+    def _kinds(self) -> list[tuple[Sequence, int]]:
+        return [(self._target, 1), (self._target, self.length + 1), (self._draft, 1)]
+
+    def speed_up(self, tokens: float) -> float:
+        """What they allow, here and now, where a round brings so many tokens."""
+        times: list[list[float]] = [[], [], []]
+        for _ in range(PASSES):
+            for (sequence, count), seen in zip(self._kinds(), times, strict=True):
+                seen.append(bare(sequence, count, repeats=1))
+        plain, verify, draft = (statistics.median(seen) for seen in times)
+        return tokens * plain / (self.length * draft + verify)
 
 
 def show_round(pair: Pair, prompts: list[Prompt], length: int) -> None:
-    """Line by line, greedy and sampled."""
-    breakdown(pair, prompts[:1], length, SamplingParams(seed=1))
+    """Where the time of rounds goes, greedy and sampled, and what is left of the speed-up that forwards allow."""
+    alone = Alone(pair, length)
     for name, sampling in (("greedy", SamplingParams(seed=1)), ("sampled", SamplingParams(temperature=0.7, seed=1))):
-        b = breakdown(pair, prompts, length, sampling)
+        for kind in (length, 0):
+            Rounds(pair, kind, sampling).answer(prompts[0])
+        rounds, plain = Rounds(pair, length, sampling), Rounds(pair, 0, sampling)
+        shares = []
+        for prompt in prompts:  # in turn, since the machine's speed changes
+            count, each = rounds.answer(prompt)
+            allowed = alone.speed_up((TOKENS - 1) / count)
+            shares.append(plain.answer(prompt)[1] / each / allowed)
+        b, p = rounds.total, plain.total
         parts = {
             "draft's forward": b.draft_model,
             "drafting beside it": b.drafting,
@@ -140,11 +200,11 @@ def show_round(pair: Pair, prompts: list[Prompt], length: int) -> None:
             print(f"  {part:22} {taken / b.rounds * 1e3:8.3f} ms {taken / b.whole:6.1%}")
         print(
             f"  neither model's forward: {1 - b.forwards:.1%}, "
-            f"of the processor's time {1 - b.processor_of_models / b.processor:.1%}"
+            f"of the processor's time {1 - b.processor_of_models / b.processor:.1%}; "
+            f"of plain decoding {1 - p.forwards:.1%}"
         )
-        # Of plain decoding some is no forward, either.
-        plain = breakdown(pair, prompts, 0, sampling)
+        low, middle, high = statistics.quantiles(shares, n=4) if len(shares) > 1 else shares * 3
         print(
-            f"  plain decoding: {1 - plain.forwards:.1%}; the speed-up is {b.forwards / plain.forwards:.1%} of what "
-            "acceptance and the forwards' times allow"
+            f"  the speed-up is {b.forwards / p.forwards:.1%} of what acceptance and these forwards allow; of what it "
+            f"and passes timed alone allow {middle:.1%} (median of {len(shares)}; quartiles {low:.1%}, {high:.1%})"
         )

@@ -24,7 +24,7 @@ from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import BLOCK, LARGE, MOST, Penalties, Transform, Uniform, pick, transform_logits
 from adaptive.decoding.tokens import Distributions
 from adaptive.decoding.verify import Verdict, verify_logits, verify_on_device, verify_sampled
-from adaptive.engines.transformers import TransformersEngine
+from adaptive.engines.transformers import TransformersEngine, TransformersSequence
 from adaptive.errors import AdaptiveError
 
 VOCAB = 8
@@ -165,6 +165,7 @@ def test_a_broken_acceptance_rule_fails_the_same_test(
         return broken(transform(logits), drafted, [] if q is None else q, uniform)
 
     monkeypatch.setattr(loop, "verify_logits", instead)
+    monkeypatch.setattr(TransformersSequence, "at_once", None)  # which would not come there
     params = SamplingParams(temperature=1.3)
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) < 0.001
 

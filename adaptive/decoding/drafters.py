@@ -72,7 +72,7 @@ class ModelDrafter:
         self._adjusts = penalties.active or penalties.bias is not None
         # How tokens are chosen where a whole proposal is one call.
         self._choice: Choice | None = None
-        if sequence.drafts and not self._adjusts:
+        if sequence.at_once is not None and not self._adjusts:
             self._choice = Choice(min(engine.vocab_size, target_vocab), self.transform.cuts)
 
     def limit(self, committed: int) -> int:
@@ -97,16 +97,16 @@ class ModelDrafter:
         return self._propose_by_token(feed, length, advise)
 
     def _propose_at_once(self, feed: list[int], length: int, advise: Adviser | None, choice: Choice) -> Proposal | None:
-        choice.prepare(length, advise)
-        if not self.params.greedy:
-            choice.shares[:length] = self.uniform.ahead(length)
-        tokens = self.sequence.draft(feed, choice)
+        drafts, greedy = self.sequence.at_once, self.params.greedy
+        assert drafts is not None
+        choice.prepare(length, None if greedy else self.uniform.ahead(length), advise)
+        tokens = drafts.draft(feed, choice)
         if not tokens:
             return None
-        if self.params.greedy:
+        if greedy:
             return Proposal(self.name, tokens, None)
         self.uniform.skip(len(tokens))
-        return Proposal(self.name, tokens, choice.probs[: len(tokens)])
+        return Proposal(self.name, tokens, choice.probs(0, len(tokens)))
 
     def _propose_by_token(self, feed: Ids, length: int, advise: Adviser | None) -> Proposal | None:
         tokens: list[Ids] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +19,8 @@ from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Penalties, Transform, Uniform
 from adaptive.decoding.supervision import SupervisionTape
 from adaptive.decoding.text import TextStream
-from adaptive.decoding.tokens import Ids, as_tensor, join
-from adaptive.decoding.verify import Proposal, Verdict, verify_greedy, verify_logits
+from adaptive.decoding.tokens import as_tensor, join
+from adaptive.decoding.verify import Proposal, Verdict, verify_at_once, verify_greedy, verify_logits
 from adaptive.engines.protocol import Sequence
 from adaptive.records.types import Round, Supervision, Timings
 
@@ -29,8 +30,7 @@ from adaptive.records.types import Round, Supervision, Timings
 BURST_S = 0.016
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One token of the answer and the text that is certain since the last one.
 
     ``finish_reason`` is set on the last step only: ``stop`` or ``length``.
@@ -65,17 +65,20 @@ class TargetSampler:
         self.penalties = penalties
         self.uniform = Uniform(generator)
         self.adjusts = penalties.active or penalties.bias is not None
-        self.greedy = params.greedy
 
-    def verify(self, logits: torch.Tensor, proposal: Proposal | None) -> Verdict:
-        """logits (K + 1, vocab) after the last committed token and after each of K drafted ones."""
-        ids: Ids = [] if proposal is None else proposal.tokens
+    def verify(self, target: Sequence, fed: list[int], proposal: Proposal | None) -> tuple[Verdict, torch.Tensor]:
+        """Feed the target ``fed`` and the K tokens of a proposal in one pass. What stands of them, and the target's raw
+        logits (K + 1, vocab) after the last token of ``fed`` and after each of the K."""
+        at_once, rule, drafted = target.at_once, self.transform.rule, [] if proposal is None else proposal.tokens
+        if at_once is not None and rule is not None and isinstance(drafted, list) and not self.adjusts:
+            return verify_at_once(at_once, rule, fed, proposal, self.uniform)
+        raw = logits = target.extend(join([fed, drafted]), 1 + len(drafted))
         if self.adjusts:
-            logits = self.penalties.apply(logits, as_tensor(ids).to(logits.device))
-        if self.greedy:
-            return verify_greedy(logits, ids)
+            logits = self.penalties.apply(logits, as_tensor(drafted).to(logits.device))
+        if self.params.greedy:
+            return verify_greedy(logits, drafted), raw
         q = None if proposal is None else proposal.probs
-        return verify_logits(logits, self.transform, ids, q, self.uniform)
+        return verify_logits(logits, self.transform, drafted, q, self.uniform), raw
 
 
 def speculative_round(
@@ -101,12 +104,7 @@ def speculative_round(
         proposal = drafter.propose(committed, draft_length, advise)
     proposed = time.perf_counter()
 
-    fed: Ids = committed[target.length :]
-    drafted = 0
-    if proposal is not None:
-        fed, drafted = join([fed, proposal.tokens]), len(proposal.tokens)
-    logits = target.extend(fed, 1 + drafted)
-    verdict = sampler.verify(logits, proposal)
+    verdict, logits = sampler.verify(target, committed[target.length :], proposal)
 
     committed += verdict.tokens
     if proposal is not None and drafter is not None:
@@ -115,7 +113,7 @@ def speculative_round(
     if sampler.adjusts:
         sampler.penalties.commit(verdict.tokens)
     verified = time.perf_counter()
-    who = "none" if proposal is None else proposal.drafter
+    who, drafted = ("none", 0) if proposal is None else (proposal.drafter, len(proposal.tokens))
     return Round(who, drafted, verdict.accepted, proposed - began, verified - proposed), verdict, logits
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -53,7 +55,8 @@ class Transform:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.cuts = None if params.greedy else Cuts(1 / params.temperature, params.top_p, params.min_p, params.top_k)
-        self.rule = None if self.cuts is None or library() is None else Rule(self.cuts)
+        # Where a verification is one call, or judging logits is.
+        self.rule = None if library() is None else Rule(self.cuts)
         self._rows: Rows | None = None
 
     def __call__(self, logits: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -83,24 +86,31 @@ class Uniform:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self._numbers: list[float] = []
+        self._numbers = array("d")
+        self._used = 0
         self._column = torch.empty(0, 1)
 
     def next(self) -> float:
         """One number, where nothing waits for a device."""
-        if not self._numbers:
-            self._numbers = self._drawn()[:, 0].tolist()
-        return self._numbers.pop()
+        if self._used == len(self._numbers):
+            self._draw(1)
+        self._used += 1
+        return self._numbers[self._used - 1]
 
-    def ahead(self, count: int) -> list[float]:
-        """The numbers that the next ``count`` calls of ``next`` give, which ``skip`` takes."""
-        while len(self._numbers) < count:
-            self._numbers = self._drawn()[:, 0].tolist() + self._numbers
-        return self._numbers[: -count - 1 : -1]
+    def ahead(self, count: int) -> int:
+        """The address of the numbers, float64, that the next ``count`` calls of ``next`` give, which ``skip`` takes."""
+        if self._used + count > len(self._numbers):
+            self._draw(count)
+        return self._address + self._used * self._numbers.itemsize
 
     def skip(self, count: int) -> None:
         """Leave out so many of the numbers that were looked at."""
-        del self._numbers[len(self._numbers) - count :]
+        self._used += count
+
+    def _draw(self, count: int) -> None:
+        """Have at least so many that were not used."""
+        self._numbers = self._numbers[self._used :] + array("d", self._drawn(count)[:, 0].tolist())
+        self._address, self._used = self._numbers.buffer_info()[0], 0
 
     def column(self, count: int) -> torch.Tensor:
         """Numbers (count, 1) on the generator's device."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -11,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 LEFT_CONTEXT = 4
 # Tokens decoded again at every step before the left end moves up. Larger decodes more each time,
 # smaller moves more often.
-WINDOW = 16
+WINDOW = 8
 
 
 class TextStream:
@@ -48,6 +50,8 @@ class TextStream:
         return text
 
     def _release(self, new: str) -> str:
+        if not self.stop:
+            return new
         text = self.held + new
         found = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
         if found:
@@ -67,8 +71,8 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
         and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
         and not tokenizer.clean_up_tokenization_spaces
     )
-    decode = tokenizer.backend_tokenizer.decode if plain else tokenizer.decode
-    return lambda tokens: str(decode(tokens, skip_special_tokens=True))
+    decode: Callable[..., Any] = tokenizer.backend_tokenizer.decode if plain else tokenizer.decode
+    return partial(decode, skip_special_tokens=True)
 
 
 def _overlap(text: str, stop: str) -> int:

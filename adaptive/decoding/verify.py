@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from adaptive.decoding.sampling import Transform, Uniform, draw_on_device, pick
 from adaptive.decoding.tokens import Distributions, Ids, argmax, as_array, as_tensor, join
+from adaptive.engines.kernels import Rule
+from adaptive.engines.protocol import AtOnce
 from adaptive.errors import AdaptiveError
 
 # Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
@@ -23,8 +26,7 @@ NOTHING = 1e-30
 NO_NUMBERS = "the target's logits are not numbers, so that nothing can be drawn: is its checkpoint damaged?"
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """K drafted tokens, and the very distributions they were drawn from, over the draft's vocabulary.
 
     ``probs`` is None for a greedy proposal. ``drafter`` says who drafted.
@@ -63,18 +65,45 @@ def verify_logits(
     logits: torch.Tensor, transform: Transform, drafted: Ids, q: Distributions | None, uniform: Uniform
 ) -> Verdict:
     """The quickest way from the target's logits (K + 1, vocab) to a verdict under ``transform``; the rest as below."""
-    if transform.rule is None or as_array(logits) is None:
+    rule = transform.rule
+    if rule is None or as_array(logits) is None:
         return verify_sampled(transform(logits), drafted, [] if q is None else q, uniform)
     proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
+    accepted = rule(logits, proposed, rows(q), uniform.ahead(len(proposed) + 2))
+    return verdict(rule, accepted, proposed, uniform)
+
+
+def verify_at_once(
+    target: AtOnce, rule: Rule, fed: list[int], proposal: Proposal | None, uniform: Uniform
+) -> tuple[Verdict, torch.Tensor]:
+    """Feed the target ``fed`` and what is proposed, and judge it in the same call; the verdict and the logits."""
+    proposed: list[int] = [] if proposal is None else proposal.tokens  # type: ignore[assignment]
+    count = len(proposed)
+    q = None if proposal is None else rows(proposal.probs)
+    shares = None if rule.cuts is None else uniform.ahead(count + 2)
+    accepted, logits = target.verify([*fed, *proposed], count, q, rule, shares)
+    return verdict(rule, accepted, proposed, uniform), logits
+
+
+def verdict(rule: Rule, accepted: int, proposed: list[int], uniform: Uniform) -> Verdict:
+    """What a rule found."""
+    extra = rule.given.extra
+    if extra < 0:
+        raise AdaptiveError(NO_NUMBERS)
+    tokens = [*proposed[:accepted], extra]
+    if rule.cuts is None:
+        return Verdict(accepted, tokens, None)
+    uniform.skip(rule.given.used)
+    return Verdict(accepted, tokens, rule.chosen[: accepted + 1])
+
+
+def rows(q: Distributions | None) -> torch.Tensor | None:
+    """As a rule reads them."""
+    if q is None or hasattr(q, "address"):
+        return q  # type: ignore[return-value]
     if isinstance(q, list):
         q = np.stack(q)
-    elif isinstance(q, torch.Tensor):
-        q = q.cpu().contiguous().numpy()
-    accepted, extra, chosen, used = transform.rule(logits, proposed, q, uniform.ahead(len(proposed) + 2))
-    if extra is None:
-        raise AdaptiveError(NO_NUMBERS)
-    uniform.skip(used)
-    return Verdict(accepted, [*proposed[:accepted], extra], chosen)
+    return torch.as_tensor(q).float().cpu().contiguous()
 
 
 def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uniform) -> Verdict:

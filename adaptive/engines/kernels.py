@@ -91,9 +91,11 @@ class Library:
         self.draft = loaded.draft
         self.draft.argtypes = [*[POINTER] * 3, INT, POINTER, POINTER, LONG, INT, POINTER, POINTER, INT]
         self.draft.restype = INT
-        self.verify = loaded.verify
-        self.verify.argtypes = [*[POINTER] * 2, LONG, POINTER, INT, POINTER, LONG, *[POINTER] * 4]
-        self.verify.restype = INT
+        self.judge, self.verify = loaded.judge, loaded.verify
+        judged: list[Any] = [INT, POINTER, LONG, POINTER]  # how many tokens, q, its vocabulary, random numbers
+        self.judge.argtypes = [*[POINTER] * 2, LONG, POINTER, *judged]
+        self.verify.argtypes = [*[POINTER] * 3, INT, *judged, POINTER, POINTER, LONG, INT, POINTER, INT]
+        self.judge.restype = self.verify.restype = INT
         self._probabilities, self._draw = loaded.probabilities, loaded.draw
         self._probabilities.argtypes = [POINTER, POINTER, POINTER, INT, LONG]
         self._draw.argtypes = [POINTER, POINTER, LONG, LONG, ctypes.c_double]
@@ -280,50 +282,53 @@ class Attention:
         )
 
 
-class Rule:
-    """The acceptance rule under these ``cuts``, with room for what goes into a call and what comes out."""
+class _Rule(ctypes.Structure):
+    """``Rule`` of ``native/verify.h``."""
 
-    def __init__(self, cuts: Cuts) -> None:
+    _fields_ = (("cuts", POINTER), ("chosen", POINTER), ("extra", LONG), ("used", INT))
+
+
+class Rule:
+    """The acceptance rule: drafted tokens stand under these ``cuts``, or with none while they are the likeliest.
+
+    After a call, ``given.extra`` is the token that the target adds (-1 where its probabilities are no numbers),
+    ``given.used`` says how many random numbers that took, and ``chosen``, where there are cuts, begins with the
+    log-probabilities of the tokens that are committed.
+    """
+
+    def __init__(self, cuts: Cuts | None) -> None:
         found = library()
         assert found is not None
-        self._run, self._cuts, self._at = found.verify, cuts, ctypes.addressof(cuts)
-        self._extra, self._used = ctypes.c_int64(), ctypes.c_int()
-        self._extra_at, self._used_at = ctypes.addressof(self._extra), ctypes.addressof(self._used)
-        self._make_room(16)
+        self.cuts = cuts
+        self.given = _Rule(None if cuts is None else ctypes.addressof(cuts))
+        self.address = ctypes.addressof(self.given)
+        self.chosen: Any = ()
+        self._run = found.judge
+        self.make_room(16)
 
-    def _make_room(self, count: int) -> None:
-        self._count = count
-        self._drafted: Any = (ctypes.c_int64 * count)()
-        self._shares: Any = (ctypes.c_double * (count + 2))()
-        self._chosen: Any = (ctypes.c_double * (count + 1))()
+    def make_room(self, count: int) -> None:
+        """For so many drafted tokens."""
+        if count >= len(self.chosen):
+            self.chosen = (ctypes.c_double * (count + 1))()
+            self.given.chosen = ctypes.addressof(self.chosen)
 
-    def __call__(
-        self, logits: torch.Tensor, drafted: list[int], q: Floats | None, shares: list[float]
-    ) -> tuple[int, int | None, list[float], int]:
-        """How many of K drafted tokens stand, the token that the target adds (None where its probabilities are no
-        numbers), the log-probabilities of those that are committed, and how many of K + 2 uniform ``shares`` that
-        took. logits (K + 1, vocab), q (K, at most vocab) float32 and contiguous. Raises IndexError for an id beyond
-        the vocabulary."""
-        logits, count = _plain(logits), len(drafted)
-        if count > self._count:
-            self._make_room(count)
-        self._drafted[:count] = drafted
-        self._shares[: count + 2] = shares
-        place, fewer = (None, 0) if q is None else (q.ctypes.data, q.shape[1])
-        accepted = self._run(
-            self._at,
+    def __call__(self, logits: torch.Tensor, drafted: list[int], q: torch.Tensor | None, shares: int | None) -> int:
+        """How many of K drafted tokens stand, given logits (K + 1, vocab). ``q`` (K, at most vocab), that they were
+        drawn from, is float32 and contiguous, and ``shares`` the address of K + 2 uniform random numbers below 1,
+        float64; neither counts without cuts. Raises IndexError for an id beyond the vocabulary."""
+        logits = _plain(logits)
+        self.make_room(len(drafted))
+        place, fewer = (None, 0) if q is None else (address(q), q.shape[1])
+        accepted: int = self._run(
+            self.address,
             address(logits),
             logits.shape[1],
-            self._drafted,
-            count,
+            (ctypes.c_int64 * len(drafted))(*drafted),
+            len(drafted),
             place,
             fewer,
-            self._shares,
-            self._extra_at,
-            self._chosen,
-            self._used_at,
+            shares,
         )
         if accepted < 0:
             raise IndexError("a token is not of the model's vocabulary")
-        extra = self._extra.value
-        return accepted, None if extra < 0 else extra, self._chosen[: accepted + 1], self._used.value
+        return accepted

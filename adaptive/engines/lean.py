@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.compiled import CompiledPass, constants
-from adaptive.engines.kernels import Attention
+from adaptive.engines.kernels import Attention, Rule
 from adaptive.engines.lean_cache import LeanCache
 from adaptive.engines.lean_decoder import decoder, fits
 from adaptive.engines.lean_maps import Map
@@ -181,6 +181,28 @@ class LeanForward:
         self._took(1, (time.perf_counter() - began) / (passed - len(tokens) + 1))
         cache.length = start + passed
         return drafted
+
+    def verify(
+        self,
+        tokens: list[int],
+        count: int,
+        q: torch.Tensor | None,
+        rule: Rule,
+        shares: int | None,
+        logits: torch.Tensor,
+        cache: LeanCache,
+    ) -> int:
+        """Where passes are ``whole``, one over a few tokens into ``logits``, and how many of the last ``count`` of them
+        stand; see ``AtOnce``."""
+        start, size = cache.length, len(tokens)
+        turns, decoder = self._prepare(start + size, cache), self._whole_pass()
+        threads, began = self._threads_for(size), time.perf_counter()
+        accepted = decoder.verify(
+            tokens, count, q, rule, shares, turns, cache.addresses, cache.capacity, start, logits, threads
+        )
+        self._took(size, time.perf_counter() - began)
+        cache.length = start + size
+        return accepted
 
     def _prepare(self, end: int, cache: LeanCache) -> int:
         """Room for so many tokens in all; where the rotations of the next one are."""

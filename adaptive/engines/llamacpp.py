@@ -24,7 +24,6 @@ from adaptive.decoding.tokens import Ids, of_array
 from adaptive.engines.llama_adapter import LlamaAdapter
 from adaptive.engines.llama_merged import PASSES, Merging
 from adaptive.engines.llama_model import LlamaModel, complaint
-from adaptive.engines.native_decoder import Choice
 from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError
 
@@ -56,7 +55,7 @@ class Context:
 class LlamaCppSequence:
     """One text in a context of llama.cpp."""
 
-    drafts = False
+    at_once = None  # the library's pass ends with its logits
 
     def __init__(self, engine: LlamaCppEngine) -> None:
         self.engine = engine
@@ -180,10 +179,6 @@ class LlamaCppSequence:
             view = of_array(np.ctypeslib.as_array(buffer).reshape(rows, -1))
             self._views[address, rows] = view
         return view
-
-    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
-        """Not here: tokens are asked for one by one."""
-        raise NotImplementedError
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

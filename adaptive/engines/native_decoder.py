@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
-from adaptive.decoding.tokens import address
-from adaptive.engines.kernels import FLOAT, INT, POINTER, Attention, Cuts, First, Floats, Product, library
+from adaptive.decoding.tokens import Rows, address
+from adaptive.engines.kernels import FLOAT, INT, POINTER, Attention, Cuts, First, Product, Rule, library
 
 
 class _Norm(ctypes.Structure):
@@ -108,22 +107,21 @@ class Choice:
         self._cuts = cuts
         self._given = _Choice(None if cuts is None else ctypes.addressof(cuts), vocab=vocab)
         self.address = ctypes.addressof(self._given)
-        self.shares: Any = (ctypes.c_double * 0)()  # where in each distribution's mass its token is
-        self.probs: Floats = np.empty((0, vocab), np.float32)  # the distributions that the last tokens were drawn from
+        self.probs = Rows(vocab)  # from the first on, the distributions that the last tokens were drawn from
         self.tokens: Any = (ctypes.c_int64 * 0)()
         self.length = 0
         self._asked = _Asked()
 
-    def prepare(self, length: int, advise: Adviser | None) -> None:
-        """For a proposal of at most so many tokens; the first ``length`` of ``shares`` are still to be set."""
+    def prepare(self, length: int, shares: int | None, advise: Adviser | None) -> None:
+        """For a proposal of at most so many tokens. ``shares``, where there are cuts, is the address of as many uniform
+        random numbers below 1, float64."""
         given = self._given
         self.length = given.length = length
+        given.shares = shares
         if length > len(self.tokens):
-            self.tokens, self.shares = (ctypes.c_int64 * length)(), (ctypes.c_double * length)()
-            given.shares = ctypes.addressof(self.shares)
+            self.tokens = (ctypes.c_int64 * length)()
             if self._cuts is not None:
-                self.probs = np.empty((length, self.vocab), np.float32)
-                given.probs = self.probs.ctypes.data
+                given.probs = address(self.probs(0, length))
         if advise != self._asked.advise:
             self._asked.advise = advise
             given.advise = _ADVISER() if advise is None else _ADVISER(self._asked)
@@ -178,7 +176,10 @@ class Decoder:
             len(embedding),
         )
         self._address = ctypes.addressof(self._given)
-        self._run, self._draft = found.decode, found.draft
+        self._run, self._draft, self._verify = found.decode, found.draft, found.verify
+        self._tokens: Any = (ctypes.c_int64 * 0)()
+        self._passed = ctypes.c_int()
+        self._passed_at = ctypes.addressof(self._passed)
 
     def __call__(
         self, tokens: list[int], turns: int, caches: Any, capacity: int, start: int, logits: torch.Tensor, threads: int
@@ -188,7 +189,7 @@ class Decoder:
         for an id beyond the vocabulary."""
         done = self._run(
             self._address,
-            (ctypes.c_int64 * len(tokens))(*tokens),
+            self._given_tokens(tokens),
             len(tokens),
             len(logits),
             turns,
@@ -206,24 +207,67 @@ class Decoder:
     ) -> tuple[list[int], int]:
         """At most as many tokens as ``choice`` is prepared for after ``tokens``, and how many the caches hold more by
         then. The rest, and IndexError, as above."""
-        passed = ctypes.c_int()
         count = self._draft(
             self._address,
             choice.address,
-            (ctypes.c_int64 * len(tokens))(*tokens),
+            self._given_tokens(tokens),
             len(tokens),
             turns,
             caches,
             capacity,
             start,
             choice.tokens,
-            ctypes.byref(passed),
+            self._passed_at,
             threads,
         )
         choice.check()
         if count < 0:
             raise IndexError("a token is not of the model's vocabulary")
-        return choice.tokens[:count], passed.value
+        return choice.tokens[:count], self._passed.value
+
+    def _given_tokens(self, tokens: list[int]) -> Any:
+        """As an array, in room that is kept: making one takes four times as long as filling it."""
+        if len(tokens) > len(self._tokens):
+            self._tokens = (ctypes.c_int64 * len(tokens))()
+        self._tokens[: len(tokens)] = tokens
+        return self._tokens
+
+    def verify(
+        self,
+        tokens: list[int],
+        count: int,
+        q: torch.Tensor | None,
+        rule: Rule,
+        shares: int | None,
+        turns: int,
+        caches: Any,
+        capacity: int,
+        start: int,
+        logits: torch.Tensor,
+        threads: int,
+    ) -> int:
+        """A pass, and how many of the last ``count`` tokens stand by ``rule``, for which ``q`` and ``shares`` are. The
+        rest, and IndexError, as above."""
+        rule.make_room(count)
+        accepted: int = self._verify(
+            self._address,
+            rule.address,
+            self._given_tokens(tokens),
+            len(tokens),
+            count,
+            None if q is None else address(q),
+            0 if q is None else q.shape[1],
+            shares,
+            turns,
+            caches,
+            capacity,
+            start,
+            address(logits),
+            threads,
+        )
+        if accepted < 0:
+            raise IndexError("a token is not of the model's vocabulary")
+        return accepted
 
 
 def _norm(norm: Norm | None) -> _Norm:

@@ -15,16 +15,35 @@ import torch
 
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.tokens import Ids
+from adaptive.engines.kernels import Rule
 from adaptive.engines.native_decoder import Choice
+
+
+class AtOnce(Protocol):
+    """A sequence of an engine that does in one call what ``extend`` and a choice do token by token, and what it and the
+    acceptance rule do. What runs between two passes finds the processor's caches full of weights."""
+
+    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
+        """Append n ``tokens``, and one after the other at most as many more as ``choice`` is prepared for, each chosen
+        from what those before it make likely; return those. The last of them is not appended. ``choice.probs`` holds
+        what they were drawn from."""
+
+    def verify(
+        self, tokens: list[int], count: int, q: torch.Tensor | None, rule: Rule, shares: int | None
+    ) -> tuple[int, torch.Tensor]:
+        """Append n ``tokens``, and judge the last ``count`` of them, drawn from ``q``, by ``rule``: how many stand, and
+        the logits (count + 1, vocab) as from ``extend``. ``q`` and ``shares`` as in ``Rule``."""
 
 
 class Sequence(Protocol):
     """The cached context of one text. Its length is how many tokens the cache holds.
 
-    ``drafts`` says whether there is ``draft``, which does token by token what ``extend`` and a choice do, in one call.
+    ``at_once`` is the same sequence where its engine is one for that.
     """
 
-    drafts: bool
+    @property
+    def at_once(self) -> AtOnce | None:
+        """See above."""
 
     @property
     def length(self) -> int:
@@ -47,11 +66,6 @@ class Sequence(Protocol):
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens. Copies nothing."""
-
-    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
-        """Append n ``tokens``, and one after the other at most as many more as ``choice`` is prepared for, each chosen
-        from what those before it make likely; return those. The last of them is not appended. ``choice.probs`` holds
-        what they were drawn from."""
 
 
 class Engine(Protocol):

@@ -13,7 +13,8 @@ from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.tokens import Ids, Rows, as_tensor
 from adaptive.engines.adapters import MergedAdapter
 from adaptive.engines.cache import RollbackCache
-from adaptive.engines.lean import lean_forward
+from adaptive.engines.kernels import Rule
+from adaptive.engines.lean import FEW, lean_forward
 from adaptive.engines.lean_cache import LeanCache
 from adaptive.engines.native_decoder import Choice
 from adaptive.engines.recorded import RecordedPasses
@@ -31,8 +32,12 @@ class TransformersSequence:
         self.cache: LeanCache | RollbackCache = (
             engine.lean.cache() if engine.lean else RollbackCache(engine.model.config.get_text_config())
         )
-        self.drafts = engine.lean is not None and engine.lean.whole
         self._logits = Rows(engine.vocab_size)
+
+    @property
+    def at_once(self) -> TransformersSequence | None:
+        """Itself where passes are one call."""
+        return self if self.engine.lean is not None and self.engine.lean.whole else None
 
     @property
     def length(self) -> int:
@@ -69,6 +74,18 @@ class TransformersSequence:
         assert self.engine.lean is not None
         assert isinstance(self.cache, LeanCache)
         return self.engine.lean.draft(tokens, choice, self.cache)
+
+    def verify(
+        self, tokens: list[int], count: int, q: torch.Tensor | None, rule: Rule, shares: int | None
+    ) -> tuple[int, torch.Tensor]:
+        """Append tokens and judge the last of them in one call; see the protocol."""
+        if len(tokens) > FEW:  # a prompt
+            logits = self.extend(tokens, count + 1)
+            return rule(logits, tokens[len(tokens) - count :], q, shares), logits
+        assert self.engine.lean is not None
+        assert isinstance(self.cache, LeanCache)
+        logits = self._logits(0, count + 1)
+        return self.engine.lean.verify(tokens, count, q, rule, shares, logits, self.cache), logits
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,7 @@ class Message:
     content: str
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):  # which is made in a third of the time that a frozen dataclass takes
     """One speculative round: what was drafted, what was accepted, what it cost.
 
     Each round commits ``accepted + 1`` tokens (the last round may commit fewer: a stop cuts it).

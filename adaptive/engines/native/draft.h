@@ -10,13 +10,6 @@ namespace {
 // What comes of a position whose distribution is known; the numbers of Advice in control/policy.py.
 enum Advice { DROP, LAST, MORE };
 
-// The likeliest token, of two as likely the first; 0 where no logit is a number.
-inline int64_t likeliest(const float* logits, int64_t count) {
-  const float top = largest(logits, count);
-  const float* found = std::find(logits, logits + count, top);
-  return found < logits + count ? found - logits : 0;
-}
-
 // The probability of a token whose logit is the largest.
 inline float probability(const float* logits, int64_t count, float top) {
   Vector sums = {};

@@ -24,13 +24,29 @@ inline float mass(const float* p, const float* q, int count) {
 
 // The largest of so many numbers; what is none is passed over.
 inline float largest(const float* x, int64_t count) {
-  Vector most = Vector{} - INFINITY;
+  constexpr int APART = 4;  // so that none waits for the one before it
+  Vector several[APART], most = Vector{} - INFINITY;
   float top = -INFINITY;
   int64_t i = 0;
+  for (Vector& v : several) v = most;
+  for (; i + APART * LANES <= count; i += APART * LANES)
+    for (int j = 0; j < APART; j++) several[j] = higher(at(x + i + j * LANES), several[j]);
   for (; i + LANES <= count; i += LANES) most = higher(at(x + i), most);
+  for (const Vector& v : several) most = higher(v, most);
   for (; i < count; i++) top = std::max(top, x[i]);
-  for (int lane = 0; lane < LANES; lane++) top = std::max(top, most[lane]);
-  return top;
+  return std::max(top, topmost(most));
+}
+
+// The likeliest token, of two as likely the first; 0 where no logit is a number.
+inline int64_t likeliest(const float* logits, int64_t count) {
+  float top = -INFINITY;
+  int64_t from = 0;
+  for (int64_t begin = 0; begin < count; begin += CHUNK) {
+    const float here = largest(logits + begin, std::min<int64_t>(CHUNK, count - begin));
+    if (here > top) top = here, from = begin;
+  }
+  const float *end = logits + std::min(from + CHUNK, count), *found = std::find(logits + from, end, top);
+  return found < end ? found - logits : 0;
 }
 
 // The k-th largest (k at most count): of the chunks with the k largest numbers of all chunks, nothing else can be it.
@@ -123,16 +139,21 @@ extern "C" {
 void probabilities(const Cuts* cuts, const float* logits, float* out, int rows, int64_t count) {
   for (int row = 0; row < rows; row++, logits += count, out += count) {
     const float top = largest(logits, count);
+    double whole = 0;
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-      const Vector x = (at(logits + i) - top) * cuts->factor;
-      at(out + i) = x <= -87.0f ? Vector{} : exponential(x);
+    for (int64_t end = std::min<int64_t>(CHUNK, count); i < count; end = std::min(end + CHUNK, count)) {
+      Vector sums = {};
+      float sum = 0;
+      for (; i + LANES <= end; i += LANES) {
+        const Vector x = (at(logits + i) - top) * cuts->factor;
+        sums += at(out + i) = x <= -87.0f ? Vector{} : exponential(x);
+      }
+      for (; i < end; i++) {
+        const float x = (logits[i] - top) * cuts->factor;
+        sum += out[i] = x <= -87.0f ? 0.0f : std::exp(x);
+      }
+      whole += sum + total(sums);
     }
-    for (; i < count; i++) {
-      const float x = (logits[i] - top) * cuts->factor;
-      out[i] = x <= -87.0f ? 0.0f : std::exp(x);
-    }
-    double whole = mass_from(out, count, 0);
     if (whole == whole && (cuts->top_k > 0 || cuts->top_p < 1 || cuts->min_p > 0)) {
       cut(*cuts, logits, out, count);
       whole = mass_from(out, count, 0);

@@ -37,6 +37,17 @@ inline float total(Vector v) {
 #endif
 }
 
+// The largest of numbers that all are some.
+inline float topmost(Vector v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+#endif
+}
+
 inline Vector lower(Vector a, Vector b) { return a < b ? a : b; }
 inline Vector higher(Vector a, Vector b) { return a > b ? a : b; }
 

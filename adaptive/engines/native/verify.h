@@ -1,35 +1,56 @@
-// The acceptance rule of decoding/verify.py in one call, for logits and distributions that the processor holds.
+// The acceptance rule of decoding/verify.py, and a pass of the target with it, in one call.
 
 #pragma once
 
+#include "decoder.h"
 #include "sampling.h"
 
 extern "C" {
 
+// What drafted tokens are judged by, and what comes of it beside the number that stands; the same in kernels.py.
+struct Rule {
+  const Cuts* cuts;  // null: the likeliest token stands
+  double* chosen;    // (count + 1,): the log-probability of every token that is committed, unless it is the likeliest
+  int64_t extra;     // the token that the target adds, -1 where its probabilities are no numbers
+  int32_t used;      // how many random numbers that took
+};
+
 // How many of `count` drafted tokens stand, given logits (count + 1, vocab) of the target and the distributions
-// q (count, fewer) that they were drawn from. `extra` is the token that the target adds, -1 where its probabilities are no
-// numbers; `chosen` (count + 1,) the log-probability of every token that is committed. `shares` (count + 2,) are uniform
-// random numbers below 1, of which the first `used` were wanted. Positions behind the first that falls are not looked at.
-// -1 where a token is none of the vocabulary.
-int verify(const Cuts* cuts, const float* logits, int64_t vocab, const int64_t* drafted, int count, const float* q,
-           int64_t fewer, const double* shares, int64_t* extra, double* chosen, int* used) {
-  float* p = room<float, 14>(vocab);
-  int n = 0;
+// q (count, fewer) that they were drawn from. `shares` (count + 2,) are uniform random numbers below 1. Positions behind the
+// first that falls are not looked at. -1 where a token is none of the vocabulary.
+int judge(Rule* rule, const float* logits, int64_t vocab, const int64_t* drafted, int count, const float* q, int64_t fewer,
+          const double* shares) {
   for (int i = 0; i < count; i++)
     if (drafted[i] < 0 || drafted[i] >= vocab) return -1;
-  *used = 0;
+  int n = 0;
+  rule->used = 0;
+  if (!rule->cuts) {
+    for (;; n++) {
+      rule->extra = likeliest(logits + n * vocab, vocab);
+      if (n == count || drafted[n] != rule->extra) return n;
+    }
+  }
+  float* p = room<float, 14>(vocab);
   for (;; n++) {
-    probabilities(cuts, logits + n * vocab, p, 1, vocab);
+    probabilities(rule->cuts, logits + n * vocab, p, 1, vocab);
     if (n == count) break;
     const int64_t token = drafted[n];
     const double q_x = token < fewer ? q[n * fewer + token] : 0, p_x = p[token];
-    if (!(shares[(*used)++] * q_x < p_x)) break;  // nor where q is no number
-    chosen[n] = std::log(p_x);
+    if (!(shares[rule->used++] * q_x < p_x)) break;  // nor where q is no number
+    rule->chosen[n] = std::log(p_x);
   }
-  *extra = n < count ? draw(p, q + n * fewer, vocab, fewer, shares[(*used)++]) : -1;
+  rule->extra = n < count ? draw(p, q + n * fewer, vocab, fewer, shares[rule->used++]) : -1;
   // All accepted; or p == q up to rounding leaves nothing to draw from, and p is the right one.
-  if (*extra < 0) *extra = draw(p, nullptr, vocab, 0, shares[(*used)++]);
-  if (*extra >= 0) chosen[n] = std::log(p[*extra]);
+  if (rule->extra < 0) rule->extra = draw(p, nullptr, vocab, 0, shares[rule->used++]);
+  if (rule->extra >= 0) rule->chosen[n] = std::log(p[rule->extra]);
   return n;
+}
+
+// The same for the last `count` of tokens (n,), and their logits, by one pass as `decode` makes it.
+int verify(const Decoder* decoder, Rule* rule, const int64_t* tokens, int n, int count, const float* q, int64_t fewer,
+           const double* shares, const float* turns, float* const* caches, int64_t capacity, int start, float* logits,
+           int threads) {
+  if (!decode(decoder, tokens, n, count + 1, turns, caches, capacity, start, logits, threads)) return -1;
+  return judge(rule, logits, decoder->head->out, tokens + n - count, count, q, fewer, shares);
 }
 }
