@@ -24,6 +24,8 @@ from adaptive.errors import AdaptiveError
 from adaptive.pair import load_pair
 from adaptive.settings import load_settings
 
+# By one process, which compiles once.
+together = pytest.mark.xdist_group("compiled")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler here")
 
 KINDS = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt-neox")
@@ -83,6 +85,7 @@ def same_logits(eager: LeanForward, compiled: LeanForward, which: tuple[int, int
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
 
 
+@together
 @needs_compiler
 @pytest.mark.parametrize("name", OFTEN)
 def test_compiled_logits_equal_eager_ones(name: str, folder: Path) -> None:
@@ -113,6 +116,7 @@ def test_code_for_several_threads_computes_the_same(tmp_path: Path) -> None:
         torch.set_num_threads(given)
 
 
+@together
 @needs_compiler
 def test_the_compiled_pass_is_the_one_that_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, compiled, _ = both("gemma2", folder)
@@ -128,6 +132,7 @@ def test_the_compiled_pass_is_the_one_that_runs(folder: Path, monkeypatch: pytes
         compiled(text(4), 4, cache)
 
 
+@together
 @needs_compiler
 @pytest.mark.parametrize("name", ["llama", "qwen2"])  # weights by reference, and packed ones
 def test_a_change_of_weights_reaches_compiled_passes(name: str, folder: Path) -> None:
@@ -147,6 +152,7 @@ def test_a_change_of_weights_reaches_compiled_passes(name: str, folder: Path) ->
     assert (compiled(text(which[0]), which[1], cache) - stale).abs().max() > 0.01
 
 
+@together
 @needs_compiler
 def test_half_a_file_is_made_anew(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "compiled"

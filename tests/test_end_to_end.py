@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from conftest import BUNDLED
 from rich.console import Console
 
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import load_draft_for_training
-from adaptive.records.stats import speculative_stats
 from adaptive.records.types import Round
 from adaptive.settings import load_settings
 from cli.prompts import Prompt, read_prompts
@@ -32,6 +33,11 @@ def answer(session: Session, prompts: list[Prompt], record: bool) -> list[Round]
     return rounds
 
 
+def accepted(rounds: list[Round]) -> npt.NDArray[np.float64]:
+    """Tokens that each round accepted."""
+    return np.array([outcome.accepted for outcome in rounds], dtype=np.float64)
+
+
 def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_home: Path) -> None:
     prompts = read_prompts(BUNDLED / "prompts" / "math.jsonl")
     judged, learned = prompts[:24] + prompts[104:120], prompts[24:104]
@@ -39,7 +45,7 @@ def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_hom
     console = Console(file=io.StringIO())
     with open_session(settings, console) as session:
         session.assistant.policy = FixedLength(4)
-        before = speculative_stats(answer(session, judged, record=False))
+        before = accepted(answer(session, judged, record=False))
         answer(session, learned, record=True)
         assert session.assistant.log is not None
         session.assistant.log.flush()
@@ -53,7 +59,9 @@ def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_hom
         assert outcome.manifest is not None, outcome.message
         assert outcome.manifest.status == "promoted", outcome.message
         assert session.swapper.use_promoted()
-        after = speculative_stats(answer(session, judged, record=False))
-    # Some 1,400 rounds on either side. The gain was 18%, and 8 to 28% on eight prompts each: forty leave a noise of
-    # 4% at the most, so that 10% is what learning brings and chance does not.
-    assert after.mean_acceptance_length > 1.1 * before.mean_acceptance_length
+        after = accepted(answer(session, judged, record=False))
+    # Eight trainings on other random numbers gained 9 to 22% (17% in the mean), of which 2.7% are the chance of some
+    # 1,400 rounds on either side. What is asked for here is what chance gives once in a thousand times.
+    gain = after.mean() - before.mean()
+    assert gain > 3.1 * (before.var() / before.size + after.var() / after.size) ** 0.5
+    assert gain > 0.05 * (1 + before.mean())

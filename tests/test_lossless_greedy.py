@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,12 @@ GREEDY = SamplingParams(temperature=0.0)
 TOKENS = 200
 
 
-@pytest.fixture(scope="module", params=["bundled", "gpt_neox", "qwen2"])
+def together(name: str) -> Any:
+    """Tests of one pair by one process, which asks transformers once."""
+    return pytest.param(name, marks=pytest.mark.xdist_group(f"greedy-{name}"))
+
+
+@pytest.fixture(scope="module", params=[together(name) for name in ("bundled", "gpt_neox", "qwen2")])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """The bundled pair, and pairs of random weights of two other architectures."""
     if request.param == "bundled":

@@ -29,6 +29,10 @@ ASKED = [{"role": "user", "content": "Tell me a story about a small boat."}]
 ENDLESS: dict[str, Any] = {"max_tokens": 800, "extra_body": {"ignore_eos": True}}
 
 
+# By one process, which starts one server.
+pytestmark = pytest.mark.xdist_group("service")
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     one = Server(tmp_path_factory.mktemp("service"), "--queue", "2", "--seed", "5", key=KEY).wait_until_ready()

@@ -33,6 +33,10 @@ FEW = 4
 LIMITS = {"max_tokens": FEW, "max_completion_tokens": FEW, "n": 2}
 
 
+# By one process, which starts one server.
+pytestmark = pytest.mark.xdist_group("service_schema")
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     one = Server(tmp_path_factory.mktemp("schema"), "--max-new-tokens", str(FEW), "--distill", "off")
