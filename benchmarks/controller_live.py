@@ -29,7 +29,7 @@ from adaptive.assistant import Assistant
 from adaptive.control.costs import CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.measure import attentive_on, measure
-from adaptive.control.policy import Advice, FixedLength, LengthPolicy, Scope
+from adaptive.control.policy import Adviser, FixedLength, LengthPolicy, Scope
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.records.types import Round
@@ -46,7 +46,7 @@ SAMPLE = 64
 class Timed(LengthPolicy):
     """A policy, and the seconds that asking it takes."""
 
-    def __init__(self, inner: LengthPolicy) -> None:
+    def __init__(self, inner: GoodputLength) -> None:
         self.inner = inner
         self.name = inner.name
         self.attentive = inner.attentive
@@ -63,13 +63,14 @@ class Timed(LengthPolicy):
         """Timed."""
         return self._timed(lambda: self.inner.next_length(limit, waiting, context))  # type: ignore[return-value]
 
-    def advise(self, position: int, confidence: float) -> Advice:
-        """Timed, and counted."""
-        self.asked += 1
-        return self._timed(lambda: self.inner.advise(position, confidence))  # type: ignore[return-value]
+    @property
+    def adviser(self) -> Adviser | None:
+        """Not timed: a proposal in one call asks nobody."""
+        return self.inner.adviser
 
     def observe(self, outcome: Round) -> None:
-        """Timed."""
+        """Timed, and what was asked of the draft counted."""
+        self.asked += len(self.inner.stopping.bins)
         self._timed(lambda: self.inner.observe(outcome))
 
     def begin(self, scope: Scope) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from collections.abc import Callable
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from adaptive.control.confidence import CENTRES
 from adaptive.control.policy import Advice
+from adaptive.control.stopping import Stopping
 from adaptive.decoding.drafters import ModelDrafter
 from adaptive.decoding.loop import TargetSampler
 from adaptive.decoding.params import SamplingParams
@@ -118,6 +121,33 @@ def test_it_is_the_same_as_token_by_token(
     else:
         assert min(lengths) == 0
         assert max(lengths) > 1
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "cut"])
+def test_thresholds_end_a_draft_where_asking_for_them_would(engine: TransformersEngine, params: SamplingParams) -> None:
+    """The same tokens, bins and reach, for thresholds that end drafts here and there."""
+    one, other, dice = drafter(engine, params), by_token(engine, params), random.Random(5)
+    rules = Stopping(6), Stopping(6)
+    committed, ends = list(PROMPT), set()
+    for turn in range(120):
+        table, follow = (sorted(dice.random() for _ in CENTRES) for _ in range(2))
+        drop_below = [0.4 * dice.random() ** (1 + i) for i in range(6)]
+        last_below = [1.5 * low for low in drop_below[1:]]
+        for rule in rules:
+            rule.decide(table, follow, drop_below, last_below)
+        length = 2 + turn % 5
+        mine, theirs = (made.propose(committed, length, asked) for made, asked in zip((one, other), rules, strict=True))
+        assert rules[0].bins == rules[1].bins
+        assert (mine and mine.tokens) == (theirs and theirs.tokens)
+        assert one.sequence.length == other.sequence.length
+        count = len(mine.tokens) if mine else 0
+        ends.add("dropped" if count < len(rules[0].bins) else "full" if count == length else "last")
+        committed = [*committed, *(mine.tokens[: turn % 3] if mine else []), turn % VOCAB]
+        for made in (one, other):
+            made.rollback(len(committed) - 1)
+    assert ends == {"dropped", "last", "full"}
+    rules[0].clear()
+    assert rules[0].bins == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

@@ -27,10 +27,11 @@ import time
 from collections.abc import Callable
 
 from adaptive.control.acceptance import Acceptance
-from adaptive.control.confidence import Calibration, bin_of
+from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
-from adaptive.control.policy import Advice, LengthPolicy, Scope
+from adaptive.control.policy import Advice, Adviser, LengthPolicy, Scope
 from adaptive.control.rate import RecentRate
+from adaptive.control.stopping import Stopping
 from adaptive.records.types import Round
 
 # Imaginary rounds, at the rate that acceptance by position predicts, in the rate of speculation.
@@ -99,8 +100,7 @@ class GoodputLength(LengthPolicy):
         self.decided = False
         self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
         self.waiting = 0
-        self.bins: list[int] = []  # of the confidences of this round
-        self.reach = 1.0  # probability that everything drafted so far in this round is accepted
+        self.stopping = Stopping(self.longest)
         self._decide(0, 0)
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
@@ -110,7 +110,8 @@ class GoodputLength(LengthPolicy):
             self.pause_s += self.clock() - self.finished
             self.pause_tokens += self.committed
         self.committed = 0
-        self.waiting, self.bins, self.reach = waiting, [], 1.0
+        self.waiting = waiting
+        self.stopping.clear()
         if not self.decided:
             self._decide(context, waiting)
         self.expected = self.expected_plain
@@ -141,8 +142,10 @@ class GoodputLength(LengthPolicy):
         # A token is dropped where verifying it costs more tokens at the present rate than it brings, with the best of
         # what may follow it; it is the last one where a further one does, which has to be drafted first.
         if self.attentive:
-            self.drop_below = [rate * costs.speed * price for price in self.prices]
-            self.last_below = [rate * costs.speed * price for price in self.further]
+            drop_below, last_below = (
+                [rate * costs.speed * p for p in prices] for prices in (self.prices, self.further)
+            )
+            self.stopping.decide(self.calibration.table, self.calibration.follow, drop_below, last_below)
         self.price = min(BUDGET, self._cost_of_trying(waiting))
         self.drafting = self.speculating or self.budget >= self.price
         self.expected_plain = costs.with_tokens(1 / self.plain_s)
@@ -207,27 +210,26 @@ class GoodputLength(LengthPolicy):
 
     def advise(self, position: int, confidence: float) -> Advice:
         """Drop a token whose verification is not worth its time; go on while a further one is."""
-        b = bin_of(confidence)
-        self.bins.append(b)
-        self.reach = reach = self.reach * self.calibration.table[b]
-        if reach < self.drop_below[position - 1]:
-            return Advice.DROP
-        if position >= self.longest or reach * self.calibration.follow[b] <= self.last_below[position - 1]:
-            return Advice.LAST
-        return Advice.MORE
+        return self.stopping(position, confidence)
+
+    @property
+    def adviser(self) -> Adviser | None:
+        """The thresholds themselves."""
+        return self.stopping if self.attentive else None
 
     def observe(self, outcome: Round) -> None:
         """Keep a finished round; every ``BATCH`` rounds, and at once after a try, they are learned from."""
         self.finished = self.clock()
         self.committed += 1 + outcome.accepted
-        steps = len(self.bins) if self.attentive else outcome.drafted
+        bins = self.stopping.bins
+        steps = len(bins) if self.attentive else outcome.drafted
         self.this_answer += 1 + outcome.accepted
         self.plain_run = 0 if steps else self.plain_run + 1
         again = self.plain_run > 1
         if again:
             self.since_plain = 0
         self.seen.append(Timed(outcome, steps, self.waiting, again))
-        self.sure.append(self.bins)
+        self.sure.append(bins)
         if len(self.seen) >= BATCH or (steps and not self.speculating):
             self.settle()
 

@@ -15,7 +15,8 @@ import torch
 
 from adaptive.control.costs import LONGEST, CostTable, from_samples
 from adaptive.control.goodput import GoodputLength
-from adaptive.control.policy import Advice, FixedLength
+from adaptive.control.policy import FixedLength
+from adaptive.control.stopping import Stopping
 from adaptive.decoding.drafters import ModelDrafter
 from adaptive.decoding.loop import Decoding, Request, TargetSampler, speculative_round
 from adaptive.decoding.params import SamplingParams, StopParams
@@ -76,7 +77,7 @@ class Bench:
         self.drafter = ModelDrafter(self.draft, pair.draft, pair.target.vocab_size, params, penalties, generator)
         penalties.start(torch.tensor(self.committed))
         self.sampler = TargetSampler(params, penalties, torch.Generator(pair.target.device))
-        self.advise = (lambda position, confidence: Advice.MORE) if attentive else None
+        self.advise = Stopping(LONGEST) if attentive else None  # which never stops
         self.round(1)
 
     def round(self, length: int, waiting: int = 0) -> Round:

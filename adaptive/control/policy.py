@@ -8,8 +8,10 @@ the drafter asks ``advise`` at every drafted position if the policy is ``attenti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 from adaptive.records.types import Round
 
@@ -29,6 +31,10 @@ class Advice(IntEnum):
     DROP = 0  # propose nothing here: the draft ends before this position
     LAST = 1  # propose a token here and end the draft
     MORE = 2  # propose a token here and go on
+
+
+# Asked with a position (from 1) and the largest probability of the distribution there.
+Adviser: TypeAlias = Callable[[int, float], Advice]
 
 
 class LengthPolicy(ABC):
@@ -60,6 +66,11 @@ class LengthPolicy(ABC):
         on the token that will be drawn from that distribution (see ``ModelDrafter.propose``).
         """
         return Advice.MORE
+
+    @property
+    def adviser(self) -> Adviser | None:
+        """Whom the drafter asks at every position."""
+        return self.advise if self.attentive else None
 
     @abstractmethod
     def observe(self, outcome: Round) -> None:

@@ -13,21 +13,17 @@ is proposed would no longer be distributed as q.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from adaptive.control.policy import Advice
+from adaptive.control.policy import Advice, Adviser
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.sampling import Penalties, Transform, Uniform, draw_on_device, pick
 from adaptive.decoding.tokens import Ids, argmax, as_array, as_tensor, join, likeliest
 from adaptive.decoding.verify import Proposal
 from adaptive.engines.native_decoder import Choice
 from adaptive.engines.protocol import Engine, Sequence
-
-# Asked with a position (from 1) and the largest probability of the distribution there.
-Adviser = Callable[[int, float], Advice]
 
 
 class Drafter(Protocol):

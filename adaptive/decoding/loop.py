@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from adaptive.control.policy import LengthPolicy
-from adaptive.decoding.drafters import Adviser, Drafter
+from adaptive.control.policy import Adviser, LengthPolicy
+from adaptive.decoding.drafters import Drafter
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.decoding.sampling import Penalties, Transform, Uniform
 from adaptive.decoding.supervision import SupervisionTape
@@ -191,7 +191,7 @@ class Decoding:
     def _burst(self, speculate: bool) -> None:
         """Rounds one after the other, until it is time to show their tokens or the answer has come to its end."""
         policy, clock = self.policy, time.perf_counter
-        advise = policy.advise if policy.attentive else None
+        advise = policy.adviser
         until = clock() + BURST_S
         while not self._ended:
             limit = waiting = 0

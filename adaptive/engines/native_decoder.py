@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
+from adaptive.control.policy import Adviser
+from adaptive.control.stopping import Stopping
 from adaptive.decoding.tokens import Rows, address
 from adaptive.engines.kernels import FLOAT, INT, POINTER, Attention, Cuts, First, Product, Rule, library
 
@@ -41,8 +43,6 @@ class _Decoder(ctypes.Structure):
     )
 
 
-# From a position (from 1) and the largest probability there to an ``Advice``, as its number.
-Adviser: TypeAlias = Callable[[int, float], int]
 _ADVISER = ctypes.CFUNCTYPE(INT, INT, FLOAT)
 
 
@@ -52,6 +52,7 @@ class _Choice(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("cuts", "shares", "probs")),
         ("advise", _ADVISER),
+        ("stopping", POINTER),
         *((name, INT) for name in ("length", "vocab")),
     )
 
@@ -124,7 +125,9 @@ class Choice:
                 given.probs = address(self.probs(0, length))
         if advise != self._asked.advise:
             self._asked.advise = advise
-            given.advise = _ADVISER() if advise is None else _ADVISER(self._asked)
+            rule = advise if isinstance(advise, Stopping) else None
+            given.stopping = None if rule is None else rule.address
+            given.advise = _ADVISER() if advise is None or rule is not None else _ADVISER(self._asked)
 
     def check(self) -> None:
         """Raise what was raised by the adviser."""

@@ -26,14 +26,33 @@ extern "C" {
 // Asked with a position (from 1) and the largest probability there, before anything is drawn.
 typedef int (*Adviser)(int position, float confidence);
 
+// The same in control/stopping.py, which says what the numbers are and applies them as `advised` does.
+struct Stopping {
+  const double *edges, *accepted, *follow, *drop_below, *last_below;
+  int32_t* bins;  // of the confidence at each position that was asked about
+  double reach;   // probability that all up to there are accepted
+  int32_t count, longest, asked;
+};
+
 // How tokens are chosen; the same in native_decoder.py.
 struct Choice {
   const Cuts* cuts;      // null: the likeliest
   const double* shares;  // (length,) below 1: where in each distribution's mass its token is
   float* probs;          // (length, vocab): the distributions
   Adviser advise;        // or null
+  Stopping* stopping;    // instead of it, or null
   int32_t length, vocab; // the most tokens; how many the target knows of
 };
+
+int advised(Stopping& s, int position, double confidence) {
+  if (position > s.longest) return DROP;
+  const int bin = std::upper_bound(s.edges, s.edges + s.count, confidence) - s.edges;
+  s.bins[position - 1] = bin;
+  s.asked = position;
+  s.reach = (position > 1 ? s.reach : 1) * s.accepted[bin];
+  if (s.reach < s.drop_below[position - 1]) return DROP;
+  return position == s.longest || s.reach * s.follow[bin] <= s.last_below[position - 1] ? LAST : MORE;
+}
 
 // At most `length` tokens after tokens (n,), into `drafted`; the rest as in `decode`. Says how many, and in `passed` how
 // many tokens were added to the caches; -1 where a token is none of the vocabulary.
@@ -51,8 +70,10 @@ int draft(const Decoder* decoder, const Choice* choice, const int64_t* tokens, i
     if (probs) probabilities(c.cuts, logits, probs, 1, vocab);
     int64_t token = probs ? 0 : likeliest(logits, vocab);
     int advice = MORE;
-    if (c.advise)
-      advice = c.advise(position + 1, probs ? largest(probs, vocab) : probability(logits, vocab, logits[token]));
+    if (c.advise || c.stopping) {
+      const float confidence = probs ? largest(probs, vocab) : probability(logits, vocab, logits[token]);
+      advice = c.stopping ? advised(*c.stopping, position + 1, confidence) : c.advise(position + 1, confidence);
+    }
     if (advice == DROP) return position;
     // Of probabilities that are no numbers any token: the target will not have it.
     if (probs) token = std::max<int64_t>(draw(probs, nullptr, vocab, 0, c.shares[position]), 0);
