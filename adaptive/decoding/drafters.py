@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from adaptive.control.policy import Advice, Adviser
+from adaptive.control.stopping import Stopping
 from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.sampling import Penalties, Transform, Uniform, draw_on_device, pick
 from adaptive.decoding.tokens import Ids, argmax, as_array, as_tensor, join, likeliest
@@ -95,7 +96,11 @@ class ModelDrafter:
     def _propose_at_once(self, feed: list[int], length: int, advise: Adviser | None, choice: Choice) -> Proposal | None:
         drafts, greedy = self.sequence.at_once, self.params.greedy
         assert drafts is not None
-        choice.prepare(length, None if greedy else self.uniform.ahead(length), advise)
+        shares = None if greedy else self.uniform.ahead(length)
+        if isinstance(advise, Stopping):
+            choice.prepare(length, shares, None, advise.address)
+        else:
+            choice.prepare(length, shares, advise)
         tokens = drafts.draft(feed, choice)
         if not tokens:
             return None

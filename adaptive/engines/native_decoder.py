@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from adaptive.control.policy import Adviser
-from adaptive.control.stopping import Stopping
 from adaptive.decoding.tokens import Rows, address
 from adaptive.engines.kernels import FLOAT, INT, POINTER, Attention, Cuts, First, Product, Rule, library
 
@@ -43,6 +41,8 @@ class _Decoder(ctypes.Structure):
     )
 
 
+# From a position (from 1) and the largest probability there to an ``Advice``, as its number.
+Adviser: TypeAlias = Callable[[int, float], int]
 _ADVISER = ctypes.CFUNCTYPE(INT, INT, FLOAT)
 
 
@@ -113,9 +113,9 @@ class Choice:
         self.length = 0
         self._asked = _Asked()
 
-    def prepare(self, length: int, shares: int | None, advise: Adviser | None) -> None:
+    def prepare(self, length: int, shares: int | None, advise: Adviser | None, stopping: int | None = None) -> None:
         """For a proposal of at most so many tokens. ``shares``, where there are cuts, is the address of as many uniform
-        random numbers below 1, float64."""
+        random numbers below 1, float64; ``stopping`` that of thresholds, instead of somebody to be asked."""
         given = self._given
         self.length = given.length = length
         given.shares = shares
@@ -123,11 +123,10 @@ class Choice:
             self.tokens = (ctypes.c_int64 * length)()
             if self._cuts is not None:
                 given.probs = address(self.probs(0, length))
+        given.stopping = stopping
         if advise != self._asked.advise:
             self._asked.advise = advise
-            rule = advise if isinstance(advise, Stopping) else None
-            given.stopping = None if rule is None else rule.address
-            given.advise = _ADVISER() if advise is None or rule is not None else _ADVISER(self._asked)
+            given.advise = _ADVISER() if advise is None else _ADVISER(self._asked)
 
     def check(self) -> None:
         """Raise what was raised by the adviser."""
