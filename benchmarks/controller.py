@@ -161,12 +161,13 @@ def _replay_one(
         draft_s = costs.start_s + steps * costs.draft_s + lag * costs.catch_up_s if steps else 0.0
         verify_s = costs.verify_s[drafted]
         began = time.thread_time()
-        policy.observe(Round("model" if drafted else "none", drafted, accepted, noise(draft_s), noise(verify_s)))
+        outcome = Round("model" if drafted else "none", drafted, accepted, noise(draft_s), noise(verify_s))
+        policy.observe(outcome)
         choosing += time.thread_time() - began
         committed = min(accepted + 1, n - at)
         between_s = costs.overhead_s + committed * costs.token_s
         rounds.append((committed, draft_s + verify_s + between_s, drafted))
-        clock.now += noise(between_s)
+        clock.now += outcome.draft_s + outcome.verify_s + noise(between_s)
         lag = max(0, 1 + accepted - steps) if steps else lag + accepted + 1
         at += accepted + 1
     return choosing

@@ -51,7 +51,7 @@ class Timed(LengthPolicy):
         self.name = inner.name
         self.attentive = inner.attentive
         self.seconds = 0.0
-        self.asked = 0  # times that a confidence was computed for it
+        self.asked = 0  # times at most that a confidence was computed for it
 
     def _timed(self, call: Callable[[], object]) -> object:
         began = time.perf_counter()
@@ -61,7 +61,9 @@ class Timed(LengthPolicy):
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """Timed."""
-        return self._timed(lambda: self.inner.next_length(limit, waiting, context))  # type: ignore[return-value]
+        length = self._timed(lambda: self.inner.next_length(limit, waiting, context))
+        self.steady = self.inner.steady
+        return length  # type: ignore[return-value]
 
     @property
     def adviser(self) -> Adviser | None:
@@ -69,8 +71,8 @@ class Timed(LengthPolicy):
         return self.inner.adviser
 
     def observe(self, outcome: Round) -> None:
-        """Timed, and what was asked of the draft counted."""
-        self.asked += len(self.inner.stopping.bins)
+        """Timed, and what was asked of the draft counted: of what it proposed, and perhaps of one token more."""
+        self.asked += outcome.drafted + 1
         self._timed(lambda: self.inner.observe(outcome))
 
     def begin(self, scope: Scope) -> None:

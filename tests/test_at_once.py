@@ -137,17 +137,36 @@ def test_thresholds_end_a_draft_where_asking_for_them_would(engine: Transformers
             rule.decide(table, follow, drop_below, last_below)
         length = 2 + turn % 5
         mine, theirs = (made.propose(committed, length, asked) for made, asked in zip((one, other), rules, strict=True))
-        assert rules[0].bins == rules[1].bins
+        assert rules[0].bins() == rules[1].bins()
         assert (mine and mine.tokens) == (theirs and theirs.tokens)
         assert one.sequence.length == other.sequence.length
         count = len(mine.tokens) if mine else 0
-        ends.add("dropped" if count < len(rules[0].bins) else "full" if count == length else "last")
+        ends.add("dropped" if count < len(rules[0].bins()) else "full" if count == length else "last")
         committed = [*committed, *(mine.tokens[: turn % 3] if mine else []), turn % VOCAB]
         for made in (one, other):
             made.rollback(len(committed) - 1)
     assert ends == {"dropped", "last", "full"}
     rules[0].clear()
-    assert rules[0].bins == []
+    assert rules[0].bins() == []
+
+
+def test_how_sure_each_of_some_drafts_was_is_kept(engine: TransformersEngine) -> None:
+    one, other = drafter(engine, PARAMS[0]), by_token(engine, PARAMS[0])
+    rules = Stopping(4, 5), Stopping(4, 5)
+    for rule in rules:
+        rule.decide(CENTRES, CENTRES, [0.0] * 4, [0.2] * 3)
+        rule.clear()
+    lengths = [4, 1, 3, 4, 2]
+    for number, length in enumerate(lengths):
+        committed = [*PROMPT, *range(number)]
+        for made, rule in zip((one, other), rules, strict=True):
+            made.propose(committed, length, rule)
+            made.rollback(len(committed) - 1)
+    kept = [[rule.bins(number) for number in range(6)] for rule in rules]
+    assert kept[0] == kept[1]
+    assert all(1 <= len(bins) <= length for bins, length in zip(kept[0], lengths, strict=False))
+    assert len({tuple(bins) for bins in kept[0]}) > 2
+    assert kept[0][5] == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

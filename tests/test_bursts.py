@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from adaptive.assistant import Assistant
+from adaptive.control.costs import LONGEST, CostTable
+from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import FixedLength
 from adaptive.decoding import loop
 from adaptive.decoding.params import SamplingParams, StopParams
@@ -14,6 +18,8 @@ from adaptive.settings import load_settings
 
 GREEDY = SamplingParams(temperature=0.0)
 FIRST = [Message("user", "Write a short story about a dog and a river.")]
+# A draft that always pays.
+CHEAP = CostTable(1e-5, 1e-6, 1e-6, tuple(1e-3 + 1e-6 * k for k in range(LONGEST + 1)), 1e-6, 1e-6, 0.0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +83,29 @@ def test_text_comes_while_the_answer_is_being_decoded(pair: Pair) -> None:
         decoded.append(len(assistant.last.committed) - len(assistant.last.request.prompt))
     assert decoded[0] == 1
     assert len(set(decoded)) > 5
+
+
+def test_the_controller_knows_of_each_round_between_two_questions_how_sure_the_draft_was(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "BURST_S", 60.0)
+    policy, learned, asked = GoodputLength(CHEAP), [], []
+    settle, next_length = policy.settle, policy.next_length
+    monkeypatch.setattr(
+        policy, "settle", lambda: (learned.extend(zip(policy.seen, policy.sure, strict=True)), settle())
+    )
+    monkeypatch.setattr(policy, "next_length", lambda *now: asked.append(now) or next_length(*now))
+    assistant = Assistant(pair, policy, None)
+    answer(assistant, FIRST, StopParams(200, ignore_eos=True))
+    done = assistant.last
+    assert done is not None
+    policy.settle()
+    assert [timed.outcome for timed, _ in learned] == done.rounds
+    # Between two questions nobody tells what the draft has not seen: it follows from what was fed and accepted.
+    for (before, _), (after, _) in itertools.pairwise(learned):
+        if before.steps:
+            assert after.waiting == max(0, 1 + before.outcome.accepted - before.steps)
+    drafted = [(timed.outcome.drafted, timed.steps, bins) for timed, bins in learned if timed.steps]
+    assert all(steps == len(bins) and 0 <= steps - count <= 1 for count, steps, bins in drafted)
+    assert len({tuple(bins) for _, _, bins in drafted}) > 10
+    assert len(asked) < 0.5 * len(done.rounds)

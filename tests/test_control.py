@@ -87,7 +87,7 @@ class World:
         )
         self.policy.observe(outcome)
         between = (table.overhead_s + table.token_s * (1 + accepted)) * self.slower
-        self.clock.now += between
+        self.clock.now += outcome.draft_s + outcome.verify_s + between
         self.waiting = max(0, 1 + accepted - steps) if steps else self.waiting + 1
         self.tokens += accepted + 1
         self.seconds += outcome.draft_s + outcome.verify_s + between

@@ -95,5 +95,20 @@ def test_passes_over_other_numbers_of_tokens_begin_with_what_is_known() -> None:
     assert (choice.best(1), choice.best(5)) == (1, 2)
 
 
+def test_between_two_numbers_of_tokens_that_agree_a_trial_can_wait() -> None:
+    """Drafts have many lengths: a trial of each at its first passes is felt at the beginning of every session."""
+    seconds = {1: 3e-3, 2: 2e-3}.__getitem__
+    choice = ThreadChoice(2)
+    for tokens in (1, 5, 9):
+        passes(choice, 100, seconds, tokens)
+    assert set(passes(choice, 200, seconds, tokens=7)) == {2}
+    assert 1 in passes(choice, 100, seconds, tokens=12)
+    # But it comes: a machine changes.
+    assert passes(choice, 2000, {1: 2e-3, 2: 3e-3}.__getitem__, tokens=7)[-500:].count(1) > 480
+    passes(choice, 500, {1: 2e-3, 2: 20e-3}.__getitem__, tokens=1)
+    assert (choice.best(1), choice.best(5)) == (1, 2)
+    assert 2 in passes(choice, 100, seconds, tokens=3)
+
+
 def test_one_thread_needs_no_choice() -> None:
     assert passes(ThreadChoice(1), 20, lambda threads: 1e-3) == [1] * 20

@@ -91,38 +91,43 @@ class GoodputLength(LengthPolicy):
         self.since_plain = 0
         self.plain_run = 0  # plain rounds up to now without one in between for which the draft was asked
         # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
-        # and how often, how long and with how many tokens the caller was busy between rounds.
+        # and in how many rounds how much time passed beside the models, with how many tokens.
         self.seen: list[Timed] = []
         self.sure: list[list[int]] = []
-        self.pauses, self.pause_s, self.pause_tokens = 0, 0.0, 0
-        self.finished: float | None = None  # when the last round of this answer came to its end
-        self.committed = 0  # tokens that were committed since it was last asked
+        self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
+        # Since it was last asked: when that was, in this answer; rounds, their seconds and their tokens.
+        self.asked: float | None = None
+        self.rounds, self.rounds_s, self.committed = 0, 0.0, 0
         self.decided = False
         self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
         self.waiting = 0
-        self.stopping = Stopping(self.longest)
+        self.stopping = Stopping(self.longest, BATCH)
         self._decide(0, 0)
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The most tokens to draft; ``advise`` ends the draft before that where the policy is attentive."""
-        if self.finished is not None:
-            self.pauses += 1
-            self.pause_s += self.clock() - self.finished
-            self.pause_tokens += self.committed
-        self.committed = 0
+        now = self.clock()
+        if self.asked is not None and self.rounds:
+            self.beside += self.rounds
+            self.beside_s += max(0.0, now - self.asked - self.rounds_s)
+            self.beside_tokens += self.committed
+        self.asked, self.rounds, self.rounds_s, self.committed = now, 0, 0.0, 0
         self.waiting = waiting
         self.stopping.clear()
         if not self.decided:
             self._decide(context, waiting)
-        self.expected = self.expected_plain
-        # Plain rounds change nothing until a try can be paid for.
-        self.steady = 1 if self.drafting else max(1, int((self.price - self.budget) / TRY_SHARE))
-        if limit <= 0 or not self.drafting:
+        self.expected, self.steady = self.expected_plain, 1
+        if not self.drafting:
+            # Plain rounds change nothing until a try can be paid for.
+            self.steady = max(1, int((self.price - self.budget) / TRY_SHARE))
+            return 0
+        if limit <= 0:
             return 0
         if self.speculating:
-            self.since_plain += 1
-            if self.since_plain > PLAIN_EVERY or (waiting > FEW_WAITING and not self._worth_catching_up(limit)):
+            late = self.since_plain >= PLAIN_EVERY
+            if late or (waiting > FEW_WAITING and not self._worth_catching_up(limit)):
                 return 0
+            self.steady = BATCH - len(self.seen)
         self.expected = self.expected_speculative
         return min(limit, self.longest if self.attentive else self.best)
 
@@ -219,25 +224,29 @@ class GoodputLength(LengthPolicy):
 
     def observe(self, outcome: Round) -> None:
         """Keep a finished round; every ``BATCH`` rounds, and at once after a try, they are learned from."""
-        self.finished = self.clock()
-        self.committed += 1 + outcome.accepted
-        bins = self.stopping.bins
+        bins = self.stopping.bins(self.rounds) if self.attentive else []
         steps = len(bins) if self.attentive else outcome.drafted
-        self.this_answer += 1 + outcome.accepted
+        tokens = 1 + outcome.accepted
+        self.rounds += 1
+        self.rounds_s += outcome.draft_s + outcome.verify_s
+        self.committed += tokens
+        self.this_answer += tokens
+        self.since_plain += 1
         self.plain_run = 0 if steps else self.plain_run + 1
         again = self.plain_run > 1
         if again:
             self.since_plain = 0
         self.seen.append(Timed(outcome, steps, self.waiting, again))
         self.sure.append(bins)
+        self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
         if len(self.seen) >= BATCH or (steps and not self.speculating):
             self.settle()
 
     def settle(self) -> None:
         """Learn costs, acceptance and calibration from the rounds seen since the last time."""
         seen, sure = self.seen, self.sure
-        if self.pauses:
-            self.costs.observe_between(self.pauses, self.pause_s, self.pause_tokens)
+        if self.beside:
+            self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
         self.costs.observe(seen)
         for timed, bins in zip(seen, sure, strict=True):
             self._learn(timed, bins)
@@ -248,7 +257,7 @@ class GoodputLength(LengthPolicy):
         plain = not self.speculating and not any(timed.steps for timed in seen)
         self.decided = self.decided and plain and self.budget < self.price
         self.seen, self.sure = [], []
-        self.pauses, self.pause_s, self.pause_tokens = 0, 0.0, 0
+        self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
 
     def _learn(self, timed: Timed, bins: list[int]) -> None:
         """Rate, budget and calibration after one round."""
@@ -284,7 +293,7 @@ class GoodputLength(LengthPolicy):
         if self.this_answer:
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
         self.this_answer = self.plain_run = 0
-        self.finished = None
+        self.asked = None
 
     def swapped(self) -> None:
         """Doubt what was learned of the draft, and look again at once."""

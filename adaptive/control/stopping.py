@@ -20,24 +20,26 @@ class _Stopping(ctypes.Structure):
     """``Stopping`` of ``engines/native/draft.h``."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("edges", "accepted", "follow", "drop_below", "last_below", "bins")),
+        *((name, _POINTER) for name in ("edges", "accepted", "follow", "drop_below", "last_below", "bins", "asked")),
         ("reach", _DOUBLE),
-        *((name, _INT) for name in ("count", "longest", "asked")),
+        *((name, _INT) for name in ("count", "longest", "room", "drafts")),
     )
 
 
 class Stopping:
     """What becomes of a position (from 1) of a draft, by the confidence there. Positions are asked about in turn."""
 
-    def __init__(self, longest: int) -> None:
-        """For drafts of at most ``longest`` tokens, which go on until then as long as nothing is decided."""
-        self.longest = longest
+    def __init__(self, longest: int, room: int = 1) -> None:
+        """For drafts of at most ``longest`` tokens, which go on until then as long as nothing is decided. Of the last
+        ``room`` drafts it is kept how sure they were."""
+        self.longest, self.room = longest, room
         self._edges = (_DOUBLE * len(EDGES))(*EDGES)
         self._accepted: Any = (_DOUBLE * len(CENTRES))(*CENTRES)
         self._follow: Any = (_DOUBLE * len(CENTRES))(*CENTRES)
         self._drop_below: Any = (_DOUBLE * longest)()
         self._last_below: Any = (_DOUBLE * longest)(*[-1.0] * longest)
-        self._bins: Any = (_INT * longest)()
+        self._bins: Any = (_INT * (room * longest))()
+        self._asked: Any = (_INT * room)()
         arrays: tuple[Any, ...] = (
             self._edges,
             self._accepted,
@@ -45,8 +47,9 @@ class Stopping:
             self._drop_below,
             self._last_below,
             self._bins,
+            self._asked,
         )
-        self._given = _Stopping(*map(ctypes.addressof, arrays), count=len(EDGES), longest=longest)
+        self._given = _Stopping(*map(ctypes.addressof, arrays), count=len(EDGES), longest=longest, room=room)
         self.address = ctypes.addressof(self._given)
 
     def decide(
@@ -63,22 +66,28 @@ class Stopping:
         self._drop_below[:] = drop_below
         self._last_below[: len(last_below)] = last_below
 
-    @property
-    def bins(self) -> list[int]:
-        """Of the confidences that were asked about since ``clear``, or in the last draft."""
-        bins: list[int] = self._bins[: self._given.asked]
+    def bins(self, number: int = 0) -> list[int]:
+        """Of the confidences that were asked about in a draft, by its number since ``clear``; none where there was no
+        such draft."""
+        if number >= self._given.drafts:
+            return []
+        row = number % self.room
+        bins: list[int] = self._bins[row * self.longest : row * self.longest + self._asked[row]]
         return bins
 
     def clear(self) -> None:
         """Nothing was asked yet."""
-        self._given.asked = 0
+        self._given.drafts = 0
 
     def __call__(self, position: int, confidence: float) -> Advice:
         """As ``LengthPolicy.advise``."""
         given = self._given
         b = bin_of(confidence)
-        self._bins[position - 1] = b
-        given.asked = position
+        if position == 1:
+            given.drafts += 1
+        row = (given.drafts - 1) % self.room
+        self._bins[row * self.longest + position - 1] = b
+        self._asked[row] = position
         # The probability that everything up to here is accepted.
         given.reach = reach = (given.reach if position > 1 else 1.0) * self._accepted[b]
         if reach < self._drop_below[position - 1]:

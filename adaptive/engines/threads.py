@@ -90,6 +90,7 @@ class Passes:
     begun: float = 0.0
     when: float = 0.0
     soon: float = 0.0
+    rest: float = 0.0  # the seconds after the last trial in which there is no other one; 0 before the first
 
     def begin(self, phase: Phase) -> None:
         """From the next pass on."""
@@ -116,8 +117,8 @@ class ThreadChoice:
         if tokens > FEW:
             return self.best(1)
         known = self._passes.get(tokens)
-        if known is None:  # what other passes do now is the best guess
-            known = self._passes[tokens] = Passes(self._last)
+        if known is None:
+            known = self._passes[tokens] = self._begun(tokens)
         return known.best if known.phase is not Phase.TRIAL else self._other(known)
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -144,6 +145,18 @@ class ThreadChoice:
                     known.slow, known.pace = True, Pace()
             else:
                 known.slow = False
+
+    def _begun(self, tokens: int) -> Passes:
+        """The first pass of so many tokens: what other passes do now is the best guess. Between two numbers of tokens
+        that were tried and agree it is good enough to wait with a trial as long as they do between theirs."""
+        below, above = [n for n in self._passes if n < tokens], [n for n in self._passes if n > tokens]
+        if not below or not above:
+            return Passes(self._last)
+        lower, upper = self._passes[max(below)], self._passes[min(above)]
+        if lower.best != upper.best or not lower.rest or not upper.rest:
+            return Passes(self._last)
+        rest = max(lower.rest, upper.rest)
+        return Passes(lower.best, when=rest, soon=rest, rest=rest)
 
     def _other(self, known: Passes) -> int:
         return self.most if known.best == 1 else 1
@@ -176,7 +189,8 @@ class ThreadChoice:
         else:
             known.others = tried.mean
         self._last = known.best
-        known.when = known.seconds + max(REST * took, lost * (SHARE_ONE if known.best == 1 else SHARE_ALL))
-        known.soon = known.seconds + REST * took
+        known.rest = REST * took
+        known.soon = known.seconds + known.rest
+        known.when = known.seconds + max(known.rest, lost * (SHARE_ONE if known.best == 1 else SHARE_ALL))
         known.slow = False
         known.begin(Phase.USUAL)

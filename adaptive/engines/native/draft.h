@@ -29,9 +29,10 @@ typedef int (*Adviser)(int position, float confidence);
 // The same in control/stopping.py, which says what the numbers are and applies them as `advised` does.
 struct Stopping {
   const double *edges, *accepted, *follow, *drop_below, *last_below;
-  int32_t* bins;  // of the confidence at each position that was asked about
-  double reach;   // probability that all up to there are accepted
-  int32_t count, longest, asked;
+  int32_t* bins;   // (room, longest) of the confidence at each position that was asked about, by draft
+  int32_t* asked;  // (room,) how many of them
+  double reach;    // probability that all up to there are accepted
+  int32_t count, longest, room, drafts;
 };
 
 // How tokens are chosen; the same in native_decoder.py.
@@ -47,8 +48,10 @@ struct Choice {
 int advised(Stopping& s, int position, double confidence) {
   if (position > s.longest) return DROP;
   const int bin = std::upper_bound(s.edges, s.edges + s.count, confidence) - s.edges;
-  s.bins[position - 1] = bin;
-  s.asked = position;
+  if (position == 1) s.drafts++;
+  const int row = (s.drafts - 1) % s.room;
+  s.bins[row * s.longest + position - 1] = bin;
+  s.asked[row] = position;
   s.reach = (position > 1 ? s.reach : 1) * s.accepted[bin];
   if (s.reach < s.drop_below[position - 1]) return DROP;
   return position == s.longest || s.reach * s.follow[bin] <= s.last_below[position - 1] ? LAST : MORE;
