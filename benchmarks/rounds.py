@@ -54,10 +54,8 @@ class Timed:
     def draft(self, tokens: list[int], choice: Choice) -> list[int]:
         return self._timed(lambda: self.inner.draft(tokens, choice))  # type: ignore[no-any-return]
 
-    def verify(
-        self, tokens: list[int], count: int, q: torch.Tensor | None, rule: Rule, shares: int | None
-    ) -> tuple[int, torch.Tensor]:
-        return self._timed(lambda: self.inner.verify(tokens, count, q, rule, shares))  # type: ignore[no-any-return]
+    def verify(self, tokens: list[int], rule: Rule) -> tuple[int, torch.Tensor]:
+        return self._timed(lambda: self.inner.verify(tokens, rule))  # type: ignore[no-any-return]
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         began, used = time.perf_counter(), time.process_time()
@@ -143,7 +141,8 @@ def seconds_of_choice(pair: Pair, sampling: SamplingParams) -> tuple[float, floa
         best, rule = argmax(logits), transform.rule
         assert isinstance(best, list)
         assert rule is not None
-        return seconds(lambda: rule(logits, best[:-1], None, None)) / MANY, 0.0
+        rule.prepare(MANY - 1, None, None)
+        return seconds(lambda: rule(logits, best[:-1])) / MANY, 0.0
     found = library()
     assert found is not None
     probs = as_array(transform(logits))

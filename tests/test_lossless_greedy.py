@@ -37,17 +37,19 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def expected(pair: Pair, prompts: list[str]) -> list[list[int]]:
-    """What transformers' own ``generate`` of the target alone says to each prompt."""
+    """What transformers' own ``generate`` of the target alone says to each prompt, to all of them together."""
     from transformers import AutoModelForCausalLM
 
     target, _ = _folders(pair)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    outputs = []
-    for prompt in prompts:
-        ids = encode_chat(pair, [Message("user", prompt)])
-        full = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False)
-        outputs.append(full[0, len(ids) :].tolist())
-    return outputs
+    texts = [encode_chat(pair, [Message("user", prompt)]) for prompt in prompts]
+    width = max(map(len, texts))
+    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+    ends = model.generation_config.eos_token_id
+    answers = model.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, pad_token_id=ends)
+    outputs = answers[:, width:].tolist()
+    return [output[: output.index(ends) + 1] if ends in output else output for output in outputs]
 
 
 def _folders(pair: Pair) -> tuple[Path, Path]:

@@ -69,7 +69,8 @@ def verify_logits(
     if rule is None or as_array(logits) is None:
         return verify_sampled(transform(logits), drafted, [] if q is None else q, uniform)
     proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
-    accepted = rule(logits, proposed, rows(q), uniform.ahead(len(proposed) + 2))
+    rule.prepare(len(proposed), rows(q), uniform.ahead(len(proposed) + 2))
+    accepted = rule(logits, proposed)
     return verdict(rule, accepted, proposed, uniform)
 
 
@@ -78,10 +79,9 @@ def verify_at_once(
 ) -> tuple[Verdict, torch.Tensor]:
     """Feed the target ``fed`` and what is proposed, and judge it in the same call; the verdict and the logits."""
     proposed: list[int] = [] if proposal is None else proposal.tokens  # type: ignore[assignment]
-    count = len(proposed)
     q = None if proposal is None else rows(proposal.probs)
-    shares = None if rule.cuts is None else uniform.ahead(count + 2)
-    accepted, logits = target.verify([*fed, *proposed], count, q, rule, shares)
+    rule.prepare(len(proposed), q, None if rule.cuts is None else uniform.ahead(len(proposed) + 2))
+    accepted, logits = target.verify([*fed, *proposed], rule)
     return verdict(rule, accepted, proposed, uniform), logits
 
 

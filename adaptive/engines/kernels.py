@@ -92,9 +92,8 @@ class Library:
         self.draft.argtypes = [*[POINTER] * 3, INT, POINTER, POINTER, LONG, INT, POINTER, POINTER, INT]
         self.draft.restype = INT
         self.judge, self.verify = loaded.judge, loaded.verify
-        judged: list[Any] = [INT, POINTER, LONG, POINTER]  # how many tokens, q, its vocabulary, random numbers
-        self.judge.argtypes = [*[POINTER] * 2, LONG, POINTER, *judged]
-        self.verify.argtypes = [*[POINTER] * 3, INT, *judged, POINTER, POINTER, LONG, INT, POINTER, INT]
+        self.judge.argtypes = [*[POINTER] * 2, LONG, POINTER]
+        self.verify.argtypes = [*[POINTER] * 3, INT, *[POINTER] * 2, LONG, INT, POINTER, INT]
         self.judge.restype = self.verify.restype = INT
         self._probabilities, self._draw = loaded.probabilities, loaded.draw
         self._probabilities.argtypes = [POINTER, POINTER, POINTER, INT, LONG]
@@ -285,7 +284,11 @@ class Attention:
 class _Rule(ctypes.Structure):
     """``Rule`` of ``native/verify.h``."""
 
-    _fields_ = (("cuts", POINTER), ("chosen", POINTER), ("extra", LONG), ("used", INT))
+    _fields_ = (
+        *((name, POINTER) for name in ("cuts", "q", "shares", "chosen")),
+        *((name, LONG) for name in ("fewer", "extra")),
+        *((name, INT) for name in ("count", "used")),
+    )
 
 
 class Rule:
@@ -302,33 +305,30 @@ class Rule:
         self.cuts = cuts
         self.given = _Rule(None if cuts is None else ctypes.addressof(cuts))
         self.address = ctypes.addressof(self.given)
+        self.count = 0
         self.chosen: Any = ()
+        self._q: torch.Tensor | None = None
         self._run = found.judge
-        self.make_room(16)
 
-    def make_room(self, count: int) -> None:
-        """For so many drafted tokens."""
+    def prepare(self, count: int, q: torch.Tensor | None, shares: int | None) -> None:
+        """For K = ``count`` drafted tokens. ``q`` (K, at most vocab), that they were drawn from, is float32 and
+        contiguous, and ``shares`` the address of K + 2 uniform random numbers below 1, float64; neither counts without
+        cuts."""
+        given = self.given
+        self.count = given.count = count
+        given.shares = shares
+        if q is not None:
+            self._q, given.q, given.fewer = q, address(q), q.shape[1]
         if count >= len(self.chosen):
-            self.chosen = (ctypes.c_double * (count + 1))()
-            self.given.chosen = ctypes.addressof(self.chosen)
+            self.chosen = (ctypes.c_double * max(16, count + 1))()
+            given.chosen = ctypes.addressof(self.chosen)
 
-    def __call__(self, logits: torch.Tensor, drafted: list[int], q: torch.Tensor | None, shares: int | None) -> int:
-        """How many of K drafted tokens stand, given logits (K + 1, vocab). ``q`` (K, at most vocab), that they were
-        drawn from, is float32 and contiguous, and ``shares`` the address of K + 2 uniform random numbers below 1,
-        float64; neither counts without cuts. Raises IndexError for an id beyond the vocabulary."""
+    def __call__(self, logits: torch.Tensor, drafted: list[int]) -> int:
+        """How many of the K drafted tokens that it is prepared for stand, given logits (K + 1, vocab). Raises
+        IndexError for an id beyond the vocabulary."""
         logits = _plain(logits)
-        self.make_room(len(drafted))
-        place, fewer = (None, 0) if q is None else (address(q), q.shape[1])
-        accepted: int = self._run(
-            self.address,
-            address(logits),
-            logits.shape[1],
-            (ctypes.c_int64 * len(drafted))(*drafted),
-            len(drafted),
-            place,
-            fewer,
-            shares,
-        )
+        tokens = (ctypes.c_int64 * len(drafted))(*drafted)
+        accepted: int = self._run(self.address, address(logits), logits.shape[1], tokens)
         if accepted < 0:
             raise IndexError("a token is not of the model's vocabulary")
         return accepted

@@ -182,24 +182,13 @@ class LeanForward:
         cache.length = start + passed
         return drafted
 
-    def verify(
-        self,
-        tokens: list[int],
-        count: int,
-        q: torch.Tensor | None,
-        rule: Rule,
-        shares: int | None,
-        logits: torch.Tensor,
-        cache: LeanCache,
-    ) -> int:
-        """Where passes are ``whole``, one over a few tokens into ``logits``, and how many of the last ``count`` of them
-        stand; see ``AtOnce``."""
+    def verify(self, tokens: list[int], rule: Rule, logits: torch.Tensor, cache: LeanCache) -> int:
+        """Where passes are ``whole``, one over a few tokens into ``logits``, and how many of them stand; see
+        ``AtOnce``."""
         start, size = cache.length, len(tokens)
         turns, decoder = self._prepare(start + size, cache), self._whole_pass()
         threads, began = self._threads_for(size), time.perf_counter()
-        accepted = decoder.verify(
-            tokens, count, q, rule, shares, turns, cache.addresses, cache.capacity, start, logits, threads
-        )
+        accepted = decoder.verify(tokens, rule, turns, cache.addresses, cache.capacity, start, logits, threads)
         self._took(size, time.perf_counter() - began)
         cache.length = start + size
         return accepted

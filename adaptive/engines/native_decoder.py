@@ -237,10 +237,7 @@ class Decoder:
     def verify(
         self,
         tokens: list[int],
-        count: int,
-        q: torch.Tensor | None,
         rule: Rule,
-        shares: int | None,
         turns: int,
         caches: Any,
         capacity: int,
@@ -248,18 +245,12 @@ class Decoder:
         logits: torch.Tensor,
         threads: int,
     ) -> int:
-        """A pass, and how many of the last ``count`` tokens stand by ``rule``, for which ``q`` and ``shares`` are. The
-        rest, and IndexError, as above."""
-        rule.make_room(count)
+        """A pass, and how many of the last tokens stand by ``rule``. The rest, and IndexError, as above."""
         accepted: int = self._verify(
             self._address,
             rule.address,
             self._given_tokens(tokens),
             len(tokens),
-            count,
-            None if q is None else address(q),
-            0 if q is None else q.shape[1],
-            shares,
             turns,
             caches,
             capacity,

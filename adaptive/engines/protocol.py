@@ -28,11 +28,9 @@ class AtOnce(Protocol):
         from what those before it make likely; return those. The last of them is not appended. ``choice.probs`` holds
         what they were drawn from."""
 
-    def verify(
-        self, tokens: list[int], count: int, q: torch.Tensor | None, rule: Rule, shares: int | None
-    ) -> tuple[int, torch.Tensor]:
-        """Append n ``tokens``, and judge the last ``count`` of them, drawn from ``q``, by ``rule``: how many stand, and
-        the logits (count + 1, vocab) as from ``extend``. ``q`` and ``shares`` as in ``Rule``."""
+    def verify(self, tokens: list[int], rule: Rule) -> tuple[int, torch.Tensor]:
+        """Append n ``tokens``, and judge the last K of them by ``rule``, which is prepared for as many: how many stand,
+        and the logits (K + 1, vocab) as from ``extend``."""
 
 
 class Sequence(Protocol):

@@ -75,17 +75,15 @@ class TransformersSequence:
         assert isinstance(self.cache, LeanCache)
         return self.engine.lean.draft(tokens, choice, self.cache)
 
-    def verify(
-        self, tokens: list[int], count: int, q: torch.Tensor | None, rule: Rule, shares: int | None
-    ) -> tuple[int, torch.Tensor]:
+    def verify(self, tokens: list[int], rule: Rule) -> tuple[int, torch.Tensor]:
         """Append tokens and judge the last of them in one call; see the protocol."""
         if len(tokens) > FEW:  # a prompt
-            logits = self.extend(tokens, count + 1)
-            return rule(logits, tokens[len(tokens) - count :], q, shares), logits
+            logits = self.extend(tokens, rule.count + 1)
+            return rule(logits, tokens[len(tokens) - rule.count :]), logits
         assert self.engine.lean is not None
         assert isinstance(self.cache, LeanCache)
-        logits = self._logits(0, count + 1)
-        return self.engine.lean.verify(tokens, count, q, rule, shares, logits, self.cache), logits
+        logits = self._logits(0, rule.count + 1)
+        return self.engine.lean.verify(tokens, rule, logits, self.cache), logits
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

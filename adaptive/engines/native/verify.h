@@ -9,17 +9,21 @@ extern "C" {
 
 // What drafted tokens are judged by, and what comes of it beside the number that stands; the same in kernels.py.
 struct Rule {
-  const Cuts* cuts;  // null: the likeliest token stands
-  double* chosen;    // (count + 1,): the log-probability of every token that is committed, unless it is the likeliest
-  int64_t extra;     // the token that the target adds, -1 where its probabilities are no numbers
-  int32_t used;      // how many random numbers that took
+  const Cuts* cuts;      // null: the likeliest token stands
+  const float* q;        // (count, fewer): the distributions that the tokens were drawn from
+  const double* shares;  // (count + 2,): uniform random numbers below 1
+  double* chosen;        // (count + 1,): the log-probability of every token that is committed, unless it is the likeliest
+  int64_t fewer, extra;  // the token that the target adds, -1 where its probabilities are no numbers
+  int32_t count, used;   // of tokens; of random numbers
 };
 
-// How many of `count` drafted tokens stand, given logits (count + 1, vocab) of the target and the distributions
-// q (count, fewer) that they were drawn from. `shares` (count + 2,) are uniform random numbers below 1. Positions behind the
-// first that falls are not looked at. -1 where a token is none of the vocabulary.
-int judge(Rule* rule, const float* logits, int64_t vocab, const int64_t* drafted, int count, const float* q, int64_t fewer,
-          const double* shares) {
+// How many of the drafted tokens stand, given logits (count + 1, vocab) of the target. Positions behind the first that
+// falls are not looked at. -1 where a token is none of the vocabulary.
+int judge(Rule* rule, const float* logits, int64_t vocab, const int64_t* drafted) {
+  const float* q = rule->q;
+  const double* shares = rule->shares;
+  const int64_t fewer = rule->fewer;
+  const int count = rule->count;
   for (int i = 0; i < count; i++)
     if (drafted[i] < 0 || drafted[i] >= vocab) return -1;
   int n = 0;
@@ -46,11 +50,10 @@ int judge(Rule* rule, const float* logits, int64_t vocab, const int64_t* drafted
   return n;
 }
 
-// The same for the last `count` of tokens (n,), and their logits, by one pass as `decode` makes it.
-int verify(const Decoder* decoder, Rule* rule, const int64_t* tokens, int n, int count, const float* q, int64_t fewer,
-           const double* shares, const float* turns, float* const* caches, int64_t capacity, int start, float* logits,
-           int threads) {
-  if (!decode(decoder, tokens, n, count + 1, turns, caches, capacity, start, logits, threads)) return -1;
-  return judge(rule, logits, decoder->head->out, tokens + n - count, count, q, fewer, shares);
+// The same for the last of tokens (n,), and their logits, by one pass as `decode` makes it.
+int verify(const Decoder* decoder, Rule* rule, const int64_t* tokens, int n, const float* turns, float* const* caches,
+           int64_t capacity, int start, float* logits, int threads) {
+  if (!decode(decoder, tokens, n, rule->count + 1, turns, caches, capacity, start, logits, threads)) return -1;
+  return judge(rule, logits, decoder->head->out, tokens + n - rule->count);
 }
 }
