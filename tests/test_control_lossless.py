@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 
@@ -145,6 +146,17 @@ def test_what_was_learned_is_there_in_the_next_session(tmp_path: Path) -> None:
     assert again.acceptance.everything == policy.acceptance.everything
     assert again.calibration.table == policy.calibration.table
     assert load(tmp_path / "controller.json", "cuda").costs is None, "costs of another device are not costs of this one"
+
+
+def test_costs_that_forbid_every_draft_are_measured_anew(tmp_path: Path) -> None:
+    """They come from a machine that was busy, and would never be mended: a token that is not verified shows nothing."""
+    busy = dataclasses.replace(CHEAP, verify_s=(1.0, *(3.2 + 0.01 * k for k in range(1, 17))))
+    policy = GoodputLength(busy)
+    policy.acceptance.observe([Round("model", 4, 2, 0.0, 0.0)])
+    save(tmp_path / "controller.json", remembered(policy, "cpu", "0003"))
+    again = load(tmp_path / "controller.json", "cpu")
+    assert again.costs is None
+    assert again.acceptance.everything == policy.acceptance.everything
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"version": 1}', '{"version": 99}', "[]", "null"])
