@@ -42,11 +42,10 @@ class Counts:
 
     def add(self, accepted: list[int], rejected: list[int]) -> None:
         """What some rounds saw: how often each position, from the first, was accepted and rejected."""
-        all_hits, all_misses = self.accepted, self.rejected
         for i, (hits, misses) in enumerate(zip(accepted, rejected, strict=True)):
             keep = self.keep ** (hits + misses)
-            all_hits[i] = all_hits[i] * keep + hits
-            all_misses[i] = all_misses[i] * keep + misses
+            self.accepted[i] = self.accepted[i] * keep + hits
+            self.rejected[i] = self.rejected[i] * keep + misses
 
     def scale(self, factor: float) -> None:
         """Remember only ``factor`` of everything."""

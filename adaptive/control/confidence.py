@@ -60,19 +60,15 @@ class Calibration:
     def observe(self, bins: list[int], drafted: int, accepted: int) -> None:
         """One round: the bin of the confidence at every position that was computed, how many of them were
         proposed, and how many of those accepted. ``calibrate`` makes it count."""
-        hits, misses = self.accepted, self.rejected
-        for b in bins[:accepted]:
-            hits[b] = hits[b] * KEEP + 1.0
-            misses[b] *= KEEP
-        for b in bins[accepted : min(drafted, accepted + 1)]:
-            hits[b] *= KEEP
-            misses[b] = misses[b] * KEEP + 1.0
+        for i, b in enumerate(bins[: min(drafted, accepted + 1)]):
+            hit = 1.0 if i < accepted else 0.0
+            self.accepted[b] = self.accepted[b] * KEEP + hit
+            self.rejected[b] = self.rejected[b] * KEEP + 1.0 - hit
         # The position after an accepted token shows what follows it, whether it was proposed or not.
-        table, follow, followed = self.table, self.follow, self.followed
         for b, following in itertools.pairwise(bins[: accepted + 1]):
-            followed[b] += 1
-            step = max(FOLLOW_STEP, 1 / (followed[b] + FOLLOW_WEIGHT))
-            follow[b] += step * (table[following] - follow[b])
+            self.followed[b] += 1
+            step = max(FOLLOW_STEP, 1 / (self.followed[b] + FOLLOW_WEIGHT))
+            self.follow[b] += step * (self.table[following] - self.follow[b])
 
     def swapped(self) -> None:
         """The draft is another one."""

@@ -270,7 +270,7 @@ class GoodputLength(LengthPolicy):
         if self.attentive:
             judged = bins[: min(outcome.drafted, outcome.accepted + 1)]
             # How likely the judged tokens were says the same as what came of them, with less chance in it.
-            tokens = 1.0 + sum(map(self.calibration.table.__getitem__, judged))
+            tokens = 1.0 + sum(self.calibration.table[b] for b in judged)
             self.calibration.observe(bins, outcome.drafted, outcome.accepted)
         if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
             self.acceptance.changed()

@@ -8,19 +8,12 @@ from collections.abc import Iterable
 def rising(values: Iterable[float], weights: Iterable[float]) -> list[float]:
     """The never falling sequence of least weighted squared distance from ``values``: neighbours that fall take their
     mean. Weights are above 0."""
-    means: list[float] = []  # of blocks of neighbours
-    sums: list[float] = []  # of their weights
-    sizes: list[int] = []
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, values in it
     for value, by in zip(values, weights, strict=True):
-        mean, weight, size = value, by, 1
-        while means and means[-1] > mean:
-            other = sums.pop()
-            mean = (mean * weight + means.pop() * other) / (weight + other)
-            weight += other
-            size += sizes.pop()
-        means.append(mean)
-        sums.append(weight)
-        sizes.append(size)
-    if len(means) == sum(sizes):
-        return means
-    return [mean for mean, size in zip(means, sizes, strict=True) for _ in range(size)]
+        mean, weight, count = value, by, 1
+        while blocks and blocks[-1][0] > mean:
+            other, other_weight, other_count = blocks.pop()
+            mean = (mean * weight + other * other_weight) / (weight + other_weight)
+            weight, count = weight + other_weight, count + other_count
+        blocks.append((mean, weight, count))
+    return [mean for mean, _, count in blocks for _ in range(count)]
