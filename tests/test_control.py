@@ -250,7 +250,7 @@ def test_plain_decoding_is_held_against_what_it_costs_by_itself(attentive: bool,
         world.round([0.5] * 16)
     assert not policy.speculating
     assert world.tokens / world.seconds > 0.97 / (0.7 + TABLE.overhead_s + TABLE.token_s)
-    for _ in range(300):
+    for _ in range(500):  # a try comes every 345 rounds, here, where the draft has as many tokens to catch up with
         world.round([0.95] * 16)
     assert policy.speculating
 
@@ -299,6 +299,62 @@ def test_a_better_draft_is_tried_at_once_after_a_swap() -> None:
     policy.swapped()
     drafted = [world.round([0.9] * 16).drafted for _ in range(40)]
     assert sum(drafted[:20]) > 20
+
+
+@pytest.mark.parametrize("dear", [1.6, 3.2, 10.0])
+@pytest.mark.parametrize("attentive", [True, False])
+def test_verification_measured_in_a_bad_moment_does_not_forbid_speculation_for_long(
+    attentive: bool, dear: float
+) -> None:
+    """Beside another program verifying any token was found so much dearer than a plain step. It is not."""
+    verify = (TABLE.verify_s[0], *(seconds * dear for seconds in TABLE.verify_s[1:]))
+    speeds = []
+    for table in (TABLE, replace(TABLE, verify_s=verify)):
+        clock, rng = Clock(), random.Random(1)
+        world = World(GoodputLength(table, attentive=attentive, clock=clock), clock)
+        for number in range(2500):
+            if number == 1500:
+                world.tokens = world.seconds = 0.0
+            world.slower = rng.lognormvariate(0.0, 0.1)
+            world.round([0.8, 0.7, 0.6, 0.5] + [0.4] * 12)
+        speeds.append(world.tokens / world.seconds)
+    assert speeds[1] > 0.95 * speeds[0] > 1.1 / (TABLE.verify_s[0] + TABLE.overhead_s + TABLE.token_s)
+
+
+def test_a_draft_that_is_seldom_sure_is_used_where_verification_is_dear() -> None:
+    """Tries verify a token that speculation would drop only until they know what that costs, or speculation would
+    seem to be worth nothing."""
+    table = replace(TABLE, start_s=0.02, draft_s=0.05, verify_s=(1.0, *(2.0 + 0.1 * k for k in range(1, LONGEST + 1))))
+    clock, rng = Clock(), random.Random(2)
+    world = World(GoodputLength(table, clock=clock), clock, table=table)
+    for number in range(6000):
+        if number == 3000:
+            world.tokens = world.seconds = 0.0
+        world.round([0.98] * 8 + [0.1] * 8 if rng.random() < 0.2 else [0.1] * 16)
+    assert world.tokens / world.seconds > 1.1 / (table.verify_s[0] + table.overhead_s + table.token_s)
+
+
+def test_a_useless_draft_that_must_catch_up_with_long_prompts_costs_little() -> None:
+    """Every answer begins with a prompt that takes the draft twenty rounds to catch up with."""
+    _, world = goodput()
+    for number in range(9000):
+        if number % 100 == 0:
+            world.waiting = 4000
+        world.round([0.02] * 16)
+    assert world.tokens / world.seconds > 0.97 / (TABLE.verify_s[0] + TABLE.overhead_s + TABLE.token_s)
+
+
+def test_a_pass_that_got_slower_does_not_make_the_others_cheap() -> None:
+    model, rng = CostModel(TABLE), random.Random(4)
+
+    def timed(drafted: int, slower: float) -> Timed:
+        seconds = TABLE.verify_s[drafted] * slower * rng.lognormvariate(0.0, 0.05)
+        return Timed(Round("model", drafted, 0, 0.03 + 0.1 * drafted, seconds), drafted, 0, again=not drafted)
+
+    for _ in range(200):
+        model.observe([timed(0, 1.0) for _ in range(7)] + [timed(1, 1.6)])
+    assert model.plain() == pytest.approx(TABLE.verify_s[0], rel=0.1)
+    assert model.verify(8) > 0.9 * TABLE.verify_s[8]
 
 
 OUTCOMES = st.lists(

@@ -7,7 +7,8 @@ Online the estimates are medians, followed by small multiplicative steps: a step
 depend on how far off an observation is, so a round during which the machine did something else
 moves them no further than any other. Steps grow while observations stay far off on one side, so that
 a cost that was measured in a bad moment is mended in a dozen rounds. One common factor follows the
-machine's speed; what is particular to one length moves more slowly beside it.
+machine's speed; what is particular to one length moves more slowly beside it, unless that length
+alone takes far less than was believed: it was then measured in a bad moment, and the longer ones with it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import bisect
 import math
 import operator
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,11 +33,18 @@ LENGTH_STEP = 0.01
 # The same for plain decoding while the draft is in use: it is then seen once in 200 rounds. Larger shakes the choice
 # between the two, smaller takes thousands of rounds to mend it.
 SELDOM_STEP = 0.04
-# What is left of how often a pass was seen after one later batch of rounds, and what one that was never seen counts.
-KEEP_SEEN, UNSEEN = 0.98, 0.01
-# Observations far off on the same side after which steps grow, by how much each, and their largest
-# relative size. Sooner, and a few slow rounds in a row carry an estimate away.
+# What is left of how often a pass was seen after one later batch of rounds, what one that was never seen counts, and
+# how much of verification is enough to be sure of its costs.
+KEEP_SEEN, UNSEEN, ENOUGH_SEEN = 0.98, 0.01, 2.5
+# Observations far off on the same side after which steps grow (batches, after which a pass alone is mended), by how
+# much each, and their largest relative size. Sooner, and a few slow rounds in a row carry an estimate away.
 PATIENCE, GROWTH, LARGEST_STEP = 3, 1.6, 0.4
+# Share of what was expected that a pass takes where it was measured in a bad moment; the least that it is set to at
+# once (a clock that stands still is wrong). Nearer to 1, and a noisy clock finds such moments where none were; what is
+# less far off mends by small steps.
+TOO_HIGH, LEAST = 0.7, 0.05
+# How many others, of so many passes of late, must have taken what was expected: else it is the machine.
+WITNESSES, LATELY = 3, 16
 # Draft tokens beyond which no length is considered anywhere.
 LONGEST = 16
 
@@ -155,6 +164,8 @@ class CostModel:
         self.own = [1.0] * len(self.passes_s)
         self.seen = [UNSEEN] * len(self.passes_s)  # how often each pass was seen of late
         self.rising = list(self.passes_s)  # seconds at speed 1, never falling
+        self.too_high: dict[int, list[float]] = {}  # by pass its shares, in the last batches in a row
+        self.lately: list[tuple[int, float]] = []  # the last passes, and their seconds as a share of what was expected
         self.speed = 1.0
         self.speed_steps, self.draft_steps = Steps(SPEED_STEP), Steps(LENGTH_STEP)
         self.between_steps = Steps(LENGTH_STEP)
@@ -192,21 +203,25 @@ class CostModel:
         """Seconds of a round of ``length`` drafted tokens apart from drafting them."""
         return self.verify(length) + self.speed * self.overhead_s
 
-    def observe(self, rounds: Sequence[Timed]) -> None:
-        """Learn from finished rounds."""
+    def observe(self, rounds: Sequence[Timed]) -> bool:
+        """Learn from finished rounds. Returns whether a cost that was far too high has just been mended."""
         if rounds and not self.measured:
             self._first(rounds[0].outcome)
+        passes: list[tuple[int, float]] = []
         verified: list[float] = []
         drafted: list[float] = []
         caught_up: list[float] = []
         for outcome, steps, waiting, again in rounds:
             i = 0 if again else 1 + min(outcome.drafted, LONGEST)
             ratio = outcome.verify_s / (self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9))
+            passes.append((i, ratio))
             verified.append(ratio)
             self._follow(i, ratio)
             if steps:
                 mostly = drafted if waiting <= steps else caught_up
                 mostly.append(outcome.draft_s / self.draft(steps, waiting))
+        self.lately = [*self.lately, *passes][-LATELY:]
+        mended = bool(self.too_high or min(verified, default=1.0) < TOO_HIGH) and self._mend(passes)
         self.speed *= self.speed_steps.factor(verified)
         self._rise()
         if drafted:
@@ -215,6 +230,7 @@ class CostModel:
             self.draft_s *= factor
         if caught_up:
             self.catch_up_s *= self.draft_steps.factor(caught_up)
+        return mended
 
     def _follow(self, i: int, ratio: float) -> None:
         """Move what is own to pass ``i`` towards what was seen of it, as a share of what was expected.
@@ -226,6 +242,33 @@ class CostModel:
         step = SELDOM_STEP if i == 0 and self.seen[0] < 0.5 * sum(self.seen) else LENGTH_STEP
         self.own[i] *= math.exp(step * max(-1.0, min(1.0, (ratio - 1.0) * 10.0)))
         self.seen[i] += 1.0
+
+    def _mend(self, passes: Sequence[tuple[int, float]]) -> bool:
+        """Believe no longer what was measured in a bad moment: a pass that takes far less than expected in some batches
+        in a row, while the others do not, is set to the most that was seen of it. Those of other numbers of drafted
+        tokens that were never seen, or were found too dear as well, were measured in that moment too, and go with it.
+        Whether there was one.
+
+        Small steps would take hundreds of rounds of that length, which costs that are far too high do not allow.
+        """
+        mended = False
+        for i in {i for i, _ in passes}:
+            witnesses = [ratio for j, ratio in self.lately if j != i]
+            if len(witnesses) < WITNESSES or not 0.8 < statistics.median(witnesses) < 1.25:
+                continue
+            shares = [*self.too_high.pop(i, ()), max(ratio for j, ratio in passes if j == i)]
+            if shares[-1] >= TOO_HIGH:
+                continue
+            if len(shares) < PATIENCE:
+                self.too_high[i] = shares
+                continue
+            mended = True
+            drafted = range(2, len(self.own)) if i > 1 else ()
+            others = [j for j in drafted if j != i and (self.seen[j] <= UNSEEN or j in self.too_high)]
+            for j in (i, *others):
+                self.own[j] *= max(LEAST, *shares)
+                self.too_high.pop(j, None)
+        return mended
 
     def _rise(self) -> None:
         """A longer verification is never cheaper, and plain decoding no dearer than any: passes that were seen
@@ -250,6 +293,10 @@ class CostModel:
         """Scale the typical shares to the first round seen, so that steps start near the truth."""
         self.measured = True
         self.speed = outcome.verify_s / self.passes_s[1 + min(outcome.drafted, LONGEST)]
+
+    def sure_of_verifying(self) -> bool:
+        """Whether verifications of drafted tokens were seen a few times of late."""
+        return sum(self.seen[2:]) > ENOUGH_SEEN
 
     def table(self) -> CostTable:
         """The present costs, to be kept for the next session."""

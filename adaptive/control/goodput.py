@@ -42,9 +42,15 @@ TRY_SHARE = 0.01
 # The most that the budget holds, in plain rounds, and what it begins with: some thirty tries of a small
 # draft. Less gives up on a bad beginning, more is spent at every change for the worse.
 BUDGET = 4.0
+# The most that it may owe: a try behind a long prompt costs as many rounds as the draft takes to catch up with it. Less
+# lets such tries cost more than their share, more keeps a draft that has become useful waiting for longer.
+DEBT = 16.0
 # Times that a try may have taken less than was expected of it and still be charged the expected. A clock's noise
 # is not to pay for tries.
 FAR_LESS = 1.25
+# Probability of acceptance that a first token must have to be worth its verification, above which tries verify theirs
+# whatever it is until that cost is sure: hardly any token would be verified, and what is not done is not learned.
+DEAR = 0.5
 # Rounds without plain decoding after which two are plain, so that its cost stays known: it is what speculation
 # is compared with. The first of two may take longer than the rest would. Too often costs the speed-up of those rounds.
 PLAIN_EVERY = 200
@@ -150,6 +156,8 @@ class GoodputLength(LengthPolicy):
             drop_below, last_below = (
                 [rate * costs.speed * p for p in prices] for prices in (self.prices, self.further)
             )
+            if not self.speculating and drop_below[0] > DEAR and not costs.sure_of_verifying():
+                drop_below[0] = 0.0
             self.stopping.decide(self.calibration.table, self.calibration.follow, drop_below, last_below)
         self.price = min(BUDGET, self._cost_of_trying(waiting))
         self.drafting = self.speculating or self.budget >= self.price
@@ -247,7 +255,9 @@ class GoodputLength(LengthPolicy):
         seen, sure = self.seen, self.sure
         if self.beside:
             self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
-        self.costs.observe(seen)
+        if self.costs.observe(seen):  # what speculation seemed to bring at the old costs says nothing
+            self.recent.forget()
+            self.age = 0
         for timed, bins in zip(seen, sure, strict=True):
             self._learn(timed, bins)
         self.acceptance.observe([timed.outcome for timed in seen if timed.outcome.drafted])
@@ -276,14 +286,15 @@ class GoodputLength(LengthPolicy):
             self.acceptance.changed()
             self.calibration.changed()
             self.age = 0
-        if waiting > FEW_WAITING and not self.speculating:
-            seconds += costs.draft(0, waiting)
+        catching_up = costs.draft(0, waiting) if waiting > FEW_WAITING and not self.speculating else 0.0
         # What it really took, if that was far less: costs that are believed too high are found out by tries.
         took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
-        seconds = min(seconds, FAR_LESS * took)
+        catching_up = min(catching_up, FAR_LESS * took)
+        seconds = min(seconds, FAR_LESS * took - catching_up)
         if not self.speculating:
             seconds += self._going_back()
-        self.budget = min(BUDGET, max(0.0, self.budget + tokens - seconds / self.plain_s))
+        left = max(min(0.0, self.budget), self.budget + tokens - seconds / self.plain_s)
+        self.budget = min(BUDGET, max(-DEBT, left - catching_up / self.plain_s))
 
     def begin(self, scope: Scope) -> None:
         """Estimates of another session or temperature start from the general ones."""

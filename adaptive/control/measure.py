@@ -34,6 +34,8 @@ LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXT, FURTHER = 64, 448
 # Tokens that the draft is made to catch up with, to see what one of them costs.
 CATCH_UP = 32
+# Share of a draft step that one of them takes at least, where the clock shows none (a GPU): what is 0 is never learned.
+LEAST_CATCH_UP = 0.001
 # Rounds of each length and seconds after which no further ones are started. Fewer than 5 rounds leave
 # the median to chance.
 REPEATS, ENOUGH_S, LEAST_REPEATS = 15, 3.0, 5
@@ -143,7 +145,10 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Cos
     table = CostTable(
         start_s=start_s,
         draft_s=draft_s,
-        catch_up_s=max(0.0, statistics.median(caught_up) - start_s - draft_s) / min(CATCH_UP, context - 2),
+        catch_up_s=max(
+            LEAST_CATCH_UP * draft_s,
+            (statistics.median(caught_up) - start_s - draft_s) / min(CATCH_UP, context - 2),
+        ),
         verify_s=from_samples(medians),
         overhead_s=0.0,
         token_s=max(1e-9, statistics.median(bench.beside(pair) for _ in range(3))),

@@ -20,10 +20,6 @@ from adaptive.control.goodput import GoodputLength
 
 # Version of the file's shape; another one is not read.
 VERSION = 3
-# Times a plain step that verifying one token may take in costs that are kept. Beside other programs a first
-# measurement found 3.2; no token is then ever verified, and what is not done is not learned. Next time it is measured
-# anew, which takes a second; that is all it costs an engine where it is true.
-DOUBTFUL = 2.0
 # Costs that are more, or less, than one number.
 LISTED = ("verify_s", "plain_s")
 
@@ -55,7 +51,7 @@ def remembered(policy: GoodputLength, device: str, adapter: str | None) -> Memor
 
 
 def save(file: Path, memory: Memory) -> None:
-    """Write the whole file at once."""
+    """Write the whole file at once. Raises OSError where that cannot be; the file is then as it was."""
     acceptance, calibration = memory.acceptance, memory.calibration
     content = {
         "version": VERSION,
@@ -73,11 +69,15 @@ def save(file: Path, memory: Memory) -> None:
         },
     }
     beside = file.with_name(f"{file.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
+    try:
+        with beside.open("w", encoding="utf-8") as stream:
+            json.dump(content, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(file)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _counts(counts: Counts) -> dict[str, list[float]]:
@@ -95,8 +95,6 @@ def load(file: Path, device: str) -> Memory:
         if content["version"] != VERSION:
             return empty
         costs = _table(content["costs"]) if content["costs"] and content["device"] == device else None
-        if costs is not None and costs.verify_s[1] > DOUBTFUL * costs.verify_s[0]:
-            costs = None
         acceptance, calibration = Acceptance(), Calibration()
         _restore(acceptance.everything, content["acceptance"]["all"])
         for name, stored in content["acceptance"]["kinds"].items():
