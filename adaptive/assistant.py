@@ -146,7 +146,10 @@ class Assistant:
         record: bool = True,
     ) -> Iterator[Step]:
         """Continue a raw text, without the chat template."""
-        prompt: list[int] = self.pair.tokenizer.encode(text)
+        try:
+            prompt: list[int] = self.pair.tokenizer.encode(text)
+        except (TypeError, ValueError) as error:  # half of a surrogate pair, say
+            raise AdaptiveError("the text is not valid Unicode") from error
         return self.answer(prompt, (), text, sampling, stop, session, domain, record)
 
     def answer(
@@ -182,7 +185,8 @@ class Assistant:
         session = session or (conversation.name if self.conversations.limit else self.session)
         self.policy.begin(Scope(session, sampling.temperature))
         request = Request(prompt, sampling, stop, self._end_set(stop), record or supervise)
-        decoding = self.last = self._decoding(request, conversation)
+        stream = TextStream(self.pair.tokenizer, stop.stop, () if messages else prompt)
+        decoding = self.last = self._decoding(request, conversation, stream)
         adapter = self.adapter
         self.drafted_by = [(adapter, 0)]
         try:
@@ -215,7 +219,7 @@ class Assistant:
     def _end_set(self, stop: StopParams) -> frozenset[int]:
         return frozenset(stop.stop_token_ids) | (frozenset() if stop.ignore_eos else self._ends)
 
-    def _decoding(self, request: Request, conversation: Conversation) -> Decoding:
+    def _decoding(self, request: Request, conversation: Conversation, stream: TextStream) -> Decoding:
         """Wire caches, drafter, sampler and text stream for one request."""
         target, sampling = self.pair.target, request.sampling
         seed = sampling.seed or 0
@@ -233,7 +237,6 @@ class Assistant:
                 torch.Generator(self.pair.draft.device).manual_seed(seed ^ DRAFT_SEED),
             )
         sampler = TargetSampler(sampling, penalties, torch.Generator(target.device).manual_seed(seed))
-        stream = TextStream(self.pair.tokenizer, request.stop.stop)
         return Decoding(
             request,
             conversation.target.sequence,

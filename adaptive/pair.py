@@ -258,7 +258,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     identity = _identity(target, draft, trained)
     tokenizer = _tokenizer(target, draft, trained, settings.trust_remote_code)
     sizes = [weight_bytes(source) for source in (target, draft)]
-    border = sizes[0] / sum(sizes)
+    border = sizes[0] / max(1, sum(sizes))
     target_engine = load_engine(target, settings, settings.device, lambda share: tell("target", border * share))
     draft_engine = None
     if draft is not None:
@@ -291,8 +291,8 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
         )
     if lacks_kernels(target_engine):
         warnings.append(
-            "this installation was built without a C++ compiler, and decoding on this processor is up to twice as fast "
-            "with what is compiled then; install one (g++ or clang++), and run pip install once more"
+            "this installation was built without a C++ compiler, and decoding on this processor is more than twice "
+            "as fast with what is compiled then; install one (g++ or clang++), and run pip install once more"
         )
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings), compilation)
 

@@ -54,7 +54,7 @@ def compile_pair(settings: Settings, target: Engine, draft: Engine | None) -> Co
         elif engine.lean is not None and compilable(engine.lean.plan):
             wanted.append(engine)
             engine.weights += "+compiled"
-        elif engine.device.type == "cuda":
+        elif engine.device.type == "cuda" and not engine.weights.endswith("-int8"):  # which waits for the device
             engine.record()
             engine.weights += "+recorded"
             recorded += 1

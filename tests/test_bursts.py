@@ -74,8 +74,9 @@ def test_what_follows_the_end_of_an_answer_is_forgotten(
     assert answer(assistant, second, StopParams(20)) == answer(fresh, second, StopParams(20))
 
 
-def test_text_comes_while_the_answer_is_being_decoded(pair: Pair) -> None:
+def test_text_comes_while_the_answer_is_being_decoded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A burst is a small part of an answer."""
+    monkeypatch.setattr(loop, "BURST_S", 1e-4)
     assistant = Assistant(pair, FixedLength(0), None)
     decoded = []
     for _ in assistant.chat(FIRST, GREEDY, StopParams(100, ignore_eos=True)):

@@ -24,6 +24,7 @@ from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.engines import llama_model
 from adaptive.engines.gguf_adapter import write_adapter
 from adaptive.engines.llamacpp import BATCH, ROWS, LlamaCppEngine
+from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair, PairIdentity
 from adaptive.records.types import Message
 from checkpoints.manifest import BaseDraft
@@ -164,6 +165,24 @@ def test_a_pass_that_was_interrupted_is_forgotten(draft: LlamaCppEngine) -> None
     sequence.extend(torch.tensor([40, 41]), 1)
     sequence.length = 20  # as an exception between the library's work and ours leaves it
     fresh.extend(tokens, 0)
+    probe = torch.tensor([50, 51])
+    torch.testing.assert_close(sequence.extend(probe, 2), fresh.extend(probe, 2), atol=1e-3, rtol=0)
+
+
+def test_a_sequence_that_found_no_memory_to_grow_begins_anew(
+    draft: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence, fresh = draft.sequence(), draft.sequence()
+    sequence.extend(torch.arange(10, 30), 0)
+
+    def refuse(model: object, capacity: int) -> None:  # as where memory is short
+        raise AdaptiveError("no memory")
+
+    with monkeypatch.context() as short:
+        short.setattr(draft, "new_context", refuse)
+        with pytest.raises(AdaptiveError):
+            sequence.reserve(sequence.capacity + 1)
+    assert sequence.length == 0
     probe = torch.tensor([50, 51])
     torch.testing.assert_close(sequence.extend(probe, 2), fresh.extend(probe, 2), atol=1e-3, rtol=0)
 

@@ -21,7 +21,17 @@ from adaptive.decoding import loop
 from adaptive.decoding.drafters import ModelDrafter
 from adaptive.decoding.loop import Decoding, Request, TargetSampler
 from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.decoding.sampling import BLOCK, LARGE, MOST, Penalties, Transform, Uniform, pick, transform_logits
+from adaptive.decoding.sampling import (
+    BLOCK,
+    LARGE,
+    MOST,
+    Penalties,
+    Transform,
+    Uniform,
+    draw_on_device,
+    pick,
+    transform_logits,
+)
 from adaptive.decoding.tokens import Distributions
 from adaptive.decoding.verify import Verdict, verify_logits, verify_on_device, verify_sampled
 from adaptive.engines.transformers import TransformersEngine, TransformersSequence
@@ -253,14 +263,32 @@ def test_a_draft_of_a_smaller_vocabulary_is_verified_as_one_that_gives_the_rest_
 def test_a_draft_that_gives_no_numbers_costs_guesses_and_nothing_else() -> None:
     p = torch.tensor([[0.25, 0.75, 0.0]] * 2)
     uniform = Uniform(torch.Generator().manual_seed(2))
-    nothing = [np.full(3, np.nan, np.float32)]
-    verdicts = [verify_sampled(p, [2], nothing, uniform) for _ in range(2000)]
-    assert all(verdict.accepted == 0 for verdict in verdicts)
-    ones = sum(verdict.tokens[0] for verdict in verdicts)
-    assert abs(ones / 2000 - 0.75) < 0.04
+    nothing = np.full((1, 3), np.nan, np.float32)
+    for verdicts in (
+        [verify_sampled(p, [2], list(nothing), uniform) for _ in range(2000)],
+        [verify_on_device(p, torch.tensor([2]), torch.from_numpy(nothing), uniform) for _ in range(2000)],
+    ):
+        assert all(verdict.accepted == 0 for verdict in verdicts)
+        ones = sum(verdict.tokens[0] for verdict in verdicts)
+        assert abs(ones / 2000 - 0.75) < 0.04
 
 
 def test_a_target_that_gives_no_numbers_is_said_to_be_broken() -> None:
     uniform = Uniform(torch.Generator().manual_seed(2))
     with pytest.raises(AdaptiveError, match="not numbers"):
         verify_sampled(torch.full((1, 3), torch.nan), [], [], uniform)
+
+
+def test_logits_that_are_no_numbers_are_said_on_a_device_too() -> None:
+    p = torch.full((3, VOCAB), 1 / VOCAB)
+    q, drafted = p[:2].clone(), torch.tensor([1, 2])
+    uniform = Uniform(torch.Generator().manual_seed(1))
+    for rows in ([0], [0, 1, 2]):
+        broken = p.clone()
+        broken[rows] = torch.nan
+        with pytest.raises(AdaptiveError, match="not numbers"):
+            verify_on_device(broken, drafted, q, uniform)
+    with pytest.raises(AdaptiveError, match="not numbers"):
+        verify_on_device(p[:1] * torch.nan, drafted[:0], q[:0], uniform)
+    assert int(draw_on_device(p[:1] * torch.nan, uniform)) < VOCAB
+    assert SamplingParams(temperature=1e-8).greedy

@@ -62,6 +62,20 @@ def test_recorded_passes_equal_the_models_own(name: str, device: str) -> None:
     assert {which[0] for which in one.cache.recordings} == {1, 2, 3, 5, 9}
 
 
+def test_a_cache_that_cannot_grow_stays_as_it_is() -> None:
+    model = made("llama")
+    model.config.max_position_embeddings = 2 * GROWTH
+    sequence = engines(model, "cpu")[1].sequence()
+    sequence.extend(text(20), 1)
+    cache = sequence.cache
+    before = cache.capacity
+    with pytest.raises((RuntimeError, MemoryError)):
+        cache.reserve(2**50)
+    assert cache.capacity == before
+    sequence.extend(text(before), 1)
+    assert sequence.length == 20 + before
+
+
 def test_a_cache_that_grows_or_is_full_stays_right() -> None:
     model = made("llama")
     model.config.max_position_embeddings = 2 * GROWTH + 4

@@ -13,6 +13,7 @@ from test_service_learning import publish_random_adapter
 
 from adaptive import swapper
 from adaptive.control.policy import FixedLength
+from adaptive.decoding import loop
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
@@ -28,6 +29,7 @@ PROMPT = "Once upon a time there was a small boat that"
 def session(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     monkeypatch.setattr(swapper, "LOOK_S", 0.0)
     monkeypatch.setattr(swapper, "SLICE_S", 0.0)  # one step of a swap between two rounds
+    monkeypatch.setattr(loop, "BURST_S", 0.0)  # a round a burst
     settings = load_settings({"dtype": "float32", "draft_length": "4"})
     with open_session(settings, Console(file=io.StringIO())) as opened:
         opened.assistant.between_rounds = opened.swapper.between_rounds

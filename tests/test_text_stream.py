@@ -6,10 +6,12 @@ import pytest
 from conftest import BUNDLED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from adaptive.decoding.text import TextStream
 
+WORDS = ["A", "B", "C", ".", "▁", "▁B"]
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED / "target")
 
 
@@ -55,3 +57,38 @@ def test_text_that_only_began_like_a_stop_string_is_not_lost() -> None:
 
 def test_the_earliest_of_several_stop_strings_counts() -> None:
     assert "".join(streamed("a b c d", ("c", "b"))[0]) == "a "
+
+
+def by_bytes() -> PreTrainedTokenizerFast:
+    """As those of Llama 2: a token for a few words, the bytes of everything else, and no space before the text."""
+    vocabulary = {token: i for i, token in enumerate(["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *WORDS])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("text", ["ABC한국어는 재미있다.", "한국어는아름다운말이다" * 4 + ".", "🙂🙃" * 9 + ".A"])
+def test_characters_that_are_three_tokens_each_are_not_lost(text: str) -> None:
+    tokenizer = by_bytes()
+    ids = [
+        id
+        for letter in text.replace(" ", "▁")
+        for id in (
+            [tokenizer.convert_tokens_to_ids(letter)]
+            if letter in WORDS
+            else [1 + byte for byte in letter.encode("utf-8")]
+        )
+    ]
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in ids] + [stream.finish()]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_text_that_goes_on_keeps_its_first_space() -> None:
+    tokenizer = by_bytes()
+    first, second = (tokenizer.convert_tokens_to_ids(word) for word in ("A", "▁B"))
+    assert TextStream(tokenizer).push(second) == "B"
+    assert TextStream(tokenizer, context=[first]).push(second) == " B"

@@ -8,15 +8,18 @@ from dataclasses import asdict, dataclass, field
 
 from adaptive.errors import AdaptiveError
 
+# Below it logits divided by a temperature are no numbers any more; a client that sends 1e-8 wants the likeliest token.
+LEAST_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen from the target's logits.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. Penalties follow
-    the field: ``repetition`` divides positive and multiplies negative logits of every token of prompt
-    and output (CTRL, 1 = off); ``presence`` and ``frequency`` subtract from tokens of the output
-    (OpenAI, 0 = off). ``logit_bias`` maps token id to an addend. ``seed`` None draws one.
+    ``temperature`` 0 is greedy, and so is one below ``LEAST_TEMPERATURE``. ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 are off. Penalties follow the field: ``repetition`` divides positive and multiplies negative
+    logits of every token of prompt and output (CTRL, 1 = off); ``presence`` and ``frequency`` subtract from
+    tokens of the output (OpenAI, 0 = off). ``logit_bias`` maps token id to an addend. ``seed`` None draws one.
     """
 
     temperature: float = 0.0
@@ -43,13 +46,15 @@ class SamplingParams:
         for name, (value, low, high) in ranges.items():
             if not low <= value <= high:  # also refuses nan
                 raise AdaptiveError(f"{name} is {value}; it must lie between {low} and {high}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise AdaptiveError(f"seed is {self.seed}; it must be a whole number of 64 bits")
         if self.top_p == 0.0:
             raise AdaptiveError("top_p is 0; it must be above 0 (1 turns it off)")
 
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
-        return self.temperature == 0.0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def penalised(self) -> bool:

@@ -136,7 +136,8 @@ def draw_on_device(probs: torch.Tensor, uniform: Uniform) -> torch.Tensor:
     """
     share = uniform.column(len(probs))
     mass = probs.cumsum(-1, dtype=share.dtype)
-    return torch.searchsorted(mass, share * mass[:, -1:], right=True)[:, 0]
+    # Of what are no numbers any token: an id that is none would end the device's work for good.
+    return torch.searchsorted(mass, share * mass[:, -1:], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
 
 
 def pick(probs: npt.NDArray[np.float32], share: float, less: npt.NDArray[np.float32] | None = None) -> int | None:

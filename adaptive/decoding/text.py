@@ -8,9 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-# Tokens kept before the new ones when decoding, so that a tokenizer which treats the first token of
-# a text differently (a leading space) sees the true left context. 4 covers every one we know.
-LEFT_CONTEXT = 4
+# Fewest tokens kept before the new ones when decoding, so that a tokenizer which treats the first token of
+# a text differently (a leading space) sees the true left context; and the most that are tried where fewer decode
+# to something else alone, as the last byte of a character does (a few characters of three or four bytes).
+LEFT_CONTEXT, LONGEST_CONTEXT = 4, 32
 # Tokens decoded again at every step before the left end moves up. Larger decodes more each time,
 # smaller moves more often.
 WINDOW = 8
@@ -20,11 +21,20 @@ class TextStream:
     """Feed tokens, get text. Text that may turn out to be the start of a stop string, or half of a
     UTF-8 character, is held back until that is decided."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), context: Sequence[int] = ()
+    ) -> None:
+        """``context``: the tokens that the text goes on from, where it does not begin anew."""
         self.stop = tuple(stop)
         self._text = _decoder(tokenizer)
         self.window: list[int] = []  # the last tokens; their text up to now is `before`
         self.before = ""
+        for count in range(LEFT_CONTEXT, LONGEST_CONTEXT):
+            window = list(context[-count:])
+            before = self._text(window) if window else ""
+            if "\ufffd" not in before:  # it neither begins nor ends within a character
+                self.window, self.before = window, before
+                break
         self.held = ""  # decoded, but perhaps the beginning of a stop string
         self.stopped = False
 
@@ -35,11 +45,22 @@ class TextStream:
         if after.endswith("\ufffd"):
             return ""
         new = after[len(self.before) :]
-        if len(self.window) > WINDOW:
-            self.window = self.window[-LEFT_CONTEXT:]
-            after = self._text(self.window)
         self.before = after
+        if len(self.window) > WINDOW:
+            self._move_up()
         return self._release(new)
+
+    def _move_up(self) -> None:
+        """Keep as few of the last tokens as have the same text alone: a tokenizer that falls back to bytes decodes
+        none of a run of them where the first stand within a character."""
+        for count in range(LEFT_CONTEXT, min(len(self.window), LONGEST_CONTEXT)):
+            text = self._text(self.window[-count:])
+            if self.before.endswith(text):
+                self.window, self.before = self.window[-count:], text
+                return
+        if len(self.window) > LONGEST_CONTEXT:
+            self.window = self.window[-LEFT_CONTEXT:]
+            self.before = self._text(self.window)
 
     def finish(self) -> str:
         """Whatever is still held back, once no more tokens come."""

@@ -29,6 +29,13 @@ def as_tensor(ids: Ids) -> torch.Tensor:
     return torch.from_numpy(np.array(ids, dtype=np.int64)) if isinstance(ids, list) else ids
 
 
+def moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On ``device``, without waiting for it where that is safe. CUDA has what it copies from the program's memory
+    before it goes on; another device may read that later, when it is something else's, and a copy to the processor
+    may be read before it has come."""
+    return ids.to(device, non_blocking=device.type == "cuda" and ids.device.type == "cpu")
+
+
 def join(parts: Sequence[Ids]) -> Ids:
     """Ids end to end: a list if all of them are, else a tensor on the last one's device."""
     if all(isinstance(part, list) for part in parts):
@@ -36,7 +43,7 @@ def join(parts: Sequence[Ids]) -> Ids:
     tensors = [as_tensor(part) for part in parts]
     device = tensors[-1].device
     if any(tensor.device != device for tensor in tensors):
-        tensors = [tensor.to(device) for tensor in tensors]
+        tensors = [moved(tensor, device) for tensor in tensors]
     return torch.cat(tensors)
 
 

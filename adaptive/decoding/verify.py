@@ -138,18 +138,26 @@ def verify_on_device(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, un
     count = drafted.shape[0]
     if not count:
         extra = draw_on_device(p, uniform)
-        return Verdict(0, extra.tolist(), p.index_select(1, extra)[0].log())
+        probability = p.index_select(1, extra)[0]
+        token, sound = torch.cat([extra, probability.isfinite()]).tolist()
+        if not sound:
+            raise AdaptiveError(NO_NUMBERS)
+        return Verdict(0, [token], probability.log())
     at = drafted[:, None]
     p_x, q_x = p[:-1].gather(1, at)[:, 0], q.gather(1, at)[:, 0]
     reached = (uniform.column(count)[:, 0] * q_x < p_x).int().cumprod(0).sum(0, keepdim=True)
     p_n = p.index_select(0, reached)
     # Where all are accepted there is no q to take away, and the draw is from p itself.
     q_n = q.index_select(0, reached.clamp(max=count - 1)).mul_(reached < count)
-    residual = (p_n - q_n).clamp_(min=0)
+    residual = (p_n - q_n).nan_to_num_(nan=0.0).clamp_(min=0)  # a draft that gives no numbers costs guesses only
     # p == q up to rounding leaves nothing to draw from; then p is the right distribution.
     extra = draw_on_device(residual.add_(p_n, alpha=NOTHING), uniform)
-    *tokens, accepted = torch.cat([drafted, extra, reached]).tolist()  # the round's one synchronisation
-    chosen = torch.cat([p_x[:accepted], p_n.index_select(1, extra)[0]]).log()
+    probability = p_n.index_select(1, extra)[0]
+    # The round's one synchronisation.
+    *tokens, accepted, sound = torch.cat([drafted, extra, reached, probability.isfinite()]).tolist()
+    if not sound:
+        raise AdaptiveError(NO_NUMBERS)
+    chosen = torch.cat([p_x[:accepted], probability]).log()
     return Verdict(accepted, [*tokens[:accepted], tokens[count]], chosen)
 
 

@@ -355,6 +355,10 @@ def _delta(what: str, module: nn.Module, parts: dict[str, torch.Tensor], rank: i
         raise AdaptiveError(
             f"{what}.lora_magnitude_vector must have shape {(outputs,)}, and has {tuple(magnitude.shape)}"
         )
+    if magnitude is not None and _quantised(module):
+        raise AdaptiveError(
+            f"{what} has DoRA, which cannot be used beside quantised weights; load the draft with --draft-quantize none"
+        )
     if not _quantised(module) and not module.get_parameter("weight").is_floating_point():
         raise AdaptiveError(
             f"{what} has weights of type {module.get_parameter('weight').dtype}, which cannot be merged into"

@@ -54,26 +54,26 @@ class RollbackLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the reserved capacity, in the dtype and on the device of the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = self._buffer(key_states)
-        self.values = self._buffer(value_states)
+        try:
+            self.keys, self.values = (_buffer(states, self.capacity) for states in (key_states, value_states))
+        except RuntimeError:  # no memory: what was reserved is not there
+            self.capacity = 0
+            raise
         self.is_initialized = True
-
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
-        batch, heads, _, size = states.shape
-        # Zeros, not garbage: a recorded pass multiplies what a mask hides, and garbage may be nan.
-        return states.new_zeros((batch, heads, self.capacity, size))
 
     def reserve(self, capacity: int) -> None:
         """Have room for ``capacity`` tokens; what is held stays."""
         if capacity <= self.capacity:
             return
-        self.capacity = capacity
         if self.is_initialized:
-            for name in ("keys", "values"):
-                old = getattr(self, name)
-                new = self._buffer(old)
+            assert self.keys is not None
+            assert self.values is not None
+            # Both or neither, and the capacity that is true: memory may be short.
+            grown = [_buffer(old, capacity) for old in (self.keys, self.values)]
+            for new, old in zip(grown, (self.keys, self.values), strict=True):
                 new[:, :, : self.length] = old[:, :, : self.length]
-                setattr(self, name, new)
+            self.keys, self.values = grown
+        self.capacity = capacity
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -115,6 +115,12 @@ class RollbackLayer(CacheLayerMixin):
         return -1
 
 
+def _buffer(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    batch, heads, _, size = states.shape
+    # Zeros, not garbage: a recorded pass multiplies what a mask hides, and garbage may be nan.
+    return states.new_zeros((batch, heads, capacity, size))
+
+
 class RollbackCache(Cache):
     """One ``RollbackLayer`` a layer of the model, all of one length.
 
@@ -151,7 +157,12 @@ class RollbackCache(Cache):
     @property
     def capacity(self) -> int:
         """Tokens that there is room for."""
-        return self.layers[0].capacity
+        return min(layer.capacity for layer in self.layers)
+
+    @property
+    def room(self) -> int:
+        """Tokens that there is room for, over all layers: another number where any has another buffer."""
+        return sum(layer.capacity for layer in self.layers)
 
     def advance(self, count: int) -> None:
         """``count`` tokens have been written by a recorded pass."""

@@ -105,7 +105,11 @@ class LlamaCppSequence:
             state = (ctypes.c_uint8 * size)()
             size = library.llama_state_seq_get_data(pointer, state, size, 0)
         self.close()
-        self._context = Context(self.engine, capacity)
+        try:
+            self._context = Context(self.engine, capacity)
+        except AdaptiveError:  # no memory: what was held is gone with the old one
+            self.length = self._written = 0
+            raise
         self._pointer, self._memory = self._context.pointer, self._context.memory
         self._threads = 0
         self.capacity = capacity

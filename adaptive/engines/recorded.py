@@ -32,7 +32,7 @@ WARM_UP = 2
 # by a hundredth; a pass that reads another place or another text by about all of it.
 NEAR = 0.05
 
-# Tokens, keys, room in the cache, and how many times the model's hooks have changed.
+# Tokens, keys, room in all of the cache, and how many times the model's hooks have changed.
 Which = tuple[int, int, int, int]
 
 
@@ -42,7 +42,10 @@ class RecordedPasses:
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
         self.problem: str | None = None  # why passes stay eager
-        self._pool = torch.cuda.graph_pool_handle() if engine.device.type == "cuda" else None
+        on_cuda = engine.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if on_cuda else None
+        self._stream = torch.cuda.Stream(engine.device) if on_cuda else None
+        self._newest: RecordedPass | None = None  # which keeps the pool, whatever caches go
         self._hooks = 0  # times that an adapter came or went as hooks
         if getattr(engine.model, "quantization_method", None):
             engine.adapter.listeners.append(self._count)
@@ -63,7 +66,7 @@ class RecordedPasses:
         keys = min(keys, cache.capacity)
         if start + size > min(keys, self.engine.context_length):
             return None
-        which = size, keys, cache.capacity, self._hooks  # a buffer that grew is another one
+        which = size, keys, cache.room, self._hooks  # a buffer that grew is another one
         recorded = cache.recordings.get(which) or self._record(tokens, which, cache)
         if recorded is None:
             return None
@@ -78,7 +81,7 @@ class RecordedPasses:
         expected = self.engine.eager(tokens, len(tokens), cache).float()  # what fails here is not the recording's
         cache.rollback(start)
         try:
-            recorded = RecordedPass(self.engine, cache, size, keys, self._pool)
+            recorded = RecordedPass(self.engine, cache, size, keys, self._pool, self._stream)
             found = recorded(tokens, cache)[: len(tokens)].float()
             gap = float((found - expected).norm() / expected.norm())
         except (RuntimeError, NotImplementedError) as error:
@@ -86,7 +89,7 @@ class RecordedPasses:
         else:
             if gap < NEAR:
                 cache.recordings = {old: one for old, one in cache.recordings.items() if old[2:] == which[2:]}
-                cache.recordings[which] = recorded
+                cache.recordings[which] = self._newest = recorded
                 return recorded
             self.problem = f"a recorded pass over {size} tokens differs from the eager one by {gap:.0%}"
         logger.warning("--compile: passes of %s stay eager: %s", type(self.engine.model).__name__, self.problem)
@@ -97,27 +100,42 @@ class RecordedPass:
     """A pass over ``size`` tokens that sees the first ``keys`` places of a cache. Where the device is not CUDA the same
     operations are run each time instead of replayed."""
 
-    def __init__(self, engine: TransformersEngine, cache: RollbackCache, size: int, keys: int, pool: Any) -> None:
-        """Raises RuntimeError where the model's forward cannot be recorded."""
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        cache: RollbackCache,
+        size: int,
+        keys: int,
+        pool: Any,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Raises RuntimeError where the model's forward cannot be recorded. ``stream`` is what it is recorded on."""
         self.model = engine.model
         self.tokens = torch.zeros(size, dtype=torch.long, device=engine.device)
         self.recording = Recording(torch.zeros((), dtype=torch.long, device=engine.device), size, keys)
         self._graph: torch.cuda.CUDAGraph | None = None
-        if engine.device.type == "cuda":
+        if stream is not None:
             self.recording.start.fill_(cache.length)
             with torch.cuda.device(engine.device):
-                self._capture(cache, pool)
+                self._capture(cache, pool, stream)
 
-    def _capture(self, cache: RollbackCache, pool: Any) -> None:
-        apart, here = torch.cuda.Stream(), torch.cuda.current_stream()
-        apart.wait_stream(here)
-        with torch.cuda.stream(apart):
-            for _ in range(WARM_UP):
-                self._run(cache)
-        here.wait_stream(apart)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._logits = self._run(cache)
+    def _capture(self, cache: RollbackCache, pool: Any, stream: torch.cuda.Stream) -> None:
+        here = torch.cuda.current_stream()
+        stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    self._run(cache)
+            here.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # cuBLAS keeps a workspace for a stream. Taken inside of a recording it is that one's, and gone with it:
+            # every recording takes its own, as torch's own compiler does it.
+            torch._C._cuda_clearCublasWorkspaces()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self._logits = self._run(cache)
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.set_stream(here)  # a recording that failed leaves its own in use
         self._graph = graph
 
     def __call__(self, tokens: torch.Tensor, cache: RollbackCache) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.tokens import Ids, Rows, as_tensor
+from adaptive.decoding.tokens import Ids, Rows, as_tensor, moved
 from adaptive.engines.adapters import MergedAdapter
 from adaptive.engines.cache import RollbackCache
 from adaptive.engines.kernels import Rule
@@ -63,7 +63,7 @@ class TransformersSequence:
 
     @torch.inference_mode()
     def _extend(self, tokens: Ids, rows: int) -> torch.Tensor:
-        tokens = as_tensor(tokens).to(self.engine.device, non_blocking=True)
+        tokens = moved(as_tensor(tokens), self.engine.device)
         while len(tokens) - rows >= PREFILL_CHUNK:
             self.engine.forward(tokens[:PREFILL_CHUNK], 0, self.cache)
             tokens = tokens[PREFILL_CHUNK:]
@@ -112,9 +112,7 @@ class TransformersEngine:
         self.lean = (lean_forward(model, int8=True) if int8 else None) or lean_forward(model)
         if self.lean is not None:
             self.adapter.listeners.append(self.lean.refresh)
-        kind = getattr(model, "quantization_method", None) or model.dtype
-        int8 = self.lean is not None and self.lean.plan.head.int8
-        self.weights = "int8" if int8 else str(getattr(kind, "value", kind)).removeprefix("torch.")
+        self.weights = "int8" if self.lean is not None and self.lean.plan.head.int8 else _weights(model)
         self.recorded: RecordedPasses | None = None
         keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
@@ -159,6 +157,13 @@ class TransformersEngine:
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
         """Merge it in steps; see the protocol."""
         return self.adapter.steps(folder)
+
+
+def _weights(model: PreTrainedModel) -> str:
+    """In what kind of numbers a model's own forward has them."""
+    kind = getattr(model, "quantization_method", None) or model.dtype
+    eight = getattr(getattr(model.config, "quantization_config", None), "load_in_8bit", False)
+    return str(getattr(kind, "value", kind)).removeprefix("torch.") + ("-int8" if eight else "")
 
 
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
