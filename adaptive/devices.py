@@ -25,6 +25,17 @@ def choose_device(name: str) -> str:
     return name
 
 
+def free_bytes(device: str) -> int:
+    """What a program could still have of the machine's memory, and of the GPU's where ``device`` (``choose_device``) is
+    one."""
+    import psutil
+    import torch
+
+    free = int(psutil.virtual_memory().available)
+    where = choose_device(device)
+    return min(free, int(torch.cuda.mem_get_info(where)[0])) if where.startswith("cuda") else free
+
+
 def choose_dtype(name: str, device: str, config: Any) -> torch.dtype:
     """The dtype of that name; ``auto`` is bfloat16 (or float16) on a GPU and measured on a CPU."""
     import torch

@@ -41,7 +41,7 @@ from adaptive.settings import Settings
 from adaptive.state import PairState
 from checkpoints.store import AdapterStore
 from trainers import lora
-from trainers.batches import context_length
+from trainers.batches import PASS_TOKENS, longest_output
 from trainers.dataset import Example, examples, from_rows, prompt_key, read_log, row, split
 from trainers.fit import fit
 from trainers.recipe import Recipe
@@ -130,7 +130,7 @@ class Full(Rounds):
         if not hasattr(self, "fresh"):
             self.fresh = lora.snapshot(self.draft)
         lora.restore(self.draft, self.fresh)
-        context = context_length(self.draft)
+        context = longest_output(self.draft)
         parts = split(read_log(self.state.records, self.recipe.buffer, None, self.recipe.retain))
         validation = examples(parts.validation, context)
 
@@ -157,7 +157,7 @@ def as_examples(generations: list[Generation]) -> list[Example]:
         row(n, prompt_key(g), g.domain, g.prompt, g.output, g.sampling, g.supervision, g.finish_reason == "length")
         for n, g in enumerate(generations, 1)
     ]
-    return [e for e in examples(from_rows(rows), 1 << 20) if e.replayable]
+    return [e for e in examples(from_rows(rows), PASS_TOKENS // 2) if e.replayable]
 
 
 def follow(learner: Rounds, given: Stream, rounds: list[int], draft_length: int) -> Iterator[Point]:

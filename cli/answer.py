@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from adaptive.errors import AdaptiveError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -15,13 +17,15 @@ if TYPE_CHECKING:
 def answer_into_log(settings: Settings, prompts: Sequence[Prompt], console: Console) -> None:
     """Answer every prompt under the settings' sampling, behind a progress bar; all is in the log when it returns.
 
-    ctrl-C leaves what was answered so far in the log and is passed on.
+    ctrl-C leaves what was answered so far in the log and is passed on. Raises AdaptiveError where nothing is logged.
     """
+    if not settings.record:
+        raise AdaptiveError("--prompts learns by way of the log, and recording is off; leave --no-record out")
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from cli.session import open_session
 
-    with open_session(settings.model_copy(update={"record": True}), console) as session:
+    with open_session(settings, console) as session:
         from adaptive.assistant import sampling_params
         from adaptive.decoding.params import StopParams
 

@@ -8,7 +8,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -148,6 +148,8 @@ def run(
     from adaptive.pair import load_draft_for_training, pair_identity
     from adaptive.state import open_state
     from checkpoints.store import AdapterStore
+    from trainers import processes
+    from trainers.alone import only_trainer
     from trainers.dataset import read_log
     from trainers.lora import width_of
     from trainers.round import distill as train
@@ -156,22 +158,23 @@ def run(
     state = open_state(settings.state_dir, identity.id)
     if extra is None and not state.records.exists():
         read_log(state.records, recipe.buffer)
-    with console.status("loading the draft"):
-        draft = load_draft_for_training(settings)
-    with stoppable() as should_stop, progress_bar(console) as report:
-        return train(
-            state.records,
-            AdapterStore(state.adapters),
-            identity.base,
-            draft,
-            recipe,
-            on_progress=report,
-            should_stop=should_stop,
-            extra=extra,
-            promotion=promotion,
-            checkpoint=state.training,
-            rivals=recipe.rivals(width_of(draft)) if compare else (),
-        )
+    with only_trainer(state) if processes.first() else nullcontext():
+        with console.status("loading the draft"):
+            draft = load_draft_for_training(settings)
+        with stoppable() as should_stop, progress_bar(console) as report:
+            return train(
+                state.records,
+                AdapterStore(state.adapters),
+                identity.base,
+                draft,
+                recipe,
+                on_progress=report,
+                should_stop=should_stop,
+                extra=extra,
+                promotion=promotion,
+                checkpoint=state.training,
+                rivals=recipe.rivals(width_of(draft)) if compare else (),
+            )
 
 
 def _prompts(file: Path) -> list[Prompt]:
@@ -325,7 +328,8 @@ def break_even(outcome: DistillOutcome, settings: Settings) -> str | None:
         return None
     held = outcome.verdict.recent
     plain = costs.plain_step_s + costs.overhead_s
-    round_s = held.draft_length * costs.draft_s + costs.verify_s[held.draft_length] + costs.overhead_s
+    verify_s = costs.verify_s[min(held.draft_length, len(costs.verify_s) - 1)]
+    round_s = held.draft_length * costs.draft_s + verify_s + costs.overhead_s
     before, after = (
         min(plain, round_s / lengths.mean) + costs.token_s
         for lengths in (held.mean_acceptance_length_before, held.mean_acceptance_length_after)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from test_trainer import BASE, SHORT, small_draft, speak, target, write_log
-from test_worker import Taught, live, taught, training, until
+from test_worker import Taught, let_it_look, live, taught, training, until
 
 from adaptive.decoding.params import SamplingParams
 from adaptive.errors import AdaptiveError
@@ -91,5 +90,5 @@ def test_a_trainer_judges_what_it_rolled_back_once_more_when_enough_was_said(tau
         assert trainer.rounds == 0
         # What was before is no measure for it now.
         live(trainer, learned.id, 0.3, 300, seed=3)
-        time.sleep(1.5)
+        let_it_look(trainer)
         assert store.current_id() == learned.id

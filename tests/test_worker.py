@@ -79,6 +79,18 @@ def until(what: Callable[[], bool], trainer: Trainer) -> None:
         time.sleep(0.02)
 
 
+def let_it_look(trainer: Trainer) -> None:
+    """Until the trainer has looked twice at what there is, beginning now."""
+    looks, look = [], trainer._look
+
+    def counted(log: Log) -> None:
+        look(log)
+        looks.append(log)
+
+    trainer._look = counted  # type: ignore[method-assign]
+    until(lambda: len(looks) >= 2, trainer)
+
+
 def worker_of(trainer: Trainer) -> int:
     until(lambda: trainer.status.activity in ("training", "paused"), trainer)
     assert trainer._process is not None
@@ -204,7 +216,7 @@ def test_a_draft_that_got_worse_goes_back_by_itself_and_a_good_one_stays(taught:
         live(trainer, None, 0.6, 400, seed=1)
         store.promote("0001", "better on held-out records")
         live(trainer, "0001", 0.6, 300, seed=2)
-        time.sleep(1.5)
+        let_it_look(trainer)
         assert store.current_id() == "0001"
         store.promote("0002", "forced")
         live(trainer, "0002", 0.3, 300, seed=3)

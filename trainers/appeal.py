@@ -20,7 +20,7 @@ from adaptive.records.log import Log
 from checkpoints.manifest import BaseDraft, Manifest
 from checkpoints.store import AdapterStore
 from trainers import lora
-from trainers.batches import context_length
+from trainers.batches import longest_output
 from trainers.dataset import Example, examples, read_log
 from trainers.gate import held_out, judge
 from trainers.recipe import Recipe
@@ -47,11 +47,12 @@ def reconsider(
     to judge by, or the adapter is in use again, and Stopped when ``should_stop`` says so between passes.
     """
     in_use, _ = store.usable(base)
+    current = store.current_id()
     if in_use is not None and in_use.id == name:
         raise AdaptiveError(f"adapter {name} is in use again; there is nothing to reconsider")
     since = Log(log).first_id(name)
     rows = read_log(log, Recipe().buffer)
-    said = [e for e in examples(rows, context_length(draft)) if e.replayable and since is not None and e.id >= since]
+    said = [e for e in examples(rows, longest_output(draft)) if e.replayable and since is not None and e.id >= since]
     if not said:
         raise AdaptiveError(f"nothing was said since adapter {name} came into use")
     said = said[-MOST:]
@@ -61,7 +62,7 @@ def reconsider(
     if not verdict.promote:
         return store.show(name), f"Adapter {name} stays rolled back: {verdict.reason}."
     # Somebody may have decided otherwise meanwhile.
-    if store.current_id() != (None if in_use is None else in_use.id):
+    if store.current_id() != current:
         return store.show(name), f"Adapter {name} stays rolled back: another adapter has come into use since."
     reason = f"back in use: on what was said since, it is the better draft ({verdict.reason})"
     return store.promote(name, reason), f"Adapter {name} is {reason}."

@@ -21,6 +21,8 @@ PASS_TOKENS = 2048
 # Logits (positions x vocabulary) of one pass. Training holds about four float32 copies of them, so
 # this is 0.5 GB at its limit, which a draft of 150,000 tokens vocabulary reaches with 220 positions.
 PASS_LOGITS = 2**25
+# Times as many that one answer may take by itself: 880 tokens of such a vocabulary.
+LARGEST_PASS = 4
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,17 @@ class Batch:
     rows: torch.Tensor
 
 
-def context_length(model: torch.nn.Module) -> int:
-    """The longest text, in tokens, that the model was built for."""
+def longest_text(model: torch.nn.Module) -> int:
+    """Tokens of a generation that are learned from, prompts being cut from the left: what the model was built for, and
+    no more than a pass holds, whose memory does not depend on what was said."""
     config: Any = model.config
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20)
+    return min(int(getattr(config.get_text_config(), "max_position_embeddings", None) or PASS_TOKENS), PASS_TOKENS)
+
+
+def longest_output(model: torch.nn.Module) -> int:
+    """Tokens of an answer that are learned from: half of ``longest_text``, or less where logits are large."""
+    config: Any = model.config
+    return max(2, min(longest_text(model) // 2, LARGEST_PASS * PASS_LOGITS // int(config.get_text_config().vocab_size)))
 
 
 def collate(examples: Sequence[Example], limit: int, device: torch.device) -> Batch:

@@ -27,13 +27,17 @@ def read_chats(file: Path, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     if not tokenizer.chat_template:
         raise AdaptiveError("the target's tokenizer has no chat template, so chat messages cannot be turned into text")
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise AdaptiveError(f"data file {file} cannot be read: {error}") from error
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            rows += _turns(_messages(line, f"{file}, line {number}"), number, file, tokenizer)
+            where = f"{file}, line {number}"
+            try:
+                rows += _turns(_messages(line, where), number, file, tokenizer)
+            except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, as a cut-off text has
+                raise AdaptiveError(f"{where} is not valid Unicode") from error
     if not rows:
         raise AdaptiveError(f"data file {file} holds no assistant turn to learn from")
     return from_rows(rows)

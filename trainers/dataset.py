@@ -228,7 +228,7 @@ def split(dataset: Dataset, first: bool = False) -> Split:
 
 
 def examples(dataset: Dataset, longest: int) -> list[Example]:
-    """Every row as numpy arrays, outputs cut to ``longest`` tokens (what the draft's context holds)."""
+    """Every row as numpy arrays, outputs cut to ``longest`` tokens (``batches.longest_output``)."""
     return list(_examples(dataset.with_format("numpy"), longest))
 
 

@@ -19,7 +19,7 @@ import torch
 from peft import PeftModel
 
 from trainers import losses, processes
-from trainers.batches import collate, context_length, passes, supervised_logits
+from trainers.batches import collate, longest_text, passes, supervised_logits
 from trainers.dataset import Example
 from trainers.lora import AdapterState, default_learning_rate, snapshot, width_of
 from trainers.recipe import LossName, Recipe
@@ -193,7 +193,7 @@ def _step(
     Of several processes each takes its part of the batch; the loss is divided by the positions of all.
     """
     device = weights[0].device
-    limit, vocab = context_length(model), int(model.config.get_text_config().vocab_size)
+    limit, vocab = longest_text(model), int(model.config.get_text_config().vocab_size)
     positions, value, stopped = sum(len(e.output) for e in batch), 0.0, False
     model.train()
     optimizer.zero_grad(set_to_none=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -82,8 +83,8 @@ class Recipe:
             "draft length": self.draft_length,
         }
         for name, value in positive.items():
-            if not value > 0:  # also refuses nan
-                raise AdaptiveError(f"{name} is {value}; it must be above 0")
+            if not 0 < value < math.inf:  # also refuses nan
+                raise AdaptiveError(f"{name} is {value}; it must be above 0, and finite")
 
     def rivals(self, width: int) -> tuple[Recipe, ...]:
         """What else is worth a try for a draft of this width, where time does not matter (``--compare``).

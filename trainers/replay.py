@@ -35,7 +35,7 @@ import torch
 
 from adaptive.decoding.sampling import Penalties, transform_logits
 from adaptive.engines.protocol import Engine
-from trainers.batches import collate, context_length, passes, supervised_logits
+from trainers.batches import collate, longest_text, passes, supervised_logits
 from trainers.dataset import Example
 
 
@@ -112,7 +112,7 @@ def replay(
     was_training = draft.training
     draft.eval()
     device = next(draft.parameters()).device
-    limit, vocab = context_length(draft), int(draft.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
+    limit, vocab = longest_text(draft), int(draft.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt) + len(examples[i].output))
     found: list[Replay] = []
     try:

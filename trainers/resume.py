@@ -49,16 +49,17 @@ class Checkpoint:
         self.key, self._last_id = "", 0
 
     def last_id(self) -> int | None:
-        """The newest record of the round that was interrupted; None where there is none to go on with."""
+        """Up to which record the round that was interrupted read the log; None where there is none to go on with."""
         meta = self._meta()
         return None if meta is None else int(meta["last_id"])
 
-    def begin(self, made_of: Iterable[object], examples: Sequence[Example]) -> bool:
-        """This round is made of these choices and examples; whether it is the one that was interrupted."""
+    def begin(self, made_of: Iterable[object], examples: Sequence[Example], last_id: int) -> bool:
+        """This round is made of these choices and examples, of a log that was read up to ``last_id``; whether it is the
+        one that was interrupted."""
         digest = hashlib.sha256(repr(list(made_of)).encode())
         for example in examples:
             digest.update(f"{example.id} ".encode() + example.prompt.tobytes() + example.output.tobytes())
-        self.key, self._last_id = digest.hexdigest(), max((e.id for e in examples), default=0)
+        self.key, self._last_id = digest.hexdigest(), last_id
         meta = self._meta()
         return meta is not None and meta["key"] == self.key
 

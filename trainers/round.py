@@ -22,7 +22,7 @@ import numpy as np
 from checkpoints.manifest import BaseDraft, HeldOut, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 from trainers import lora, processes
-from trainers.batches import context_length
+from trainers.batches import longest_output
 from trainers.dataset import Example, domains
 from trainers.fit import Fit, Progress, fit
 from trainers.gate import Verdict, held_out, judge
@@ -106,8 +106,9 @@ def distill(
     """
     began = time.perf_counter()
     in_use, notes = store.usable(base) if store.root.is_dir() else (None, [])
+    current = store.current_id()  # which may be an adapter of other weights, that nobody uses
     kept = Checkpoint(checkpoint) if checkpoint is not None and not rivals else None
-    sets, resumed = gather(log, extra, in_use, recipe, base, context_length(draft), kept)
+    sets, resumed = gather(log, extra, in_use, recipe, base, longest_output(draft), kept)
     # With no adapter in use, going on from it is starting from zero: one of the two is enough.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     attempts, stopped = _attempts(draft, store, in_use, sets, recipes, on_progress, should_stop, kept)
@@ -118,8 +119,8 @@ def distill(
         figures, result = _figures(draft, store, in_use, sets, best.recipe, result, should_stop)
         manifest = _publish(draft, store, base, result, figures, sets, best.recipe, in_use)
         if figures is not None:
-            verdict = judge(*figures, streak=int(manifest.id) - int(in_use.id if in_use else 0))
-        manifest = _settle(store, manifest, verdict, promotion)
+            verdict = judge(*figures, streak=_streak(store, manifest, in_use))
+        manifest = _settle(store, manifest, verdict, promotion, current)
     if kept is not None and not result.stopped:
         kept.forget()
     return DistillOutcome(
@@ -275,15 +276,29 @@ def _publish(
         return store.publish(lambda folder: lora.write(model, state, folder), new)
 
 
-def _settle(store: AdapterStore, candidate: Manifest, verdict: Verdict | None, promotion: Promotion) -> Manifest:
-    """Promote or reject the candidate, as the verdict and the caller say."""
+def _streak(store: AdapterStore, candidate: Manifest, in_use: Manifest | None) -> int:
+    """The how-many-th candidate this is since the adapter in use. Those that were stopped and not judged do not count;
+    those that were pruned do."""
+    before = int(in_use.id) if in_use else 0
+    unjudged = sum(m.recent is None for m in store.list() if before < int(m.id) < int(candidate.id))
+    return int(candidate.id) - before - unjudged
+
+
+def _settle(
+    store: AdapterStore, candidate: Manifest, verdict: Verdict | None, promotion: Promotion, current: str | None
+) -> Manifest:
+    """Promote or reject the candidate, as the caller and the verdict say, which was made when ``current`` was."""
     if verdict is None or promotion == "never":
         return candidate
-    if verdict.promote:
-        return store.promote(candidate.id, verdict.reason)
     if promotion == "force":
-        return store.promote(candidate.id, f"promoted by hand, though the gate said: {verdict.reason}")
-    return store.reject(candidate.id, verdict.reason)
+        by_hand = "" if verdict.promote else "promoted by hand, though the gate said: "
+        return store.promote(candidate.id, by_hand + verdict.reason)
+    if not verdict.promote:
+        return store.reject(candidate.id, verdict.reason)
+    # Somebody may have decided otherwise meanwhile, the watch over live acceptance among them.
+    if store.current_id() not in (current, candidate.id):
+        return store.reject(candidate.id, "another draft has come into use since it was compared with the one before")
+    return store.promote(candidate.id, verdict.reason)
 
 
 def _message(manifest: Manifest | None, verdict: Verdict | None, result: Fit, validation: int) -> str:
@@ -307,4 +322,4 @@ def _message(manifest: Manifest | None, verdict: Verdict | None, result: Fit, va
         return f"Adapter {manifest.id} is promoted{forced}: {verdict.reason}."
     if manifest.status == "candidate":
         return f"Adapter {manifest.id} is kept as a candidate, as asked; the gate says: {verdict.reason}."
-    return f"Adapter {manifest.id} is rejected and the draft in use stays: {verdict.reason}."
+    return f"Adapter {manifest.id} is rejected and the draft in use stays: {manifest.reason}."

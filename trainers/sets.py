@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,7 +57,7 @@ def gather(
     in_use: Manifest | None,
     recipe: Recipe,
     base: BaseDraft,
-    context: int,
+    longest: int,
     kept: Checkpoint | None,
 ) -> tuple[Sets, bool]:
     """The records of this round, and whether it is one that was interrupted.
@@ -67,32 +67,48 @@ def gather(
     made_of = (recipe.to_json(), base.weights, in_use.id if in_use else None)
     begun_with = kept.last_id() if kept else None
     if kept is not None and begun_with is not None:
-        sets = _read(log, extra, in_use, recipe, context, begun_with)
-        if kept.begin(made_of, sets.train + sets.validation):
+        sets = _read(log, extra, in_use, recipe, longest, begun_with)
+        if kept.begin(made_of, sets.train + sets.validation, begun_with):
             return sets, True
-    sets = _read(log, extra, in_use, recipe, context, None)
+    newest = _newest(log)
+    sets = _read(log, extra, in_use, recipe, longest, newest)
     _check_enough(sets, in_use is None, "the log" if extra is None else "the data")
     if kept is not None:
-        kept.begin(made_of, sets.train + sets.validation)
+        kept.begin(made_of, sets.train + sets.validation, newest)
     return sets, False
 
 
+def _newest(log: Path | None) -> int:
+    """The newest record there is, the same one for several processes."""
+    there = log is not None and log.exists() and processes.first()
+    return int(processes.total([Log(log).last_id() if log is not None and there else 0])[0])
+
+
 def _read(
-    log: Path | None, extra: Dataset | None, in_use: Manifest | None, recipe: Recipe, context: int, until: int | None
+    log: Path | None, extra: Dataset | None, in_use: Manifest | None, recipe: Recipe, longest: int, until: int
 ) -> Sets:
-    """Read and split, without records after id ``until``. Several processes read up to the same one."""
+    """Read and split, without records after id ``until``."""
     rows = from_rows([])
     if log is not None and (log.exists() or extra is None):
-        if until is None and processes.count() > 1:
-            until = int(processes.total([Log(log).last_id() if processes.first() else 0])[0])
         rows = read_log(log, recipe.buffer, until, recipe.retain)
     if extra is not None:
         rows = join(rows, extra)
     parts = split(rows, first=in_use is None)
-    validation = [e for e in examples(parts.validation, context) if e.replayable]
-    gate = [e for e in examples(parts.gate, context) if e.replayable]
+    validation = [e for e in examples(parts.validation, longest) if e.replayable]
+    gate = _distinct(e for e in examples(parts.gate, longest) if e.replayable)
     recent, older = _recent_and_older(gate, in_use, extra is not None)
-    return Sets(examples(parts.train, context), validation[-MOST_VALIDATION:], recent, older)
+    return Sets(examples(parts.train, longest), validation[-MOST_VALIDATION:], recent, older)
+
+
+def _distinct(found: Iterable[Example]) -> list[Example]:
+    """Without the same answer to the same prompt, said again: it is no new evidence. The last one stays."""
+    kept, seen = [], set()
+    for example in reversed(list(found)):
+        said = (example.prompt.tobytes(), example.output.tobytes())
+        if said not in seen:
+            seen.add(said)
+            kept.append(example)
+    return kept[::-1]
 
 
 def _recent_and_older(

@@ -88,11 +88,16 @@ def die_with_parent() -> bool:
 
 
 def memory_is_short() -> bool:
-    """Whether the machine has less memory left than must stay available."""
+    """Whether the machine, or the GPU that is in use here, has less memory left than must stay available."""
     import psutil
+    import torch
 
     memory = psutil.virtual_memory()
-    return bool(memory.available < min(SPARE_MEMORY, memory.total // 20))
+    left = [(memory.available, memory.total)]
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        left.append((free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total))
+    return any(free < min(SPARE_MEMORY, total // 20) for free, total in left)
 
 
 def step_behind(niceness: int) -> None:
@@ -107,7 +112,7 @@ def step_behind(niceness: int) -> None:
 
 def train(order: Order, brake: Brake, report: IO[str]) -> Report:
     """Carry out one order; reports go to ``report`` as they come, the last one is returned."""
-    from filelock import FileLock, Timeout
+    from trainers.alone import AnotherTrainerError, only_trainer
 
     settings = Settings(**order.settings)
     state = PairState(Path(order.state))
@@ -118,15 +123,15 @@ def train(order: Order, brake: Brake, report: IO[str]) -> Report:
 
     tell(Report("loading", "loading the draft and the records"))
     try:
-        with FileLock(state.root / "trainer.lock", timeout=0, mode=0o600):
+        with only_trainer(state):
             step_behind(settings.distill_nice)
             if brake.should_stop():
                 return _ended(brake, None)
             if order.reconsider is not None:
                 return _reconsider(settings, state, brake, order.reconsider)
             outcome = _round(settings, state, brake, tell)
-    except Timeout:
-        return Report("refused", "another process is distilling this pair")
+    except AnotherTrainerError as error:
+        return Report("taken", str(error))
     except AdaptiveError as error:
         return Report("refused", str(error))
     return _ended(brake, outcome)

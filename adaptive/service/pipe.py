@@ -13,11 +13,11 @@ from typing import Any, Literal
 BUSY, IDLE, STOP = "busy", "idle", "stop"
 
 # done: the round is over, whatever the gate said. refused: it could not be tried, for a reason that
-# more records or another process's end will mend. stopped: it was asked to end early. memory: it
-# ended because others needed the memory.
-Stage = Literal["loading", "training", "done", "refused", "stopped", "memory"]
+# more records will mend. stopped: it was asked to end early. memory: it ended because others needed
+# the memory. taken: another process distils this pair.
+Stage = Literal["loading", "training", "done", "refused", "stopped", "memory", "taken"]
 
-LAST: tuple[Stage, ...] = ("done", "refused", "stopped", "memory")
+LAST: tuple[Stage, ...] = ("done", "refused", "stopped", "memory", "taken")
 
 
 @dataclass(frozen=True)

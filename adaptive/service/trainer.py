@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from adaptive.devices import free_bytes
 from adaptive.errors import AdaptiveError
 from adaptive.pair import trained_draft
 from adaptive.records.log import Log
@@ -104,7 +105,7 @@ class Trainer:
             self._thread.join()
 
     def busy(self) -> None:
-        """Somebody waits for an answer: the worker pauses before its next pass."""
+        """Somebody waits for an answer: the worker stands still, at once where the system can make it."""
         with self._lock:
             self._busy = True
             if self._process is not None and not self._paused and self.settings.distill != "always":
@@ -156,7 +157,9 @@ class Trainer:
 
     def _remember(self, log: Log) -> None:
         """What was trained on, and how the drafts in use did, before this start."""
-        trained = [manifest.trained_on.last_id or 0 for manifest in self.store.list()]
+        # A round that was stopped goes on: what it left was not judged, and its records are still to be learned.
+        judged = [manifest for manifest in self.store.list() if manifest.recent is not None]
+        trained = [manifest.trained_on.last_id or 0 for manifest in judged]
         self._seen = max(trained, default=0)
         for figures in log.figures()[-REMEMBERED:]:
             self._watch.observe(figures.adapter, [c.accepted for c in figures.rounds for _ in range(c.rounds)])
@@ -188,7 +191,7 @@ class Trainer:
             return "waiting", f"{new} new answers; rounds run {self.settings.distill} only"
         if self.settings.distill != "always" and (self._busy or quiet < self.settings.distill_idle_seconds):
             return "waiting", f"{new} new answers; the assistant is in use"
-        available = _available_memory()
+        available = free_bytes(self.settings.draft_device or self.settings.device)
         if available < self._need:
             return (
                 "waiting",
@@ -277,7 +280,7 @@ class Trainer:
             elif report.stage in ("done", "refused"):
                 self.rounds += report.stage == "done"
                 self._seen = self._read_until
-            elif report.stage == "memory":
+            elif report.stage in ("memory", "taken"):
                 self._not_before = time.monotonic() + FIRST_BACKOFF_S
             logger.info("round: %s", report.message)
             return
@@ -347,9 +350,3 @@ def background(settings: Settings, state: PairState) -> Iterator[Trainer]:
         yield trainer
     finally:
         trainer.close()
-
-
-def _available_memory() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
