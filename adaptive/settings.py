@@ -137,12 +137,23 @@ def load_settings(overrides: dict[str, Any], config: Path | None = None) -> Sett
     class FromFile(Settings):
         model_config = SettingsConfigDict(toml_file=file)
 
+    return _checked(FromFile, overrides, file)
+
+
+def change_settings(settings: Settings, said: dict[str, Any]) -> Settings:
+    """These settings with others beside. Raises AdaptiveError as ``load_settings``."""
+    return _checked(Settings, {**settings.model_dump(), **said}, None)
+
+
+def _checked(kind: type[Settings], values: dict[str, Any], file: Path | None) -> Settings:
     try:
-        return FromFile(**overrides)
+        return kind(**values)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         where = f" (flags, ADAPTIVE_{name.upper()} or {file})" if file else f" (flag or ADAPTIVE_{name.upper()})"
         raise AdaptiveError(f"setting {name}: {first['msg'].lower()}, got {first.get('input')!r}{where}") from error
+    except OSError as error:
+        raise AdaptiveError(f"config file {file} cannot be read ({error.strerror})") from error
     except ValueError as error:  # a config file that is not TOML
         raise AdaptiveError(f"config file {file} is not valid TOML: {error}") from error

@@ -63,8 +63,21 @@ def open_state(home: Path, pair_id: str) -> PairState:
 
 
 def existing_states(home: Path) -> list[PairState]:
-    """Every pair's folder under ``home`` that holds a log or an adapter store, most recently used first."""
-    if not home.is_dir():
-        return []
-    found = [PairState(p) for p in home.iterdir() if (p / "records.db").exists() or (p / "adapters").is_dir()]
-    return sorted(found, key=lambda state: state.root.stat().st_mtime, reverse=True)
+    """Every pair's folder under ``home`` that holds a log or an adapter store, most recently used first.
+
+    Raises AdaptiveError where ``home`` cannot be read.
+    """
+    try:
+        found = [(_used(folder), folder) for folder in home.iterdir()] if home.is_dir() else []
+    except OSError as error:
+        raise AdaptiveError(f"state folder {home} cannot be read ({error.strerror})") from error
+    return [PairState(folder) for used, folder in sorted(found, reverse=True) if used]
+
+
+def _used(folder: Path) -> float:
+    """When a pair's folder was used last; 0 for what is none."""
+    try:
+        known = (folder / "records.db").exists() or (folder / "adapters").is_dir()
+        return folder.stat().st_mtime if known else 0.0
+    except OSError:  # somebody else's folder
+        return 0.0

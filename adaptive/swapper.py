@@ -36,8 +36,9 @@ class Swapper:
         self.swaps = 0
         self.on_swap: Callable[[], None] = lambda: None
         self._say = say
-        self._refused: str | None = None  # the adapter that cannot be used and has been said to be
+        self._refused: str | None = ""  # what cannot be used (None: what CURRENT says) and has been said to be
         self._looked = 0.0
+        self._first = True
         self._began, self._seconds, self._slices = 0.0, 0.0, 0
 
     def use_promoted(self) -> bool:
@@ -60,8 +61,10 @@ class Swapper:
         return self._go_on(SLICE_S)
 
     def _begin(self) -> None:
-        current = self.store.current_id()
-        if self.assistant.pair.draft is None or current in (self.assistant.adapter, self._refused or ""):
+        current, first, self._first = self.store.current_id(), self._first, False
+        known = current in (self.assistant.adapter, self._refused)
+        # The first time also where none is in use: what says so may be damaged, which the store mends.
+        if self.assistant.pair.draft is None or (known and not first):
             return
         began = time.perf_counter()
         manifest, problems = self.store.usable(self.base)
@@ -70,6 +73,8 @@ class Swapper:
         if problems:
             self._refused = current  # said once, not before every round
         name = manifest.id if manifest else None
+        if name == self.assistant.adapter:
+            return
         try:
             self.assistant.begin_swap(name, self._folder(name))
         except AdaptiveError as error:

@@ -6,7 +6,7 @@
 
 ``adaptive bench`` without a session's state: nothing learned before is used, and an adapter is named by
 its folder, or a draft with one in its weights by its own; the same controller then runs once without it and
-once with it.
+once with it. Ctrl-C ends the race; the table is then of the prompts that all have answered.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from transformers.utils import logging
 
 from adaptive.control.costs import CostModel
@@ -122,14 +124,25 @@ def main() -> None:
             mine(name.replace("ours", "ours compiled"), compiled, policy) for name, policy in policies(lengths).items()
         ]
         field.append(mine("ours compiled, controller", compiled, controller(compiled, sampling)))
-    rows = table(
-        field, list(race(field, prompts, args.tokens, time.process_time if args.processor_time else time.perf_counter))
-    )
+    turns = race(field, prompts, args.tokens, time.process_time if args.processor_time else time.perf_counter)
+    console = Console(stderr=True)
+    results = []
+    try:
+        for result in track(
+            turns, "racing", len(field) * len(prompts), console=console, transient=True, disable=not console.is_terminal
+        ):
+            results.append(result)
+    except KeyboardInterrupt:
+        console.print("stopped")
+    answered = len(results) // len(field)
+    if not answered:
+        return
+    rows = table(field, results[: answered * len(field)])
     dtype = str(getattr(pair.target, "model").dtype).removeprefix("torch.")  # noqa: B009
     limit = f"at most {args.tokens}" if args.ends else args.tokens
     peers = "" if args.only_ours else f"; transformers on {threads} of {torch.get_num_threads()} threads"
     timed = "; processor time" if args.processor_time else ""
-    print(f"{len(prompts)} prompts, {limit} tokens, temperature {args.temperature}, {dtype}{peers}{timed}\n")
+    print(f"{answered} prompts, {limit} tokens, temperature {args.temperature}, {dtype}{peers}{timed}\n")
     print(markdown(rows))
 
 

@@ -138,6 +138,7 @@ def forecast(pair: Pair, costs: CostTable, prompts: list[Prompt], tokens: int) -
         log = Path(folder) / "records.db"
         answer_plainly(Assistant(pair, FixedLength(0), None), GREEDY, prompts, log, tokens)
         sample = read_sample(pair, log)
+        assert sample, "these answers are too short to learn acceptance from"
     return predict(costs, sample, pair)
 
 

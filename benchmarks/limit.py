@@ -158,6 +158,7 @@ def show_int8(pair: Pair, settings: Settings, prompts: list[Prompt]) -> None:
         log = Path(folder) / "records.db"
         answer_plainly(Assistant(pair, FixedLength(0), None), SamplingParams(temperature=0.0), prompts, log, 100)
         examples = read_sample(pair, log)
+        assert examples, "these answers are too short to learn acceptance from"
     for draft, step in zip(drafts, steps, strict=True):
         rate = acceptance_rate(replay_on(draft, examples))
         print(

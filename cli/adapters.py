@@ -74,6 +74,7 @@ def show(settings: Settings, name: Name = "current", as_json: AsJson = False) ->
         files = str(damage)
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_header=False, box=None, pad_edge=False)
     in_use = ", in use" if manifest.id == store.current_id() else ""
@@ -95,7 +96,7 @@ def show(settings: Settings, name: Name = "current", as_json: AsJson = False) ->
         "folder": str(store.path(manifest.id)),
     }
     for key, value in rows.items():
-        table.add_row(f"[bold]{key}[/]", value)
+        table.add_row(f"[bold]{key}[/]", Text(value))
     Console(highlight=False).print(table)
 
 
@@ -106,7 +107,7 @@ def promote(
     name: Name,
     reason: Annotated[str, typer.Option(help="Why, for the manifest.")] = "promoted by hand",
 ) -> None:
-    """Put an adapter in use, whatever the gate said. A running chat takes it up between two turns.
+    """Put an adapter in use, whatever the gate said. Running chats and servers take it up.
 
     Example: adaptive adapters promote 7 --reason "better on my own code"
     """

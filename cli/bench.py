@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cli.session import Session
 
 
-@shared_options()
+@shared_options(without=("draft_length", "max_new_tokens", "record"))
 def bench(
     settings: Settings,
     prompts: Annotated[Optional[Path], typer.Option(help="JSON lines; default: those beside the bundled pair.")] = None,
@@ -143,6 +143,7 @@ def contenders(
         temperature=settings.temperature or 0.0,
         top_k=settings.top_k or 0,
         top_p=settings.top_p if settings.top_p is not None else 1.0,
+        min_p=settings.min_p or 0.0,
         seed=settings.seed if settings.seed is not None else 1,
     )
     field: list[Contender] = []

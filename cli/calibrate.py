@@ -74,7 +74,7 @@ class Forecast:
     by_acceptance: tuple[tuple[float, int, float], ...]
 
 
-@shared_options()
+@shared_options(without=("draft_length", "max_new_tokens", "record"))
 def calibrate(
     settings: Settings,
     prompts: Annotated[
@@ -119,11 +119,14 @@ def calibrate(
             costs = measure(session.pair, sampling, thorough=True)
         with tempfile.TemporaryDirectory() as folder:
             log, source = session.state.records, "the log"
-            if prompts is not None or not log.exists():
+            sample = read_sample(session.pair, log) if prompts is None and log.exists() else []
+            if not sample:
                 log, source = Path(folder) / "records.db", "an init sample"
                 with console.status(f"answering {len(asked[:answers])} prompts"):
                     answer_plainly(session.assistant, sampling, asked[:answers], log)
-            sample = read_sample(session.pair, log)
+                sample = read_sample(session.pair, log)
+            if not sample:
+                raise AdaptiveError("these answers are too short to learn acceptance from; give others with --prompts")
         with console.status("replaying the draft"):
             forecast = predict(costs, sample, session.pair)
         _keep(session, forecast.costs)
@@ -177,15 +180,12 @@ def answer_plainly(
 
 
 def read_sample(pair: Pair, log: Path) -> list[Example]:
-    """The newest generations that replay can use. Raises AdaptiveError where there are none."""
+    """The newest generations that replay can use."""
     from trainers.dataset import examples, read_log
 
     assert pair.draft is not None
     found = examples(read_log(log, NEWEST), pair.draft.context_length)
-    found = [example for example in found if example.replayable]
-    if not found:
-        raise AdaptiveError(f"{log} holds no answer to learn acceptance from; give prompts with --prompts")
-    return found
+    return [example for example in found if example.replayable]
 
 
 def predict(costs: CostTable, sample: Sequence[Example], pair: Pair) -> Forecast:
@@ -240,7 +240,10 @@ def _keep(session: Session, costs: CostTable) -> None:
     from adaptive.control.memory import load, save
 
     memory = load(session.state.controller, where_it_runs(session.pair))
-    save(session.state.controller, dataclasses.replace(memory, costs=costs))
+    try:
+        save(session.state.controller, dataclasses.replace(memory, costs=costs))
+    except OSError as error:
+        raise AdaptiveError(f"{session.state.controller} cannot be written ({error.strerror})") from error
 
 
 def _report(session: Session, forecast: Forecast, source: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -15,6 +16,7 @@ from cli.options import shared_options
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from adaptive.records.types import Message
     from adaptive.service.trainer import Trainer
@@ -48,12 +50,12 @@ def chat(
     from rich.console import Console
 
     from adaptive.service.trainer import background
-    from adaptive.settings import load_settings
+    from adaptive.settings import change_settings
     from cli.session import open_session
 
     console = Console(highlight=False)
     if distill is not None:
-        settings = load_settings({**settings.model_dump(), "distill": distill})
+        settings = change_settings(settings, {"distill": distill})
     with open_session(settings, console) as opened, background(settings, opened.state) as trainer:
         Conversation(settings, opened, console, session, system, trainer).run()
 
@@ -84,7 +86,7 @@ class Conversation:
         earlier = self._earlier() if name else []
         if earlier:
             self.messages = earlier
-            console.print(f"[dim]resumed session {self.name}: {len(self.messages)} messages[/]")
+            console.print(f"resumed session {self.name}: {len(self.messages)} messages", style="dim", markup=False)
 
     def _beginning(self) -> list[Message]:
         from adaptive.records.types import Message
@@ -115,7 +117,7 @@ class Conversation:
             try:
                 self._answer(text)
             except AdaptiveError as error:  # a prompt past the context, say: the conversation goes on
-                self.console.print(f"[red]{error}[/]")
+                self.console.print(str(error), style="red", markup=False)
             finally:
                 self.trainer.idle()
 
@@ -124,7 +126,7 @@ class Conversation:
         drafting = f"adapter {assistant.adapter}" if assistant.adapter else "no adapter yet"
         if pair.draft is None:
             drafting = "no draft model: plain decoding"
-        self.console.print(f"[bold]{pair.identity.id}[/]  [dim]{drafting} · session {self.name} · /help[/]")
+        self.console.print(_titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))
 
     def _answer(self, text: str) -> None:
         from adaptive.records.types import Message
@@ -142,7 +144,7 @@ class Conversation:
         sys.stdout.write("\n")
         keep(assistant)
         if assistant.log is not None and assistant.log.problem:
-            self.console.print(f"[red]log:[/] {assistant.log.problem}")
+            self.console.print(f"log: {assistant.log.problem}", style="red", markup=False)
         assert assistant.last is not None
         self.trainer.answered(assistant.adapter, tuple(assistant.last.rounds))
         self.messages = [*asked, Message("assistant", assistant.last.text)]
@@ -160,13 +162,15 @@ class Conversation:
             self.console.print(f"[dim]new session {self.name}[/]")
         elif name == "/training":
             status = self.trainer.status
-            self.console.print(f"{status.activity}: {status.reason}")
+            self.console.print(f"{status.activity}: {status.reason}", markup=False)
             if status.last_round:
-                self.console.print(f"[dim]last round: {status.last_round}[/]")
+                self.console.print(f"last round: {status.last_round}", style="dim", markup=False)
         elif name in ("/stats", "/sessions"):
             self._from_log(name)
         else:
-            self.console.print(HELP if name == "/help" else f"there is no {name}\n{HELP}")
+            if name != "/help":
+                self.console.print(f"there is no {name}", markup=False)
+            self.console.print(HELP)
         return True
 
     def _from_log(self, name: str) -> None:
@@ -183,7 +187,17 @@ class Conversation:
             return
         with Log(self.opened.state.records) as log:
             for session in log.sessions():
-                self.console.print(str(session))
+                when = time.strftime("%Y-%m-%d %H:%M", time.localtime(session.last))
+                answers = f"{session.generations} answer{'' if session.generations == 1 else 's'}"
+                line = _titled(session.id, f"{when} · {answers} · {' '.join(session.opening.split())}")
+                self.console.print(line, no_wrap=True, overflow="ellipsis")
+
+
+def _titled(title: str, text: str, style: str = "") -> Text:
+    """One line that is shown as it is, brackets and all."""
+    from rich.text import Text
+
+    return Text.assemble((title, "bold"), "  ", (text, style))
 
 
 @contextlib.contextmanager
@@ -205,7 +219,10 @@ def interruptible() -> Iterator[Any]:
 def lines_from_person() -> Iterator[str]:
     """What is typed, one message at a time; plain lines where standard input is not a terminal."""
     if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin if line.strip())
+        try:
+            yield from (line.strip() for line in sys.stdin if line.strip())
+        except UnicodeDecodeError as error:
+            raise AdaptiveError("standard input is not UTF-8 text") from error
         return
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter

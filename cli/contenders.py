@@ -93,6 +93,8 @@ def theirs(name: str, pair: Pair, sampling: SamplingParams, threads: int, **how:
     arguments: dict[str, Any] = {"do_sample": not sampling.greedy, "use_cache": True, "eos_token_id": None}
     if not sampling.greedy:
         arguments |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        if sampling.min_p:  # it would look for it at every token
+            arguments["min_p"] = sampling.min_p
     if "lookup" in how:
         arguments["prompt_lookup_num_tokens"] = how["lookup"]
 
@@ -136,7 +138,7 @@ def peer(url: str, pair: Pair, sampling: SamplingParams) -> Contender:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
-            "min_p": 0.0,
+            "min_p": sampling.min_p,
             "seed": sampling.seed or 0,
             "ignore_eos": True,
             "return_tokens": True,

@@ -101,7 +101,7 @@ def figures_table(tallies: list[Tally], title: str) -> Table:
     return table
 
 
-@shared_options("target", "draft", "device", "dtype", "quantize", "draft_quantize", "seed")
+@shared_options("target", "draft", "device", "dtype", "quantize", "draft_quantize", "seed", without=("home",))
 def demo(
     settings: Settings,
     keep: Annotated[Optional[Path], typer.Option(help="Keep the log and the adapter in this folder.")] = None,
@@ -118,7 +118,7 @@ def demo(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="adaptive-demo-") as temporary:
         home = keep or Path(temporary)
-        Tour(settings.model_copy(update={"home": home, "draft_length": "auto"}), console).run()
+        Tour(settings.model_copy(update={"home": home, "draft_length": "auto", "record": True}), console).run()
     console.print(f"[dim]The tour took {(time.monotonic() - began) / 60:.1f} minutes.[/]")
     if keep:
         console.print(f"[dim]Its log and adapter are kept: adaptive history --state-dir {keep}[/]")

@@ -119,7 +119,7 @@ def _kernels() -> Finding:
         return Finding("machine", "kernels", "ok", f"our own, for {found.name}")
     if not runnable():
         return Finding("machine", "kernels", "ok", "torch's; there are none of our own for this processor")
-    advice = "install a C++ compiler (g++ or clang++) and run pip install once more: up to twice the speed"
+    advice = "install a C++ compiler (g++ or clang++) and run pip install once more: twice the speed and more"
     return Finding("machine", "kernels", "note", "torch's; our own were not built", advice)
 
 

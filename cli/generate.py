@@ -44,7 +44,7 @@ def generate(
     if prompts is not None:
         asked = read_prompts(prompts)
     else:
-        asked = [bare_prompt(sys.stdin.read() if prompt == "-" else prompt or "")]
+        asked = [bare_prompt(_standard_input() if prompt == "-" else prompt or "")]
 
     from cli.session import open_session
 
@@ -69,6 +69,13 @@ def generate(
                 show(steps)
                 keep(session.assistant)
                 console.print(f"[dim]{figures(session.assistant)}[/]", highlight=False)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise AdaptiveError("standard input is not UTF-8 text") from error
 
 
 def show(steps: Any) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from adaptive.records.history import By, Figures, History
-    from adaptive.records.stats import PositionAcceptance
     from adaptive.settings import Settings
 
 # Rows of the table: a year of days or sessions would scroll the plot away. --json and --csv have all.
@@ -205,44 +204,25 @@ def or_dash(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _figures_json(row: Figures) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    values = asdict(row)
-    values["speculative_decoding"] = values.pop("speculation")
-    return values
-
-
-def _position_json(position: PositionAcceptance, lengths: Sequence[int]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {**asdict(position), "acceptance": position.acceptance, "rounds": lengths[position.position]}
-
-
 def _print_json(found: History, pair: str, by: Grouping) -> None:
     import json
-    from dataclasses import asdict
 
-    positions = [_position_json(p, found.lengths) for p in found.positions]
-    value = {
-        "pair": pair,
-        "by": by.value,
-        "totals": _figures_json(found.totals),
-        "rows": positions if by is Grouping.position else [_figures_json(row) for row in found.rows],
-        "positions": positions,
-        "lengths": found.lengths,
-        "series": [asdict(point) for point in found.series],
-        "swaps": [asdict(swap) for swap in found.swaps],
-    }
+    from adaptive.records.history import as_object
+
+    value = {"pair": pair, "by": by.value, **as_object(found)}
+    if by is Grouping.position:
+        value["rows"] = value["positions"]
     print(json.dumps(value, ensure_ascii=False))
 
 
 def _print_csv(found: History, by: Grouping) -> None:
     import csv
 
+    from adaptive.records.history import as_object
+
     if by is Grouping.position:
         names = ["position", "observed", "accepted", "acceptance", "rounds"]
-        rows = [_position_json(p, found.lengths) for p in found.positions]
+        rows = as_object(found)["positions"]
     else:
         names = [
             "generations",
@@ -261,7 +241,7 @@ def _print_csv(found: History, by: Grouping) -> None:
             "num_accepted_draft_tokens",
         ]
         rows = []
-        for row in map(_figures_json, found.rows):
+        for row in as_object(found)["rows"]:
             figures = row["speculative_decoding"]
             rows.append({by.value: row["key"], **{n: row[n] for n in names}, **{n: figures[n] for n in of_speculation}})
         names = [by.value, *names, *of_speculation]

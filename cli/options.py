@@ -102,13 +102,14 @@ def as_typed(settings: Settings, *names: str) -> str:
     return " ".join(f"{flags[name]} {shlex.quote(str(value))}" for name, value in values.items() if value is not None)
 
 
-def shared_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these shared options (all of them when none is named).
+def shared_options(*names: str, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these shared options (all of them when none is named), but for those it could not heed.
 
     The command must take ``settings`` first; it is called with a ``Settings`` object and its own
-    parameters. ``home``, ``config`` and ``debug`` are always among them.
+    parameters. ``home``, ``config`` and ``debug`` are among them, named or not.
     """
-    chosen = {k: v for k, v in SHARED.items() if not names or k in names or k in ("home", "config", "debug")}
+    named = {*(names or SHARED), "home", "config", "debug"} - set(without)
+    chosen = {name: option for name, option in SHARED.items() if name in named}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         # Commands import Settings for the type checker only, so that --help need not load pydantic.

@@ -33,7 +33,7 @@ def bare_prompt(text: str) -> Prompt:
 def read_prompts(file: Path) -> list[Prompt]:
     """Every prompt of the file. Raises AdaptiveError naming the line that is wrong, before anything is done."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise AdaptiveError(f"prompt file {file} cannot be read: {reason}") from error

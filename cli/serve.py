@@ -49,7 +49,7 @@ def serve(
 
     from rich.console import Console
 
-    from adaptive.settings import load_settings
+    from adaptive.settings import change_settings
 
     given = {
         "host": host,
@@ -62,7 +62,7 @@ def serve(
         "distill": distill,
     }
     said = {name: value for name, value in given.items() if value is not None}
-    settings = load_settings({**settings.model_dump(), **said})
+    settings = change_settings(settings, said)
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     logging.getLogger("adaptive").setLevel(logging.INFO)

@@ -99,9 +99,13 @@ def open_session(
             policy.costs = CostModel(measure(pair, sampling_params(settings, pair)))
         yield session
     finally:
-        if isinstance(policy, GoodputLength) and pair.draft is not None:
-            save(state.controller, remembered(policy, memory.device, session.assistant.adapter))
         if log is not None:
             log.close()
             if log.problem:
-                console.print(f"[red]log:[/] {log.problem}")
+                console.print(f"log: {log.problem}", style="red", markup=False)
+        if isinstance(policy, GoodputLength) and pair.draft is not None:
+            try:
+                save(state.controller, remembered(policy, memory.device, session.assistant.adapter))
+            except OSError as error:
+                said = f"{state.controller} cannot be written ({error.strerror}); costs are measured anew next time"
+                console.print(said, style="yellow", markup=False)

@@ -74,3 +74,16 @@ def test_a_promotion_is_picked_up_between_two_turns(tmp_path: Path, own_home: Pa
         session.store.rollback("the test says so")
         assert session.swapper.use_promoted()
         assert session.assistant.adapter == "0001"
+
+
+def test_a_current_that_cannot_be_read_is_mended_at_the_start(tmp_path: Path, own_home: Path) -> None:
+    target, draft = save_random_pair(tmp_path / "pair", "qwen2")
+    settings = load_settings({"target": str(target), "draft": str(draft), "dtype": "float32"})
+    with open_session(settings, Console(file=io.StringIO())) as session:
+        publish_two(session.store, draft, session.pair.identity.base, tmp_path)
+        root = session.store.root
+    (root / "CURRENT").write_text("")
+    said = io.StringIO()
+    with open_session(settings, Console(file=said, width=400)) as session:
+        assert session.assistant.adapter == "0002"
+    assert "CURRENT named no adapter" in said.getvalue()

@@ -49,7 +49,8 @@ def test_kernels_that_were_not_built_are_a_note(
 ) -> None:
     _, found = findings(*pair)
     best = kernels.library()
-    assert found["kernels"]["value"] == (f"our own, for {best.name}" if best else found["kernels"]["value"])
+    assert ("our own, for " in found["kernels"]["value"]) == bool(best)
+    assert best is None or found["kernels"]["value"].endswith(best.name)
     monkeypatch.setattr(kernels, "NATIVE", tmp_path)
     kernels.library.cache_clear()
     try:
@@ -90,5 +91,6 @@ def test_a_pair_without_weights_is_broken(pair: list[str], tmp_path: Path) -> No
 def test_the_report_for_people_says_what_is_missing(pair: list[str]) -> None:
     done = runner.invoke(app, ["doctor", *pair])
     assert done.exit_code == 0, done.stdout
-    for title in ("This machine", "Packages", "What will be used", "missing"):
+    for title in ("This machine", "Packages", "What will be used"):
         assert title in done.stdout
+    assert ("What is missing" in done.stdout) != ("Nothing is missing" in done.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -212,3 +213,60 @@ def test_an_answer_that_meets_the_end_of_the_context_finishes_clearly(adaptive, 
     answer = json.loads(out)
     assert answer["finish_reason"] in ("length", "stop")
     assert answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"] <= 2048
+
+
+def test_a_seed_that_is_no_number_of_64_bits_is_refused_before_anything_is_loaded(adaptive) -> None:
+    code, _, err = adaptive("generate", "Hi", "--seed", str(2**64))
+    assert code == 2
+    assert "64 bits" in one_line(err)
+
+
+def test_text_that_is_no_unicode_is_one_line(adaptive, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = adaptive("generate", "--raw", "half of a pair: \ud83d", "--target", pair[0], "--draft", pair[1])
+    assert code == 2
+    assert "not valid Unicode" in one_line(err)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    code, _, err = adaptive("generate", "-", "--target", pair[0], "--draft", pair[1])
+    assert code == 2
+    assert "standard input is not UTF-8" in one_line(err)
+
+
+def test_a_line_of_a_file_ends_at_a_line_feed_alone(adaptive, pair: tuple[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "one\u2028line\x85"}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    arguments = ("--target", pair[0], "--draft", pair[1], "--prompts", str(file), "--json", "--max-new-tokens", "2")
+    code, out, err = adaptive("generate", *arguments)
+    assert code == 0, err
+    assert json.loads(out)["prompt"] == "one\u2028line\x85"
+
+
+def test_what_cannot_be_kept_for_next_time_is_said_and_the_answer_stands(
+    adaptive, pair: tuple[str, str], own_home: Path
+) -> None:
+    arguments = ("generate", "Hi", "--target", pair[0], "--draft", pair[1], "--max-new-tokens", "4", "--seed", "1")
+    assert adaptive(*arguments)[0] == 0
+    kept = next(own_home.glob("*/controller.json"))
+    kept.unlink()
+    (kept / "in the way").mkdir(parents=True)  # as a full disk: the file cannot be written
+    code, out, err = adaptive(*arguments)
+    assert code == 0
+    assert out.strip()
+    assert "cannot be written" in " ".join(err.split())
+    assert not list(own_home.glob("*/controller.json.*"))
+
+
+def test_options_that_a_command_would_not_heed_are_none_of_its(adaptive, tmp_path: Path) -> None:
+    assert adaptive("demo", "--state-dir", str(tmp_path))[0] == 2
+    assert adaptive("bench", "--draft-length", "4")[0] == 2
+    assert adaptive("calibrate", "--no-record")[0] == 2
+
+
+def test_a_chat_shows_names_and_questions_as_they_are(
+    adaptive, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[/INST] is [/etc/hosts] markup?\n/sessions\n/[/x]\n/exit\n"))
+    arguments = ("--distill", "off", "--max-new-tokens", "4", "--session", "[/x]")
+    code, out, err = adaptive("chat", "--target", pair[0], "--draft", pair[1], *arguments)
+    assert code == 0, err
+    assert "1 answer · [/INST] is [/etc/hosts] markup?" in out
+    assert "there is no /[/x]" in out

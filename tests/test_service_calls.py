@@ -132,3 +132,12 @@ def test_arguments_of_earlier_calls_reach_the_template_as_an_object() -> None:
     assert given["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
     broken = {**call, "function": {"name": "weather", "arguments": "{"}}
     assert ChatMessage(role="assistant", tool_calls=[broken]).for_template()["tool_calls"] == [broken]
+
+
+def test_a_call_that_nobody_could_be_sent_is_mended_and_nonsense_is_left_alone() -> None:
+    half = '<tool_call>\n{"name": "weather", "arguments": {"city": "\\ud83d"}}\n</tool_call>'
+    _, calls = parsed(half, WITH_JSON, 1000)
+    assert json.loads(calls[0].arguments.encode("utf-8")) == {"city": "?"}
+    deep = "[" * 100_000 + "]" * 100_000
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": deep}}
+    assert ChatMessage(role="assistant", tool_calls=[call]).for_template()["tool_calls"] == [call]

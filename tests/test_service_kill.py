@@ -126,3 +126,24 @@ def test_twenty_kills_of_the_trainer_and_of_the_server_lose_nothing(tmp_path: Pa
             assert ask(http, texts[0], 0)
     finally:
         assert last.stop() == 0
+
+
+def test_a_server_that_is_still_loading_ends_when_it_is_told_twice(tmp_path: Path) -> None:
+    server = Server(tmp_path / "home")
+    try:
+        until(lambda: answers(server) in (503, 200), server)
+        loading = answers(server) == 503
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "stopping" in server.said, server)
+        server.process.send_signal(signal.SIGTERM)
+        ended = server.process.wait(PATIENCE_S)
+        assert ended in ((0, -signal.SIGTERM) if loading else (0,)), server.said
+    finally:
+        server.kill()
+
+
+def answers(server: Server) -> int:
+    try:
+        return httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code
+    except httpx.HTTPError:  # it does not listen yet
+        return 0

@@ -159,6 +159,7 @@ def _features(with_supervision: bool) -> Any:
         "prompt_s": number,
         "predicted_n": whole,
         "predicted_s": number,
+        "expected_s": number,
         "rounds_n": whole,
         "draft_n": whole,
         "draft_n_accepted": whole,

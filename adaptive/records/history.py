@@ -7,8 +7,8 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from adaptive.records.stats import (
     PositionAcceptance,
@@ -123,6 +123,26 @@ def history(generations: Sequence[GenerationFigures], by: By = "adapter", points
         series=series(generations, points),
         swaps=swaps(generations),
     )
+
+
+def as_object(found: History) -> dict[str, Any]:
+    """As ``adaptive history --json`` and the server show it."""
+    return {
+        "totals": _figures_object(found.totals),
+        "rows": [_figures_object(row) for row in found.rows],
+        "positions": [
+            {**asdict(p), "acceptance": p.acceptance, "rounds": found.lengths[p.position]} for p in found.positions
+        ],
+        "lengths": found.lengths,
+        "series": [asdict(point) for point in found.series],
+        "swaps": [asdict(swap) for swap in found.swaps],
+    }
+
+
+def _figures_object(row: Figures) -> dict[str, Any]:
+    values = asdict(row)
+    values["speculative_decoding"] = values.pop("speculation")
+    return values
 
 
 def summed(key: str, generations: Sequence[GenerationFigures]) -> Figures:

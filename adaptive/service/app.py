@@ -304,6 +304,9 @@ def _errors(app: FastAPI, api: Api) -> None:
         api.metrics.refused(503)
         return _not_ready(api.engine)
 
+    async def failed(request: Request, error: Exception) -> Response:  # which the server then writes to its log
+        return refuse(500, "the server failed on this request; its log says why")
+
     async def plain(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}: " if error.status_code in (404, 405) else ""
         return refuse(error.status_code, f"{where}{error.detail}")
@@ -320,6 +323,7 @@ def _errors(app: FastAPI, api: Api) -> None:
         QueueFullError: full,
         NotReadyError: not_ready,
         HTTPException: plain,
+        Exception: failed,
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)

@@ -89,7 +89,7 @@ class CallParser:
                 elif event["type"] == "region_close" and event["field"] == "tool_calls":
                     said.append(_call(event["value"]["function"]))
                     self._held = self._held.partition("</tool_call>")[2]
-        except (ValueError, KeyError, TypeError):  # between the marks stands something else
+        except (ValueError, KeyError, TypeError, RecursionError):  # between the marks stands something else
             return said + self._give_up()
         return said
 
@@ -104,7 +104,9 @@ def _call(function: dict[str, Any]) -> Call:
     name, arguments = function["name"], function.get("arguments", {})
     if not isinstance(name, str):
         raise TypeError("the name of a call is no text")
-    return Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    # A model may write half of a surrogate pair, which nobody could be sent.
+    return Call(*(text.encode("utf-8", "replace").decode("utf-8") for text in (name, said)))
 
 
 def parser_for(tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] | None) -> CallParser | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Response
 from fastapi import Path as InPath
 
-from adaptive.records.history import By, history, seconds_saved
+from adaptive.records.history import By, as_object, history, seconds_saved
 from adaptive.records.log import Log
 from adaptive.service.trainer import Trainer
 from checkpoints.manifest import Manifest
@@ -83,7 +83,7 @@ def _history(records: Path, by: By) -> dict[str, Any]:
         generations = log.figures()
         plain = log.plain_steps()
     found = history(generations, by)
-    return {**asdict(found), "seconds_saved": seconds_saved(generations, plain)}
+    return {**as_object(found), "seconds_saved": seconds_saved(generations, plain)}
 
 
 def _adapters(store: AdapterStore) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested beyond reason
         return call
 
 

@@ -66,13 +66,19 @@ def serve(
 def _run(server: _Server, engine: EngineThread, listening: socket.socket) -> None:
     # uvicorn raises what it caught once more when it has ended; by then there is nothing left to interrupt.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     try:
         engine.start(when_over=server.end)
         server.run(sockets=[listening])
     finally:
+        if engine.state == "loading":  # which is waited for, unless asked once more
+            restore()
         engine.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()
         logger.info("stopped")
 
 
@@ -89,7 +95,13 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal lets running answers end, within GRACE_S; the second cuts them."""
-        logger.info("stopping: running answers have %.0f s", GRACE_S)
+        if self._engine.state == "loading":
+            if self.should_exit:
+                signal.signal(sig, signal.SIG_DFL)
+                signal.raise_signal(sig)
+            logger.info("stopping when the models are loaded; once more ends it at once")
+        else:
+            logger.info("stopping: running answers have %.0f s", GRACE_S)
         timer = threading.Timer(0 if self.should_exit else GRACE_S, self._engine.close)
         timer.daemon = True
         timer.start()
