@@ -165,6 +165,7 @@ class CostModel:
         self.seen = [UNSEEN] * len(self.passes_s)  # how often each pass was seen of late
         self.rising = list(self.passes_s)  # seconds at speed 1, never falling
         self.too_high: dict[int, list[float]] = {}  # by pass its shares, in the last batches in a row
+        self.guessed: set[int] = set()  # passes that were never seen, and followed one that was mended
         self.lately: list[tuple[int, float]] = []  # the last passes, and their seconds as a share of what was expected
         self.speed = 1.0
         self.speed_steps, self.draft_steps = Steps(SPEED_STEP), Steps(LENGTH_STEP)
@@ -214,6 +215,10 @@ class CostModel:
         for outcome, steps, waiting, again in rounds:
             i = 0 if again else 1 + min(outcome.drafted, LONGEST)
             ratio = outcome.verify_s / (self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9))
+            if i in self.guessed:  # what is seen of it first is worth more than the guess
+                self.guessed.remove(i)
+                self.own[i] *= max(TOO_HIGH, min(1 / LEAST, ratio))
+                ratio = 1.0
             passes.append((i, ratio))
             verified.append(ratio)
             self._follow(i, ratio)
@@ -268,6 +273,7 @@ class CostModel:
             for j in (i, *others):
                 self.own[j] *= max(LEAST, *shares)
                 self.too_high.pop(j, None)
+            self.guessed |= {j for j in others if self.seen[j] <= UNSEEN}
         return mended
 
     def _rise(self) -> None:
