@@ -25,12 +25,11 @@ from adaptive.records.writer import LogWriter
 from checkpoints.manifest import BaseDraft
 from checkpoints.store import AdapterStore
 from trainers import lora
-from trainers.batches import PASS_LOGITS, PASS_TOKENS, collate, longest_output, longest_text
-from trainers.dataset import Example, examples, fold, gate_share, loop_start, read_log, repeated_ngrams, split
+from trainers.dataset import examples, fold, gate_share, loop_start, read_log, repeated_ngrams, split
 from trainers.fit import position_losses
 from trainers.recipe import Recipe
 from trainers.replay import acceptance_rate, replay
-from trainers.round import _streak, distill
+from trainers.round import distill
 from trainers.sets import gather
 
 VOCAB = 48
@@ -433,59 +432,3 @@ def test_the_adapter_is_plain_peft_that_others_load(tmp_path: Path, log: Path) -
 def test_a_recipe_that_cannot_work_is_refused_by_name(choice: dict[str, object]) -> None:
     with pytest.raises(AdaptiveError, match=next(iter(choice)).replace("_", "-")):
         Recipe(**choice)  # type: ignore[arg-type]
-
-
-def test_a_verdict_on_a_draft_that_is_no_longer_in_use_promotes_nothing(tmp_path: Path, log: Path) -> None:
-    store = AdapterStore(tmp_path / "adapters")
-    first = distill(log, store, BASE, small_draft(), SHORT, promotion="never")
-    assert first.manifest is not None
-
-    def somebody_decides(progress: object) -> None:
-        if store.current_id() is None:
-            store.promote("0001", "by hand, meanwhile")
-
-    second = distill(log, store, BASE, small_draft(), SHORT, on_progress=somebody_decides)
-    assert second.verdict is not None
-    assert second.verdict.promote, "it is better than what it was compared with"
-    assert second.manifest is not None
-    assert second.manifest.status == "rejected"
-    assert "another draft has come into use" in second.message
-    assert store.current_id() == "0001"
-
-
-def test_a_candidate_that_was_not_judged_makes_the_next_no_harder(tmp_path: Path, log: Path) -> None:
-    store, asked = AdapterStore(tmp_path / "adapters"), 0
-
-    def stop_late() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked > 60
-
-    stopped = distill(log, store, BASE, small_draft(), SHORT, should_stop=stop_late)
-    assert stopped.manifest is not None
-    assert stopped.manifest.recent is None
-    outcome = distill(log, store, BASE, small_draft(), SHORT, promotion="never")
-    assert outcome.manifest is not None
-    assert _streak(store, outcome.manifest, None) == 1
-
-
-def test_an_answer_that_was_said_twice_is_judged_once(tmp_path: Path) -> None:
-    said = speak(target(), 80, SamplingParams())
-    sets = [
-        gather(write_log(tmp_path / f"{times}.db", said * times), None, None, SHORT, BASE, 64, None)[0]
-        for times in (3, 6)
-    ]
-    assert len(sets[0].gate) == len(sets[1].gate) > 5
-    assert len(sets[1].train) == 2 * len(sets[0].train)
-
-
-def test_memory_does_not_grow_with_what_was_said() -> None:
-    wide = LlamaConfig(**{**config(1).to_dict(), "vocab_size": 2**17, "max_position_embeddings": 2**15})
-    with torch.device("meta"):
-        model = LlamaForCausalLM(wide)
-    assert longest_text(model) == PASS_TOKENS
-    assert longest_output(model) * 2**17 <= 4 * PASS_LOGITS
-    example = Example(
-        1, "", np.zeros(9000, np.int32), np.zeros(longest_output(model), np.int32), SamplingParams(), False, None
-    )
-    assert collate([example], longest_text(model), torch.device("cpu")).ids.shape == (1, PASS_TOKENS)

@@ -8,7 +8,7 @@ depend on how far off an observation is, so a round during which the machine did
 moves them no further than any other. Steps grow while observations stay far off on one side, so that
 a cost that was measured in a bad moment is mended in a dozen rounds. One common factor follows the
 machine's speed; what is particular to one length moves more slowly beside it, unless that length
-alone takes far less than was believed: it was then measured in a bad moment, and the longer ones with it.
+alone takes far less than was believed: it was then measured in a bad moment, and those that were never seen with it.
 """
 
 from __future__ import annotations
