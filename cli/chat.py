@@ -129,6 +129,7 @@ class Conversation:
         self.console.print(_titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))
 
     def _answer(self, text: str) -> None:
+        from adaptive.printable import printable
         from adaptive.records.types import Message
         from cli.generate import figures, keep
 
@@ -137,7 +138,7 @@ class Conversation:
         steps = assistant.chat(asked, self.sampling, self.limits, session=self.name)
         with interruptible() as interrupted, contextlib.closing(steps):  # type: ignore[type-var]
             for step in steps:
-                sys.stdout.write(step.text)
+                sys.stdout.write(printable(step.text))
                 sys.stdout.flush()
                 if interrupted():
                     break
@@ -197,7 +198,9 @@ def _titled(title: str, text: str, style: str = "") -> Text:
     """One line that is shown as it is, brackets and all."""
     from rich.text import Text
 
-    return Text.assemble((title, "bold"), "  ", (text, style))
+    from adaptive.printable import printable_line
+
+    return Text.assemble((printable_line(title), "bold"), "  ", (printable_line(text), style))
 
 
 @contextlib.contextmanager

@@ -79,10 +79,13 @@ def _standard_input() -> str:
 
 
 def show(steps: Any) -> None:
-    """Write the answer as it comes."""
+    """Write the answer as it comes: as it is, but for a terminal without what that would obey."""
+    from adaptive.printable import printable
+
+    terminal = sys.stdout.isatty()
     step: Step
     for step in steps:
-        sys.stdout.write(step.text)
+        sys.stdout.write(printable(step.text) if terminal else step.text)
         sys.stdout.flush()
     sys.stdout.write("\n")
 

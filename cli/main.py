@@ -13,6 +13,7 @@ import sys
 import typer
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import printable
 from cli import (
     adapters,
     bench,
@@ -65,7 +66,7 @@ def run() -> None:
     except AdaptiveError as error:
         if debug:
             raise
-        typer.echo(f"adaptive: {error}", err=True)
+        typer.echo(printable(f"adaptive: {error}"), err=True)
         sys.exit(2)
     except BrokenPipeError:  # the reader went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -81,6 +81,36 @@ def save_random_pair(folder: Path, architecture: str, vocab_size: int | None = N
     return folders[0], folders[1]
 
 
+def save_model_that_says(text: str, folder: Path) -> Path:
+    """A checkpoint whose answer is ``text``: each token points at the next one, so none may occur twice."""
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    width = 64
+    assert len(set(tokens)) == len(tokens) < width
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=64, num_hidden_layers=1,
+            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=False,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.zero_()
+        embedding, output = model.model.embed_tokens.weight, model.lm_head.weight
+        embedding.zero_()
+        output.zero_()
+        embedding[:, 0] = 1.0  # whatever stands last in the prompt begins the answer
+        for place, token in enumerate(tokens):
+            output[token, place] = 10.0  # certain, also where it is drawn
+            embedding[token] = torch.eye(width)[place + 1]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def save_random_adapter(draft: Path, folder: Path, seed: int = 0, std: float = 0.05) -> Path:
     """A LoRA adapter of random weights for this draft, large enough to change what it predicts; ten times that
     ``std`` leaves nothing of what it knew."""

@@ -1,0 +1,31 @@
+"""Text from outside (a model, a client, a name in the log) as it may be written to a terminal or a log.
+
+In: any text. Out: the same text with what a terminal would obey made visible, so that it can neither move the
+cursor, nor set a title or the clipboard, nor forge a line.
+"""
+
+from __future__ import annotations
+
+# U+2400 and after: a picture of each control character of ASCII (ESC is shown as one sign).
+_PICTURES = 0x2400
+_CONTROLS = {code: chr(_PICTURES + code) for code in range(0x20)} | {0x7F: "\u2421"}
+# Terminals read U+009B as ESC [ and U+009D as ESC ]. A lone surrogate cannot be written as UTF-8.
+_UNSHOWN = dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], "\ufffd")
+# CR LF is a line break; a bare CR would let what follows overwrite the line.
+_TEXT = {**_CONTROLS, **_UNSHOWN, ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
+# In a name, line and paragraph separators forge a line, and overrides of direction reorder what stands beside them.
+_LINE = {
+    **_CONTROLS,
+    **_UNSHOWN,
+    **dict.fromkeys([0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd"),
+}
+
+
+def printable(text: str) -> str:
+    """``text`` of any number of lines. It may come in pieces: each character is treated by itself."""
+    return text.translate(_TEXT)
+
+
+def printable_line(text: str) -> str:
+    """``text`` on one line: its line breaks and tabs are made visible, too."""
+    return text.translate(_LINE)

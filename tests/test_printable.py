@@ -1,0 +1,74 @@
+"""What a model says reaches the terminal as text, never as orders to the terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import save_model_that_says
+
+from adaptive.printable import printable, printable_line
+
+HOSTILE = "\x1b]0;owned\x07"
+
+
+@pytest.fixture(scope="module")
+def hostile_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model_that_says(HOSTILE, tmp_path_factory.mktemp("hostile"))
+
+
+def run_on_a_terminal(*arguments: str, typed: str = "") -> bytes:
+    """Everything that ``adaptive`` writes to a terminal."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "cli.main", *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=follower, stderr=subprocess.DEVNULL) as process:
+        os.close(follower)
+        assert process.stdin is not None
+        process.stdin.write(typed.encode())
+        process.stdin.close()
+        said = b""
+        while True:
+            try:
+                part = os.read(leader, 65536)
+            except OSError:  # Linux ends a terminal so
+                break
+            if not part:
+                break
+            said += part
+    os.close(leader)
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_escape_sequences_of_the_model_do_not_reach_a_terminal(hostile_model: Path, command: str) -> None:
+    arguments = ["--target", str(hostile_model), "--dtype", "float32", "--no-record"]
+    if command == "chat":
+        said = run_on_a_terminal("chat", *arguments, "--distill", "off", typed="hello\n")
+    else:
+        said = run_on_a_terminal("generate", "hello", *arguments)
+    assert b"\x1b]0;" not in said
+    assert b"\x07" not in said
+    assert "␛]0;owned␇".encode() in said
+
+
+def test_a_file_gets_the_answer_as_it_is(hostile_model: Path) -> None:
+    command = [sys.executable, "-m", "cli.main", "generate", "hello", "--target", str(hostile_model), "--no-record"]
+    said = subprocess.run([*command, "--dtype", "float32"], capture_output=True, check=True).stdout
+    assert said == (HOSTILE + "\n").encode()
+
+
+def test_control_characters_are_made_visible() -> None:
+    assert printable("a\x1b[2Jb\x07\x7f\x9b1m\r\nc\td") == "a␛[2Jb␇␡\ufffd1m\nc\td"
+    assert printable("ünï \u2067עברית\u2069 🙂") == "ünï \u2067עברית\u2069 🙂"
+    assert printable("half \ud83d").encode() == "half \ufffd".encode()
+
+
+def test_a_name_stays_on_its_line() -> None:
+    forged = "me\n2026-01-01 INFO adapter 9 is promoted\r\u2028\u202etxt"
+    assert printable_line(forged) == "me␊2026-01-01 INFO adapter 9 is promoted␍\ufffd\ufffdtxt"
+    assert printable_line("Zoë 山田") == "Zoë 山田"
