@@ -202,6 +202,48 @@ time.sleep(600)
         time.sleep(0.05)
 
 
+def test_a_folder_named_like_ours_where_the_server_is_started_is_not_run(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for package in ("trainers", "adaptive", "json"):
+        (elsewhere / package).mkdir(parents=True)
+        (elsewhere / package / "__init__.py").write_text("raise SystemExit('somebody else was run')")
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.syspath_prepend("")  # as `python -m` does for the server itself
+    with training(taught) as trainer:
+        trainer.idle()
+        worker = psutil.Process(worker_of(trainer))
+        assert worker.cmdline()[1] == "-I"  # which Python 3.10 knows, and PYTHONSAFEPATH it does not
+        until(lambda: trainer.status.acceptance is not None, trainer)
+
+
+def test_what_pythonpath_names_is_found_by_a_process_in_isolated_mode(tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text("import sys; print('found', sys.flags.isolated)")
+    code = "import subprocess; from adaptive import isolated; subprocess.run(isolated.command('named'), check=True)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd="/", check=True
+    )
+    assert ran.stdout.split() == ["found", "1"]
+
+
+def test_a_manifest_damaged_while_it_is_in_use_is_said_and_training_goes_on(
+    taught: Taught, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = published(taught.state.adapters, 2, promote=2)
+    with training(taught, distill_after=ANSWERS + 1) as trainer:
+        trainer.idle()
+        let_it_look(trainer)
+        (store.path("0002") / "manifest.json").write_text("{", encoding="utf-8")
+        until(lambda: store.current_id() == "0001", trainer)
+        let_it_look(trainer)
+        assert "80 new answers of the 81" in trainer.status.reason
+    said = [record.getMessage() for record in caplog.records if "0002" in record.getMessage()]
+    assert len(said) == 1
+    assert "set aside as 0002.damaged" in said[0]
+
+
 def live(trainer: Trainer, adapter: str | None, rate: float, rounds: int, seed: int) -> None:
     """Answers of 20 rounds with four drafted tokens, each accepted at ``rate`` as long as all before it were."""
     rng = np.random.default_rng(seed)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from adaptive import isolated
 from adaptive.engines import compiled_graph
 from adaptive.engines.compiled_graph import BLUEPRINT, JOBS, Block, Blueprint, Constant, Job, Norm
 from adaptive.engines.lean_cache import LeanCache
@@ -268,7 +269,7 @@ class Compilation:
     def _compile(self, jobs: list[Job]) -> None:
         with tempfile.TemporaryFile("w+") as said:
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", compiled_graph.__name__],
+                isolated.command(compiled_graph.__name__),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=said,

@@ -11,13 +11,13 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from adaptive import isolated
 from adaptive.devices import free_bytes
 from adaptive.errors import AdaptiveError
 from adaptive.pair import trained_draft
@@ -90,6 +90,7 @@ class Trainer:
         self._failures = 0
         self._not_before = 0.0
         self._reason = "starting"
+        self._warned: set[str] = set()
         self._activity: Activity = "waiting"
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
@@ -152,7 +153,9 @@ class Trainer:
                 try:
                     self._look(log)
                 except Exception as error:  # whatever happens here, answers go on
-                    self._activity, self._reason = "waiting", f"{type(error).__name__}: {error}"
+                    said = str(error) if isinstance(error, AdaptiveError) else f"{type(error).__name__}: {error}"
+                    self._activity, self._reason = "waiting", said
+                    self._warn(said)
         self._end_worker()
 
     def _remember(self, log: Log) -> None:
@@ -214,17 +217,15 @@ class Trainer:
     def _begin(self) -> None:
         """Start a worker. Its standard error goes to ``trainer.log``, anew each round."""
         settings = self.settings.model_dump(mode="json", exclude={"api_key", "api_key_file"})
-        # A folder called trainers where the user stands must not be taken for ours.
-        environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
         with (self.state.root / "trainer.log").open("w") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "trainers.worker"],
+                isolated.command("trainers.worker"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 encoding="utf-8",
-                env=environment,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # ctrl-C is for us, and we tell it
             )
         self._read_until = self._newest
@@ -301,13 +302,24 @@ class Trainer:
 
     def _roll_back_if_worse(self, log: Log) -> None:
         current = self.store.current_id()
-        reason = None if current is None else self._watch.verdict(self.store.show(current))
+        try:
+            reason = None if current is None else self._watch.verdict(self.store.show(current))
+        except AdaptiveError:  # damaged while in use: the last good one takes its place, as at a start
+            for problem in self.store.usable(None)[1]:
+                self._warn(problem)
+            return
         if current is not None and reason is not None and current == self.store.current_id():
             self.store.rollback(reason)
             self._watch.rolled_back()
             first = log.first_id(current)
             self._doubted = None if first is None else (current, first)
             logger.warning("adapter %s is rolled back: %s", current, reason)
+
+    def _warn(self, problem: str) -> None:
+        """Into the log, once; what is looked at twice a second would fill it."""
+        if problem not in self._warned:
+            self._warned.add(problem)
+            logger.warning("%s", problem)
 
     def _end_worker(self) -> None:
         process = self._process
