@@ -6,7 +6,9 @@ sampling defaults then come from the target's own ``generation_config.json``.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from pydantic_settings import (
 
 from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.errors import AdaptiveError
+from adaptive.settings_file import config_file, doubtful, require_consent
 from adaptive.state import default_home
 
 Quantisation = Literal["none", "int8", "nf4"]
@@ -113,31 +116,41 @@ def training_window(policy: str) -> tuple[int, int] | None:
     return 60 * hours[0] + hours[1], 60 * hours[2] + hours[3]
 
 
-def config_file(explicit: Path | None) -> Path | None:
-    """``--config``, else ``adaptive.toml`` here, else the one in the platform's config folder."""
-    import platformdirs
-
-    if explicit is not None:
-        if not explicit.is_file():
-            raise AdaptiveError(f"config file {explicit} does not exist")
-        return explicit
-    for candidate in (Path("adaptive.toml"), Path(platformdirs.user_config_dir("adaptive")) / "adaptive.toml"):
-        if candidate.is_file():
-            return candidate
-    return None
-
-
-def load_settings(overrides: dict[str, Any], config: Path | None = None) -> Settings:
+def load_settings(
+    overrides: dict[str, Any], config: Path | None = None, ask: Callable[[str], bool] | None = None
+) -> Settings:
     """Settings from ``overrides`` (flags that were given), the environment and the config file.
 
-    Raises AdaptiveError naming the setting that is wrong and where it was.
+    ``ask`` puts a question to the user, where a file in the current folder sets more than it may by itself
+    (``settings_file.py``); without it such a file is refused. Raises AdaptiveError naming the setting that is
+    wrong and where it was.
     """
     file = config_file(config)
 
     class FromFile(Settings):
         model_config = SettingsConfigDict(toml_file=file)
 
+    if file is not None:
+        written = written_in(file)
+        if config is None:
+            require_consent(file, doubtful(file, written, {*overrides, *set_in_environment()}), ask)
     return _checked(FromFile, overrides, file)
+
+
+def written_in(file: Path) -> dict[str, Any]:
+    """The settings that ``file`` sets. Raises AdaptiveError where it cannot be read or is not TOML."""
+    try:
+        return dict(TomlConfigSettingsSource(Settings, file).toml_data)
+    except OSError as error:
+        raise AdaptiveError(f"config file {file} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise AdaptiveError(f"config file {file} is not valid TOML: {error}") from error
+
+
+def set_in_environment() -> frozenset[str]:
+    """The settings that an ``ADAPTIVE_*`` variable sets."""
+    variables = {name.upper() for name, value in os.environ.items() if value}
+    return frozenset(name for name in Settings.model_fields if f"ADAPTIVE_{name.upper()}" in variables)
 
 
 def change_settings(settings: Settings, said: dict[str, Any]) -> Settings:
@@ -153,7 +166,3 @@ def _checked(kind: type[Settings], values: dict[str, Any], file: Path | None) ->
         name = ".".join(str(part) for part in first["loc"])
         where = f" (flags, ADAPTIVE_{name.upper()} or {file})" if file else f" (flag or ADAPTIVE_{name.upper()})"
         raise AdaptiveError(f"setting {name}: {first['msg'].lower()}, got {first.get('input')!r}{where}") from error
-    except OSError as error:
-        raise AdaptiveError(f"config file {file} cannot be read ({error.strerror})") from error
-    except ValueError as error:  # a config file that is not TOML
-        raise AdaptiveError(f"config file {file} is not valid TOML: {error}") from error

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
@@ -33,10 +32,13 @@ def show(
 
     Example: adaptive config show --config server.toml
     """
-    from adaptive.settings import config_file, load_settings
+    from adaptive.settings import load_settings
+    from adaptive.settings_file import config_file
 
-    values = load_settings({}, config).model_dump(mode="json")
-    sources = _sources(list(values), config_file(config))
+    # Shown as it would be, and used for nothing: no question is needed.
+    file = config_file(config)
+    values = load_settings({}, file).model_dump(mode="json")
+    sources = _sources(list(values), file, trusted=config is not None)
     if as_json:
         found = {name: {"value": value, "source": sources[name]} for name, value in values.items()}
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
@@ -54,19 +56,21 @@ def show(
     Console(highlight=False).print(table)
 
 
-def _sources(names: list[str], file: Path | None) -> dict[str, str]:
-    """Where each setting came from, by the order that ``load_settings`` follows."""
-    from pydantic_settings import TomlConfigSettingsSource
+def _sources(names: list[str], file: Path | None, trusted: bool) -> dict[str, str]:
+    """Where each setting came from, by the order that ``load_settings`` follows; of a file that is not ``trusted``
+    as a whole also which of its settings would be asked about."""
+    from adaptive.settings import set_in_environment, written_in
+    from adaptive.settings_file import doubtful
 
-    from adaptive.settings import Settings
-
-    written: dict[str, Any] = {} if file is None else TomlConfigSettingsSource(Settings, file).toml_data
-    set_here = {name.upper() for name, value in os.environ.items() if value}
+    environment = set_in_environment()
+    written = {} if file is None else written_in(file)
+    asked = {} if file is None or trusted else doubtful(file, written, environment)
 
     def source(name: str) -> str:
-        variable = f"ADAPTIVE_{name.upper()}"
-        if variable in set_here:
-            return variable
+        if name in environment:
+            return f"ADAPTIVE_{name.upper()}"
+        if name in asked:
+            return f"{file} (asked about before it is used)"
         return str(file) if name in written else "default"
 
     return {name: source(name) for name in names}

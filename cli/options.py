@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -102,11 +103,14 @@ def as_typed(settings: Settings, *names: str) -> str:
     return " ".join(f"{flags[name]} {shlex.quote(str(value))}" for name, value in values.items() if value is not None)
 
 
-def shared_options(*names: str, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def shared_options(
+    *names: str, without: tuple[str, ...] = (), asks: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command these shared options (all of them when none is named), but for those it could not heed.
 
     The command must take ``settings`` first; it is called with a ``Settings`` object and its own
-    parameters. ``home``, ``config`` and ``debug`` are among them, named or not.
+    parameters. ``home``, ``config`` and ``debug`` are among them, named or not. ``asks`` says whether a person
+    at a terminal may be asked about a settings file in the current folder.
     """
     named = {*(names or SHARED), "home", "config", "debug"} - set(without)
     chosen = {name: option for name, option in SHARED.items() if name in named}
@@ -130,7 +134,8 @@ def shared_options(*names: str, without: tuple[str, ...] = ()) -> Callable[[Call
             given = {n: values.pop(n) for n in chosen}
             given.pop("debug")
             config = given.pop("config")
-            settings = load_settings({k: v for k, v in given.items() if v is not None}, config)
+            said = {k: v for k, v in given.items() if v is not None}
+            settings = load_settings(said, config, _confirm if asks and _at_a_terminal() else None)
             command(settings, **values)
 
         wrapper.__signature__ = inspect.Signature(own + shared)  # type: ignore[attr-defined]
@@ -138,3 +143,13 @@ def shared_options(*names: str, without: tuple[str, ...] = ()) -> Callable[[Call
         return wrapper
 
     return decorate
+
+
+def _at_a_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _confirm(question: str) -> bool:
+    from adaptive.printable import printable_line
+
+    return typer.confirm(printable_line(question), err=True)

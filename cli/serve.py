@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SERVER = "Server"
 
 
-@shared_options()
+@shared_options(asks=False)
 def serve(
     settings: Settings,
     host: Annotated[Optional[str], typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = None,

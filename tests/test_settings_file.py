@@ -1,0 +1,117 @@
+"""A settings file that merely lies in the current folder chooses no model, runs no code and opens no door."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from adaptive.errors import AdaptiveError
+from adaptive.settings import load_settings
+
+HOSTILE = 'target = "somebody/model"\ntrust_remote_code = true\n'
+
+
+def adaptive(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run where nobody can be asked."""
+    command = [sys.executable, "-m", "cli.main", *arguments]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'target = "somebody/model"',
+        'draft = "somebody/model"',
+        'draft_checkpoint = "somebody/model"',
+        'revision = "evil"',
+        "trust_remote_code = true",
+        'home = "/tmp/for-all-to-read"',
+        'host = "0.0.0.0"',
+        'api_key = "known-to-somebody"',
+    ],
+)
+def test_what_comes_with_a_checkout_is_not_taken_without_a_word(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ADAPTIVE_HOME")
+    (tmp_path / "adaptive.toml").write_text(f"max_new_tokens = 7\n{line}\n")
+    with pytest.raises(AdaptiveError, match=f"{line.split()[0]}.*--config"):
+        load_settings({})
+
+
+def test_a_command_without_a_terminal_and_a_server_refuse(tmp_path: Path) -> None:
+    (tmp_path / "adaptive.toml").write_text(HOSTILE)
+    for command in ("generate", "serve"):
+        ran = adaptive(command, *(["hello"] if command == "generate" else []))
+        assert ran.returncode == 2
+        assert ran.stderr.count("\n") == 1
+        assert "trust_remote_code" in ran.stderr
+        assert "--config adaptive.toml" in ran.stderr
+
+
+def test_a_server_does_not_ask_even_at_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "adaptive.toml").write_text(HOSTILE)
+    server = pexpect.spawn(sys.executable, ["-m", "cli.main", "serve"], timeout=60, dimensions=(24, 400))
+    server.expect(pexpect.EOF)
+    assert b"[y/N]" not in server.before
+    server.close()
+    assert server.exitstatus == 2
+
+
+def test_a_person_is_asked_once_until_the_file_changes(tmp_path: Path) -> None:
+    file = tmp_path / "adaptive.toml"
+    file.write_text(HOSTILE)
+    asked: list[str] = []
+
+    def yes(question: str) -> bool:
+        asked.append(question)
+        return True
+
+    assert load_settings({}, ask=yes).trust_remote_code
+    assert load_settings({}, ask=yes).target == "somebody/model"
+    assert load_settings({}).target == "somebody/model"
+    assert len(asked) == 1
+    assert "trust_remote_code = 'True'" in asked[0]
+    assert str(file) in asked[0]
+    file.write_text(HOSTILE.replace("somebody", "somebody-else"))
+    load_settings({}, ask=yes)
+    assert len(asked) == 2
+    file.write_text(HOSTILE.replace("somebody", "a-third"))
+    with pytest.raises(AdaptiveError):
+        load_settings({}, ask=lambda question: False)
+
+
+def test_the_question_reaches_a_terminal_and_a_no_ends_the_command(tmp_path: Path) -> None:
+    (tmp_path / "adaptive.toml").write_text(f'home = "{tmp_path / "elsewhere"}"\n')
+    environment = {name: value for name, value in os.environ.items() if name != "ADAPTIVE_HOME"}
+    arguments = ["-m", "cli.main", "records", "stats"]
+    command = pexpect.spawn(sys.executable, arguments, timeout=60, dimensions=(24, 400), env=environment)
+    command.expect(r"home = .*elsewhere.*\[y/N\]")
+    command.sendline("n")
+    command.expect(r"taken only from your own settings")
+    command.expect(pexpect.EOF)
+    command.close()
+    assert command.exitstatus == 2
+
+
+def test_named_overridden_own_and_harmless_settings_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "adaptive.toml"
+    file.write_text(HOSTILE)
+    assert load_settings({}, file).target == "somebody/model"  # --config
+    assert load_settings({"target": "mine", "trust_remote_code": False}).target == "mine"
+    monkeypatch.setenv("ADAPTIVE_TRUST_REMOTE_CODE", "0")
+    assert load_settings({"target": "mine"}).trust_remote_code is False
+    file.write_text("temperature = 0.25\nport = 9001\n")
+    assert load_settings({}).temperature == 0.25
+    file.unlink()
+    own = tmp_path / "config" / "adaptive" / "adaptive.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text('target = "mine"\n')
+    assert load_settings({}).target == "mine"
+    monkeypatch.chdir(own.parent)
+    assert load_settings({}).target == "mine"
