@@ -21,16 +21,15 @@ from adaptive.caches import Conversation, Conversations
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import Memory
 from adaptive.control.policy import FixedLength, LengthPolicy, Scope
-from adaptive.decoding.drafters import ModelDrafter
 from adaptive.decoding.loop import Decoding, Request, Step, TargetSampler
-from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.decoding.sampling import Penalties
 from adaptive.decoding.text import TextStream
+from adaptive.drafting.model import ModelDrafter
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
-from adaptive.records.types import Generation, Message
 from adaptive.records.writer import LogWriter
+from adaptive.sampling import Penalties
 from adaptive.settings import Settings
+from adaptive.types import Generation, Message, SamplingParams, StopParams
 
 # Keeps the draft's random numbers apart from the target's under one seed.
 DRAFT_SEED = 0x5DEECE66D

@@ -47,8 +47,8 @@ def choose_dtype(name: str, device: str, config: Any) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     if device == "mps":
         return torch.float16
-    from adaptive.engines.lean_plan import knows
-    from adaptive.engines.packed import packs
+    from adaptive.engines.cpu.plan import knows
+    from adaptive.engines.cpu.weights import packs
 
     # Where only kernels of our own multiply bfloat16, a model that they do not run would be emulated, and crawl.
     if not packs(torch.bfloat16, torch.device("cpu")) and not knows(getattr(config, "architectures", None)):
@@ -74,8 +74,8 @@ def fastest_cpu_dtype(width: int) -> torch.dtype:
 
     import torch
 
-    from adaptive.engines.kernels import multiplies
-    from adaptive.engines.packed import PackedLinear, packs
+    from adaptive.engines.cpu.kernels import multiplies
+    from adaptive.engines.cpu.weights import PackedLinear, packs
 
     def layers(dtype: torch.dtype) -> list[PackedLinear]:
         weight = torch.full((4 * width, width), 0.01, dtype=dtype)

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
+from adaptive.engines.load import compile_pair, lacks_kernels, load_engine, load_model, weight_bytes, weights_progress
 from adaptive.errors import AdaptiveError
-from adaptive.gguf_pair import find_gguf, gguf_tokenizer, is_gguf_name
-from adaptive.pair_engines import compile_pair, lacks_kernels, load_engine, load_model, weight_bytes, weights_progress
 from adaptive.settings import Quantisation, Settings
 from checkpoints.manifest import BaseDraft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from adaptive.engines.compiled import Compilation
+    from adaptive.engines.cpu.compiled import Compilation
     from adaptive.engines.protocol import Engine
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
@@ -300,8 +300,8 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
 def _check_checkpoint(settings: Settings, identity: PairIdentity, engine: Engine, trained: Source) -> None:
     """That the draft's file and its checkpoint are one model. Found true once, it is not looked at again: that
     takes loading the checkpoint."""
-    from adaptive.engines.llamacpp import LlamaCppEngine
-    from adaptive.gguf_pair import check_checkpoint
+    from adaptive.engines.llamacpp.engine import LlamaCppEngine
+    from adaptive.engines.llamacpp.files import check_checkpoint
 
     state = settings.state_dir / identity.id
     seen = state / f"checkpoint-{identity.base.weights}"

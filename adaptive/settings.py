@@ -20,10 +20,10 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.errors import AdaptiveError
 from adaptive.settings_file import config_file, doubtful, require_consent
 from adaptive.state import default_home
+from adaptive.types import SamplingParams, StopParams
 
 Quantisation = Literal["none", "int8", "nf4"]
 DraftQuantisation = Literal["auto", "none", "int8", "nf4"]

@@ -32,13 +32,12 @@ from report import report
 from streams import Stream, answers_of, stream
 
 from adaptive.control.costs import LONGEST, CostTable
-from adaptive.control.measure import measure
-from adaptive.decoding.params import SamplingParams
+from adaptive.measure import measure
 from adaptive.pair import BUNDLED, load_draft_for_training, load_pair, pair_identity
-from adaptive.records.types import Generation
 from adaptive.records.writer import LogWriter
 from adaptive.settings import Settings
 from adaptive.state import PairState
+from adaptive.types import Generation, SamplingParams
 from checkpoints.store import AdapterStore
 from trainers import lora
 from trainers.batches import PASS_TOKENS, longest_output

@@ -24,11 +24,11 @@ from transformers.utils import logging
 
 from adaptive.control.costs import CostModel
 from adaptive.control.goodput import GoodputLength
-from adaptive.control.measure import measure
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams
+from adaptive.measure import measure
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings
+from adaptive.types import SamplingParams
 from cli.bench import mixed
 from cli.contenders import Row, fastest_threads, ours, policies, race, table, theirs
 from cli.prompts import read_prompts

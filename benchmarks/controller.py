@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from length_policies import AdditiveLength, AverageLength, BanditLength, ThresholdLength
 from replay_workloads import DEPTH, Trace, load
 
 from adaptive.control.costs import CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import Advice, FixedLength, LengthPolicy, Scope
-from adaptive.control.rivals import AdditiveLength, AverageLength, BanditLength, ThresholdLength
-from adaptive.records.types import Round
+from adaptive.types import Round
 
 LENGTHS = tuple(range(DEPTH + 1))
 # Changes of kind in the middle of a workload: from text that the draft knows to text that it does not,

@@ -28,12 +28,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from adaptive.assistant import Assistant
 from adaptive.control.costs import CostTable
 from adaptive.control.goodput import GoodputLength
-from adaptive.control.measure import attentive_on, measure
 from adaptive.control.policy import Adviser, FixedLength, LengthPolicy, Scope
-from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.measure import attentive_on, measure
 from adaptive.pair import BUNDLED, Pair, load_pair
-from adaptive.records.types import Round
 from adaptive.settings import load_settings
+from adaptive.types import Round, SamplingParams, StopParams
 from cli.calibrate import Forecast, answer_plainly, predict, read_sample
 from cli.prompts import Prompt, read_prompts
 from trainers.dataset import repeated_ngrams

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from adaptive.engines.adapters import MergedAdapter
+from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.errors import AdaptiveError
 
 

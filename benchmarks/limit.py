@@ -25,13 +25,12 @@ from timing import REPEATS, bare, count_processor_time, filled, seconds, settle
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.load import compile_passes
 from adaptive.engines.protocol import Engine
-from adaptive.engines.transformers import TransformersEngine
 from adaptive.pair import BUNDLED, Pair, load_pair
-from adaptive.pair_engines import compile_passes
-from adaptive.records.types import Message
 from adaptive.settings import Settings, load_settings
+from adaptive.types import Message, SamplingParams, StopParams
 from cli.calibrate import answer_plainly, read_sample
 from cli.prompts import Prompt, read_prompts
 from trainers.replay import acceptance_rate, replay_on

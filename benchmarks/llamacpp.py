@@ -32,9 +32,9 @@ from compare import controller
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength, LengthPolicy
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.settings import load_settings
+from adaptive.types import SamplingParams, StopParams
 from cli.bench import mixed
 from cli.contenders import repeated
 from cli.prompts import Prompt, read_prompts

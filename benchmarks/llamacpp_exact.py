@@ -22,10 +22,10 @@ import torch
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.engines.llamacpp import LlamaCppEngine
+from adaptive.engines.llamacpp.engine import LlamaCppEngine
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings
+from adaptive.types import SamplingParams, StopParams
 from cli.bench import mixed
 from cli.prompts import Prompt
 

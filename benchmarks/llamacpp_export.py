@@ -22,9 +22,9 @@ from llamacpp import Server
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import BUNDLED, load_pair
 from adaptive.settings import load_settings
+from adaptive.types import SamplingParams, StopParams
 from cli.prompts import read_prompts
 from trainers.replay import Replay, acceptance_rate, expected_rounds
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import BUNDLED, load_pair
 from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
+from adaptive.types import SamplingParams, StopParams
 from cli.prompts import read_prompts
 
 

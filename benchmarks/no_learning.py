@@ -23,8 +23,8 @@ from adaptation import Rounds, follow
 from streams import Stream, answers_of, stream
 
 from adaptive.pair import BUNDLED
-from adaptive.records.types import Generation
 from adaptive.settings import Settings
+from adaptive.types import Generation
 from trainers.recipe import Recipe
 
 ROUNDS, NEW = 40, 25

@@ -174,7 +174,7 @@ def adapted(folder: Path, texts: list[Text]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from adaptive.decoding.params import SamplingParams
+    from adaptive.types import SamplingParams
     from trainers.dataset import Example
     from trainers.fit import fit
     from trainers.lora import attach, restore

@@ -14,13 +14,13 @@ from timing import bare, filled, seconds, settle
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.decoding.sampling import Transform
-from adaptive.decoding.tokens import Ids, Rows, argmax, as_array
-from adaptive.engines.kernels import Rule, library
-from adaptive.engines.native_decoder import Choice
+from adaptive.engines.cpu.decoder import Choice
+from adaptive.engines.cpu.kernels import Rule, library
 from adaptive.engines.protocol import Sequence
 from adaptive.pair import Pair
+from adaptive.sampling import Transform
+from adaptive.tokens import Ids, Rows, argmax, as_array
+from adaptive.types import SamplingParams, StopParams
 from cli.prompts import Prompt
 
 # Tokens of an answer.

@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.sampling import transform_logits
 from adaptive.decoding.supervision import SupervisionTape
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_tokenizer, sources
 from adaptive.records.log import Log
-from adaptive.records.types import Generation, Message, Timings
 from adaptive.records.writer import LogWriter
+from adaptive.sampling import transform_logits
 from adaptive.settings import Settings
+from adaptive.types import Generation, Message, SamplingParams, Timings
 from cli.prompts import read_prompts
 
 # Prompts answered together. Fewer leave a core waiting for memory; more wait for the longest answer.

@@ -201,7 +201,7 @@ def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destinat
     source = base_of(settings, manifest)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from adaptive.engines.adapters import MergedAdapter
+    from adaptive.engines.hf.lora import MergedAdapter
 
     trust = settings.trust_remote_code
     model = AutoModelForCausalLM.from_pretrained(source.folder, dtype="auto", trust_remote_code=trust)
@@ -255,7 +255,7 @@ def _export_gguf(
         return
     from transformers import AutoConfig
 
-    from adaptive.engines.gguf_adapter import Base, write_adapter
+    from adaptive.engines.llamacpp.lora import Base, write_adapter
 
     config = AutoConfig.from_pretrained(source.folder).get_text_config()
     heads = config.num_attention_heads, config.num_key_value_heads

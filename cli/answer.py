@@ -27,7 +27,7 @@ def answer_into_log(settings: Settings, prompts: Sequence[Prompt], console: Cons
 
     with open_session(settings, console) as session:
         from adaptive.assistant import sampling_params
-        from adaptive.decoding.params import StopParams
+        from adaptive.types import StopParams
 
         sampling, stop = sampling_params(settings, session.pair), StopParams(settings.max_new_tokens)
         columns = (

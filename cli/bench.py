@@ -132,9 +132,9 @@ def contenders(
     engine."""
     from adaptive.control.costs import CostModel
     from adaptive.control.goodput import GoodputLength
-    from adaptive.control.measure import measure
     from adaptive.control.policy import FixedLength
-    from adaptive.decoding.params import SamplingParams
+    from adaptive.measure import measure
+    from adaptive.types import SamplingParams
     from cli.contenders import ours, peer, policies, theirs
     from cli.other import engines
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from adaptive.assistant import Assistant
     from adaptive.control.costs import CostTable
-    from adaptive.decoding.params import SamplingParams
     from adaptive.pair import Pair
     from adaptive.settings import Settings
+    from adaptive.types import SamplingParams
     from cli.prompts import Prompt
     from cli.session import Session
     from trainers.dataset import Example
@@ -112,7 +112,7 @@ def calibrate(
         if session.pair.draft is None:
             raise AdaptiveError("there is no draft to calibrate; name one with --draft")
         from adaptive.assistant import sampling_params
-        from adaptive.control.measure import measure
+        from adaptive.measure import measure
 
         sampling = sampling_params(settings, session.pair)
         with console.status("measuring rounds"):
@@ -163,8 +163,8 @@ def answer_plainly(
     assistant: Assistant, sampling: SamplingParams, prompts: Sequence[Prompt], log: Path, tokens: int = ANSWER_TOKENS
 ) -> None:
     """Answer ``prompts`` into ``log``, at most ``tokens`` each; the assistant's policy should be plain decoding."""
-    from adaptive.decoding.params import StopParams
     from adaptive.records.writer import LogWriter
+    from adaptive.types import StopParams
 
     stop = StopParams(tokens)
     with LogWriter(log) as writer:
@@ -236,8 +236,8 @@ def resampled_lengths(accepted: npt.NDArray[np.float64], rounds: npt.NDArray[np.
 
 def _keep(session: Session, costs: CostTable) -> None:
     """The measured costs go to the pair's state; what was learned of acceptance stays."""
-    from adaptive.control.measure import where_it_runs
     from adaptive.control.memory import load, save
+    from adaptive.measure import where_it_runs
 
     memory = load(session.state.controller, where_it_runs(session.pair))
     try:

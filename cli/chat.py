@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from adaptive.records.types import Message
     from adaptive.service.trainer import Trainer
     from adaptive.settings import Settings
+    from adaptive.types import Message
     from cli.session import Session
 
 HELP = """[bold]/help[/]      this list
@@ -73,7 +73,7 @@ class Conversation:
         trainer: Trainer,
     ) -> None:
         from adaptive.assistant import sampling_params
-        from adaptive.decoding.params import StopParams
+        from adaptive.types import StopParams
 
         self.opened = opened
         self.console = console
@@ -89,7 +89,7 @@ class Conversation:
             console.print(f"resumed session {self.name}: {len(self.messages)} messages", style="dim", markup=False)
 
     def _beginning(self) -> list[Message]:
-        from adaptive.records.types import Message
+        from adaptive.types import Message
 
         return [Message("system", self.system)] if self.system else []
 
@@ -130,7 +130,7 @@ class Conversation:
 
     def _answer(self, text: str) -> None:
         from adaptive.printable import printable
-        from adaptive.records.types import Message
+        from adaptive.types import Message
         from cli.generate import figures, keep
 
         assistant = self.opened.assistant

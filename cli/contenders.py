@@ -18,9 +18,9 @@ import torch
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength, LengthPolicy
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
+from adaptive.types import SamplingParams, StopParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from adaptive.assistant import Assistant
     from adaptive.control.policy import LengthPolicy
     from adaptive.decoding.loop import Decoding
-    from adaptive.records.types import Round
     from adaptive.settings import Settings
+    from adaptive.types import Round
     from cli.prompts import Prompt
     from cli.session import Session
 
@@ -195,7 +195,7 @@ class Tour:
 
     def _answer(self, assistant: Assistant, prompt: Prompt, draft_length: int | None, record: bool) -> Decoding:
         from adaptive.control.policy import FixedLength
-        from adaptive.decoding.params import SamplingParams, StopParams
+        from adaptive.types import SamplingParams, StopParams
 
         assistant.policy = self.controller if draft_length is None else FixedLength(draft_length)
         sampling = SamplingParams(temperature=TEMPERATURE, seed=self.settings.seed or 0)

@@ -112,7 +112,7 @@ def _packages() -> Iterator[Finding]:
 
 def _kernels() -> Finding:
     """The products and the attention that decoding runs on."""
-    from adaptive.engines.kernels import library, runnable
+    from adaptive.engines.cpu.kernels import library, runnable
 
     found = library()
     if found is not None:
@@ -246,8 +246,8 @@ def _quantised_layer(kind: str, settings: Settings) -> tuple[float, float]:
 
 def _llama_cpp(settings: Settings) -> Finding:
     """Whether GGUF files can be run, and on what."""
-    from adaptive.engines.llama_model import binding
-    from adaptive.gguf_pair import is_gguf_name
+    from adaptive.engines.llamacpp.files import is_gguf_name
+    from adaptive.engines.llamacpp.model import binding
 
     wanted = any(name is not None and is_gguf_name(name) for name in (settings.target, settings.draft))
     try:
@@ -262,7 +262,7 @@ def _llama_cpp(settings: Settings) -> Finding:
 def _used(settings: Settings) -> Iterator[Finding]:
     """What a run with these settings would take, as far as it is known without loading or fetching a model."""
     from adaptive.devices import choose_device, choose_dtype
-    from adaptive.gguf_pair import is_gguf_name
+    from adaptive.engines.llamacpp.files import is_gguf_name
     from adaptive.pair import BUNDLED, pair_identity
 
     for option, name in (("device", settings.device), ("draft device", settings.draft_device or settings.device)):
@@ -317,7 +317,7 @@ def _used(settings: Settings) -> Iterator[Finding]:
 
 def _gguf_file(role: str, name: str) -> Iterator[Finding]:
     """What is in a GGUF file, by its header."""
-    from adaptive.engines.llama_model import LlamaModel
+    from adaptive.engines.llamacpp.model import LlamaModel
 
     path = Path(name).expanduser()
     if not path.is_file():

@@ -99,8 +99,8 @@ def write_checkpoint(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from adaptive.engines.adapters import MergedAdapter
-    from adaptive.engines.gguf_write import ENCODINGS, write_model
+    from adaptive.engines.hf.lora import MergedAdapter
+    from adaptive.engines.llamacpp.write import ENCODINGS, write_model
 
     if encoding not in ENCODINGS:
         raise AdaptiveError(f"--encoding is {encoding!r}; it must be one of {', '.join(ENCODINGS)}")

@@ -51,7 +51,7 @@ def generate(
     console = Console(stderr=True)
     with open_session(settings, console) as session:
         from adaptive.assistant import sampling_params
-        from adaptive.decoding.params import StopParams
+        from adaptive.types import StopParams
 
         sampling = sampling_params(settings, session.pair)
         limits = StopParams(settings.max_new_tokens, tuple(stop or ()))

@@ -27,7 +27,7 @@ def other_settings(settings: Settings, target: str | None, draft: str | None) ->
 
     A GGUF draft there stands for the checkpoint here, so that an adapter fits both.
     """
-    from adaptive.gguf_pair import is_gguf_name
+    from adaptive.engines.llamacpp.files import is_gguf_name
 
     if target is None:
         if draft is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive.errors import AdaptiveError
-from adaptive.records.types import Message
+from adaptive.types import Message
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,9 @@ def open_session(
     from adaptive.assistant import Assistant, length_policy, sampling_params
     from adaptive.control.costs import CostModel
     from adaptive.control.goodput import GoodputLength
-    from adaptive.control.measure import attentive_on, measure, where_it_runs
     from adaptive.control.memory import load, remembered, save
     from adaptive.control.policy import FixedLength
+    from adaptive.measure import attentive_on, measure, where_it_runs
     from adaptive.records.writer import LogWriter
     from adaptive.swapper import Swapper
 

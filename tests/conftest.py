@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from adaptive.engines import kernels
+from adaptive.engines.cpu import kernels
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Models this small lose from threads, and the workers of a parallel run would fight for the cores.

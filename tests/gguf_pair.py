@@ -13,10 +13,10 @@ pytest.importorskip("gguf", reason="the extra llamacpp is not installed: pip ins
 from conftest import BUNDLED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adaptive.engines.gguf_tokenizer import GgufTokenizer
-from adaptive.engines.gguf_write import Encoding, write_model
-from adaptive.engines.llama_model import LlamaModel
-from adaptive.engines.llamacpp import LlamaCppEngine
+from adaptive.engines.llamacpp.engine import LlamaCppEngine
+from adaptive.engines.llamacpp.model import LlamaModel
+from adaptive.engines.llamacpp.tokenizer import GgufTokenizer
+from adaptive.engines.llamacpp.write import Encoding, write_model
 
 
 def write_bundled(part: str, folder: Path, encoding: Encoding) -> Path:

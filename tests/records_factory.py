@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adaptive.decoding.params import SamplingParams
-from adaptive.records.types import Generation, Message, Round, Supervision, Timings
+from adaptive.types import Generation, Message, Round, SamplingParams, Supervision, Timings
 
 DEFAULT_ROUNDS = (Round("model", 4, 2, 0.01, 0.02), Round("model", 0, 0, 0.0, 0.02))
 

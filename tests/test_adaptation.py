@@ -8,18 +8,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import adaptation
+import no_learning
 import pytest
+from streams import Answers, answers_of, stream
 from test_trainer import small_draft, target
 from test_trainer_command import WORDS, tokenizer
 
 from adaptive.control.costs import UNMEASURED
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import adaptation
-import no_learning
-from streams import Answers, answers_of, stream
-
 from adaptive.errors import AdaptiveError
 from adaptive.settings import Settings
 

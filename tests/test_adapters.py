@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from adaptive.engines.adapters import MergedAdapter
+from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.errors import AdaptiveError
 
 VOCABULARY = 96

@@ -11,8 +11,8 @@ import pytest
 ROUNDS = 40
 COUNT = f"""
 import resource, torch
-from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.sampling import Uniform, pick, transform_logits
+from adaptive.types import SamplingParams
+from adaptive.sampling import Uniform, pick, transform_logits
 from cli.allocation import keep_buffers
 keep_buffers()
 torch.set_num_threads(1)

@@ -10,10 +10,9 @@ import torch
 from test_trainer import BASE, SHORT, small_draft, speak, target, write_log
 from test_worker import Taught, let_it_look, live, taught, training, until
 
-from adaptive.decoding.params import SamplingParams
 from adaptive.errors import AdaptiveError
 from adaptive.pair import pair_identity
-from adaptive.records.types import Generation
+from adaptive.types import Generation, SamplingParams
 from checkpoints.manifest import TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 from trainers import lora

@@ -16,15 +16,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from adaptive.control.confidence import CENTRES
 from adaptive.control.policy import Advice
 from adaptive.control.stopping import Stopping
-from adaptive.decoding.drafters import ModelDrafter
 from adaptive.decoding.loop import TargetSampler
-from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.sampling import Penalties, Transform, Uniform
-from adaptive.decoding.verify import Proposal, verify_greedy, verify_sampled
-from adaptive.engines.kernels import library
-from adaptive.engines.lean import lean_forward
-from adaptive.engines.transformers import TransformersEngine
+from adaptive.decoding.verify import verify_greedy, verify_sampled
+from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.proposal import Proposal
+from adaptive.engines.cpu.forward import lean_forward
+from adaptive.engines.cpu.kernels import library
+from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.errors import AdaptiveError
+from adaptive.sampling import Penalties, Transform, Uniform
+from adaptive.types import SamplingParams
 
 VOCAB = 300
 PROMPT = [5, 17, 203, 44, 8, 91, 150]

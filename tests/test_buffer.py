@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from records_factory import generation
 
 from adaptive.records.log import Log, Outline
-from adaptive.records.types import Round
 from adaptive.records.writer import LogWriter
+from adaptive.types import Round
 from trainers.buffer import retained, runs
 from trainers.dataset import read_log
 

@@ -11,10 +11,9 @@ from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import FixedLength
 from adaptive.decoding import loop
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import Pair, load_pair
-from adaptive.records.types import Message
 from adaptive.settings import load_settings
+from adaptive.types import Message, SamplingParams, StopParams
 
 GREEDY = SamplingParams(temperature=0.0)
 FIRST = [Message("user", "Write a short story about a dog and a river.")]

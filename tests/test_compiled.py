@@ -15,11 +15,11 @@ from test_lean import GROUPED, SIZES, lean
 from test_lean import made as random_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from adaptive.engines import kernels
-from adaptive.engines.compiled import OF_DRAFT, OF_TARGET, Compilation, compilable
-from adaptive.engines.kernels import library
-from adaptive.engines.lean import LeanForward, lean_forward
-from adaptive.engines.transformers import TransformersEngine
+from adaptive.engines.cpu import kernels
+from adaptive.engines.cpu.compiled import OF_DRAFT, OF_TARGET, Compilation, compilable
+from adaptive.engines.cpu.forward import LeanForward, lean_forward
+from adaptive.engines.cpu.kernels import library
+from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_pair
 from adaptive.settings import load_settings

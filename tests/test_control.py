@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from length_policies import AdditiveLength, AverageLength, BanditLength, ThresholdLength
 
 from adaptive.control.acceptance import Acceptance
 from adaptive.control.confidence import Calibration, bin_of
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed, from_samples
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import Advice, FixedLength, LengthPolicy, Scope
-from adaptive.control.rivals import AdditiveLength, AverageLength, BanditLength, ThresholdLength
-from adaptive.records.types import Round
+from adaptive.types import Round
 
 TABLE = CostTable(
     start_s=0.03,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BUNDLED, save_random_pair
+from length_policies import AdditiveLength, AverageLength, BanditLength, ThresholdLength
 from test_lossless_sampled import PARAMS, PROMPT, VOCAB, NoText, exact_distribution, models, p_value  # noqa: F401
 
 from adaptive.assistant import Assistant
@@ -16,17 +17,15 @@ from adaptive.control.confidence import bin_of
 from adaptive.control.costs import CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import load, remembered, save
-from adaptive.control.policy import Advice, FixedLength, LengthPolicy
-from adaptive.control.rivals import AdditiveLength, AverageLength, BanditLength, ThresholdLength
-from adaptive.decoding.drafters import Adviser, ModelDrafter
+from adaptive.control.policy import Advice, Adviser, FixedLength, LengthPolicy
 from adaptive.decoding.loop import Decoding, Request, TargetSampler
-from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.decoding.sampling import Penalties
-from adaptive.decoding.verify import Proposal
-from adaptive.engines.transformers import TransformersEngine
+from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.proposal import Proposal
+from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.pair import load_pair
-from adaptive.records.types import Message, Round
+from adaptive.sampling import Penalties
 from adaptive.settings import load_settings
+from adaptive.types import Message, Round, SamplingParams, StopParams
 
 RUNS = 4000
 # A draft that costs next to nothing beside its target, so that drafts are long and end by advice.

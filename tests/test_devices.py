@@ -8,7 +8,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from adaptive import devices
 from adaptive.devices import choose_dtype
-from adaptive.engines import packed
+from adaptive.engines.cpu import weights
 
 
 def config(kind: type[PreTrainedConfig], architecture: str) -> PreTrainedConfig:
@@ -20,7 +20,7 @@ def config(kind: type[PreTrainedConfig], architecture: str) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("multiplied", [True, False])
 def test_bfloat16_is_for_what_is_multiplied_in_it(multiplied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "packs", lambda dtype, device: multiplied)
+    monkeypatch.setattr(weights, "packs", lambda dtype, device: multiplied)
     monkeypatch.setattr(devices, "fastest_cpu_dtype", lambda width: torch.bfloat16)
     known, unknown = config(LlamaConfig, "LlamaForCausalLM"), config(GPT2Config, "GPT2LMHeadModel")
     assert choose_dtype("auto", "cpu", known) == torch.bfloat16

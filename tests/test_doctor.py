@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from adaptive.engines import kernels
+from adaptive.engines.cpu import kernels
 from cli.main import app
 
 runner = CliRunner()

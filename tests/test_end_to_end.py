@@ -11,10 +11,9 @@ from conftest import BUNDLED
 from rich.console import Console
 
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import load_draft_for_training
-from adaptive.records.types import Round
 from adaptive.settings import load_settings
+from adaptive.types import Round, SamplingParams, StopParams
 from cli.prompts import Prompt, read_prompts
 from cli.session import Session, open_session
 from trainers.recipe import Recipe

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import load_draft_for_training, load_pair, pair_identity
 from adaptive.settings import Settings
 from adaptive.state import open_state
+from adaptive.types import SamplingParams, StopParams
 from checkpoints.store import AdapterStore
 from cli.main import app
 from trainers.round import distill

@@ -15,8 +15,8 @@ from gguf_pair import engine, write, write_bundled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from adaptive.engines.gguf_tokenizer import GgufTokenizer
-from adaptive.engines.llama_model import LlamaModel
+from adaptive.engines.llamacpp.model import LlamaModel
+from adaptive.engines.llamacpp.tokenizer import GgufTokenizer
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_draft_for_training, load_pair, pair_identity, trained_draft, weights_hash
 from adaptive.settings import Settings, load_settings

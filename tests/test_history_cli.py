@@ -17,8 +17,8 @@ from records_factory import generation
 
 from adaptive.records.log import Log
 from adaptive.records.stats import speculative_stats
-from adaptive.records.types import Round
 from adaptive.records.writer import LogWriter
+from adaptive.types import Round
 from cli import main
 
 Run = Callable[..., tuple[int, str, str]]

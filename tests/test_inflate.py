@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from inflate import Size, inflate
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from adaptive.errors import AdaptiveError
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-from inflate import Size, inflate
 
 
 def small(dtype: torch.dtype, tied: bool = True) -> LlamaForCausalLM:

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.engines.packed import packs_int8
-from adaptive.engines.transformers import TransformersEngine
+from adaptive.engines.cpu.weights import packs_int8
+from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.pair import BUNDLED, load_pair
 from adaptive.settings import load_settings
+from adaptive.types import SamplingParams, StopParams
 
 pytestmark = pytest.mark.skipif(
     not packs_int8(torch.device("cpu")), reason="this build of torch has no int8 products for this processor"

@@ -10,14 +10,24 @@ import pytest
 import torch
 from torch import nn
 
-from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.sampling import transform_logits
-from adaptive.engines import kernels
-from adaptive.engines import packed as packing
-from adaptive.engines.kernels import LIBRARIES, NATIVE, Attention, First, Library, Product, library, packed, runnable
-from adaptive.engines.transformers import TransformersEngine
+from adaptive.engines.cpu import kernels
+from adaptive.engines.cpu import weights as packing
+from adaptive.engines.cpu.kernels import (
+    LIBRARIES,
+    NATIVE,
+    Attention,
+    First,
+    Library,
+    Product,
+    library,
+    packed,
+    runnable,
+)
+from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.pair import load_pair
+from adaptive.sampling import transform_logits
 from adaptive.settings import load_settings
+from adaptive.types import SamplingParams
 
 
 def built(name: str) -> Path | None:

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from adaptive.engines.lean import FEW, LeanForward, lean_forward
-from adaptive.engines.lean_decoder import fits
+from adaptive.engines.cpu.forward import FEW, LeanForward, lean_forward
+from adaptive.engines.cpu.fused import fits
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -16,10 +16,10 @@ import torch
 from conftest import BUNDLED, save_random_adapter
 from gguf_pair import engine, write_bundled
 
-from adaptive.engines import llama_merged
-from adaptive.engines.gguf_adapter import Low
-from adaptive.engines.llama_merged import PASSES, merged
-from adaptive.engines.llamacpp import LlamaCppEngine
+from adaptive.engines.llamacpp import merged as llama_merged
+from adaptive.engines.llamacpp.engine import LlamaCppEngine
+from adaptive.engines.llamacpp.lora import Low
+from adaptive.engines.llamacpp.merged import PASSES, merged
 from adaptive.errors import AdaptiveError
 
 TOKENS = [5 + (37 * i) % 900 for i in range(300)]

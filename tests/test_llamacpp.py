@@ -20,13 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.engines import llama_model
-from adaptive.engines.gguf_adapter import write_adapter
-from adaptive.engines.llamacpp import BATCH, ROWS, LlamaCppEngine
+from adaptive.engines.llamacpp import model as llama_model
+from adaptive.engines.llamacpp.engine import BATCH, ROWS, LlamaCppEngine
+from adaptive.engines.llamacpp.lora import write_adapter
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair, PairIdentity
-from adaptive.records.types import Message
+from adaptive.types import Message, SamplingParams, StopParams
 from checkpoints.manifest import BaseDraft
 
 TOKENS = 60
@@ -229,7 +228,7 @@ def test_llama_cpp_itself_reads_the_adapter_file(
 BYTES_WANTED_HUGE = """
 import sys
 from pathlib import Path
-from adaptive.engines import llama_model
+from adaptive.engines.llamacpp import model as llama_model
 
 def wanted():
     total = size = 0

@@ -11,10 +11,9 @@ from conftest import BUNDLED, save_random_adapter, save_random_pair
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.pair import Pair, load_pair
-from adaptive.records.types import Message
 from adaptive.settings import load_settings
+from adaptive.types import Message, SamplingParams, StopParams
 
 GREEDY = SamplingParams(temperature=0.0)
 TOKENS = 200

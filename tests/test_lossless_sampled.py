@@ -18,10 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive.control.policy import FixedLength
 from adaptive.decoding import loop
-from adaptive.decoding.drafters import ModelDrafter
 from adaptive.decoding.loop import Decoding, Request, TargetSampler
-from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.decoding.sampling import (
+from adaptive.decoding.verify import Verdict, verify_logits, verify_on_device, verify_sampled
+from adaptive.drafting.model import ModelDrafter
+from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
+from adaptive.errors import AdaptiveError
+from adaptive.sampling import (
     BLOCK,
     LARGE,
     MOST,
@@ -32,10 +34,8 @@ from adaptive.decoding.sampling import (
     pick,
     transform_logits,
 )
-from adaptive.decoding.tokens import Distributions
-from adaptive.decoding.verify import Verdict, verify_logits, verify_on_device, verify_sampled
-from adaptive.engines.transformers import TransformersEngine, TransformersSequence
-from adaptive.errors import AdaptiveError
+from adaptive.tokens import Distributions
+from adaptive.types import SamplingParams, StopParams
 
 VOCAB = 8
 PROMPT = [1, 5, 2]

@@ -18,11 +18,10 @@ from test_trainer import BASE, SHORT, small_draft, speak, target, write_log
 from test_trainer_command import distill as command
 from test_trainer_command import tokenizer
 
-from adaptive.decoding.params import SamplingParams
 from adaptive.pair import pair_identity
-from adaptive.records.types import Generation
 from adaptive.settings import Settings
 from adaptive.state import PairState, open_state
+from adaptive.types import Generation, SamplingParams
 from checkpoints.store import AdapterStore
 from trainers.recipe import Recipe
 from trainers.round import DistillOutcome, distill

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.engines.cache import GROWTH
-from adaptive.engines.recorded import LEAST_KEYS
-from adaptive.engines.transformers import TransformersEngine, TransformersSequence
+from adaptive.engines.hf.cache import GROWTH
+from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
+from adaptive.engines.hf.graphs import LEAST_KEYS
 from adaptive.pair import load_pair
 from adaptive.settings import load_settings
+from adaptive.types import SamplingParams, StopParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
 

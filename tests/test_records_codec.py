@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.codec import decode, encode
-from adaptive.records.types import Supervision
+from adaptive.types import Supervision
 
 FIELDS = ("ids", "logprobs", "rest", "chosen")
 

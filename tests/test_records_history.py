@@ -10,8 +10,8 @@ from records_factory import generation
 from adaptive.records.history import GenerationFigures, grouped, history, seconds_saved, series, swaps
 from adaptive.records.log import Log
 from adaptive.records.stats import RoundCount, acceptance_by_position, count_rounds, speculative_stats
-from adaptive.records.types import Round
 from adaptive.records.writer import LogWriter
+from adaptive.types import Round
 
 
 def rounds(*pairs: tuple[int, int]) -> tuple[Round, ...]:

@@ -16,8 +16,8 @@ from adaptive.errors import AdaptiveError
 from adaptive.records.export import export_jsonl, export_parquet
 from adaptive.records.log import Log
 from adaptive.records.schema import MIGRATIONS, connect, create_tables
-from adaptive.records.types import Generation, Message
 from adaptive.records.writer import LogWriter
+from adaptive.types import Generation, Message
 
 
 def filled(path: Path, generations: list[Generation]) -> Path:

@@ -11,10 +11,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.sampling import Uniform, transform_logits
 from adaptive.decoding.verify import verify_sampled
-from adaptive.records.types import Supervision
+from adaptive.sampling import Uniform, transform_logits
+from adaptive.types import SamplingParams, Supervision
 from trainers.batches import PASS_TOKENS, passes
 from trainers.dataset import Example
 from trainers.replay import Replay, Stopped, acceptance_rate, expected_rounds, mean_acceptance_length, replay
@@ -205,7 +204,7 @@ def test_replay_works_for_an_architecture_with_absolute_positions() -> None:
 def test_penalties_apply_to_the_draft_as_they_did_when_the_text_was_made() -> None:
     draft = llama(1)
     params = SamplingParams(repetition_penalty=3.0, frequency_penalty=0.5, logit_bias={4: 2.0})
-    from adaptive.decoding.sampling import Penalties
+    from adaptive.sampling import Penalties
 
     penalties = Penalties(params, VOCAB, torch.device("cpu"))
     prompt, ids = [1, 2, 3], [1, 2, 3]

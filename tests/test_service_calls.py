@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from adaptive.records.types import Timings
 from adaptive.service.calls import Call, parser_for
 from adaptive.service.jobs import Answer, Ask, Done, Event, Job, Piece
 from adaptive.service.responses import Shape
 from adaptive.service.schemas import ChatMessage
 from adaptive.service.streams import Wanted, chunks
+from adaptive.types import Timings
 
 TOOLS: list[dict[str, Any]] = [
     {

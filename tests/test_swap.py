@@ -14,10 +14,10 @@ from test_service_learning import publish_random_adapter
 from adaptive import swapper
 from adaptive.control.policy import FixedLength
 from adaptive.decoding import loop
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from adaptive.settings import load_settings
+from adaptive.types import SamplingParams, StopParams
 from cli.session import Session, open_session
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)

@@ -16,12 +16,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from adaptive.decoding.params import SamplingParams
 from adaptive.decoding.supervision import SupervisionTape
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
-from adaptive.records.types import Generation, Message, Timings
 from adaptive.records.writer import LogWriter
+from adaptive.types import Generation, Message, SamplingParams, Timings
 from checkpoints.manifest import BaseDraft
 from checkpoints.store import AdapterStore
 from trainers import lora

@@ -18,11 +18,11 @@ from adaptive.control.acceptance import Acceptance
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import UNMEASURED
 from adaptive.control.memory import Memory, save
-from adaptive.decoding.params import SamplingParams
 from adaptive.errors import AdaptiveError
 from adaptive.pair import pair_identity
 from adaptive.settings import Settings, load_settings
 from adaptive.state import open_state
+from adaptive.types import SamplingParams
 from checkpoints.store import AdapterStore
 from cli.main import app
 from cli.options import PAIR, as_typed

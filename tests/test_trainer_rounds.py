@@ -9,7 +9,7 @@ import torch
 from test_trainer import BASE, SHORT, config, log, small_draft, speak, spoken, target, write_log  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaptive.decoding.params import SamplingParams
+from adaptive.types import SamplingParams
 from checkpoints.store import AdapterStore
 from trainers.batches import PASS_LOGITS, PASS_TOKENS, collate, longest_output, longest_text
 from trainers.dataset import Example

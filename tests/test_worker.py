@@ -19,14 +19,13 @@ from store_factory import published
 from test_trainer import small_draft, speak, target, write_log
 from test_trainer_command import tokenizer
 
-from adaptive.decoding.params import SamplingParams
 from adaptive.pair import pair_identity
 from adaptive.records.log import Log
-from adaptive.records.types import Round
 from adaptive.service.pipe import BUSY, Order, Report
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
 from adaptive.state import PairState, open_state
+from adaptive.types import Round, SamplingParams
 from checkpoints.store import AdapterStore
 
 # Seconds for what takes a few on an idle machine.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adaptive.decoding.params import SamplingParams
 from adaptive.errors import AdaptiveError
+from adaptive.types import SamplingParams
 from trainers.dataset import from_rows, row
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
-from adaptive.decoding.params import SamplingParams
 from adaptive.errors import AdaptiveError
-from adaptive.records.types import Generation, Supervision
+from adaptive.types import Generation, SamplingParams, Supervision
 from trainers.buffer import retained, runs
 from trainers.recipe import Retain
 

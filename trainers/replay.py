@@ -33,8 +33,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from adaptive.decoding.sampling import Penalties, transform_logits
 from adaptive.engines.protocol import Engine
+from adaptive.sampling import Penalties, transform_logits
 from trainers.batches import collate, longest_text, passes, supervised_logits
 from trainers.dataset import Example
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from adaptive.control.costs import LONGEST
-from adaptive.records.types import Round
+from adaptive.types import Round
 
 # Imaginary observations of the level above in each level's mean. Larger is slower to see that a
 # session differs, smaller makes the first rounds of a session jump about.

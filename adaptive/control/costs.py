@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adaptive.control.isotonic import rising
-from adaptive.records.types import Round
+from adaptive.types import Round
 
 # Relative step of the common factor at one observation. Larger follows a machine that slows down
 # sooner, and shakes: the factor's noise is about its own size, and it is common to all lengths.

@@ -32,7 +32,7 @@ from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
 from adaptive.control.policy import Advice, Adviser, LengthPolicy, Scope
 from adaptive.control.rate import RecentRate
 from adaptive.control.stopping import Stopping
-from adaptive.records.types import Round
+from adaptive.types import Round
 
 # Imaginary rounds, at the rate that acceptance by position predicts, in the rate of speculation.
 RATE_WEIGHT = 4.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
-from adaptive.records.types import Round
+from adaptive.types import Round
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Scope:
 
 class Advice(IntEnum):
     """What a drafter does with the position whose distribution it has just computed; the numbers of
-    ``engines/native/draft.h``."""
+    ``engines/cpu/native/draft.h``."""
 
     DROP = 0  # propose nothing here: the draft ends before this position
     LAST = 1  # propose a token here and end the draft

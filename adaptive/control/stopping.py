@@ -1,7 +1,7 @@
 """When a draft ends on its own confidence, as numbers that a proposal in one call reads as well as Python.
 
 ``GoodputLength`` says what the thresholds are. A proposal of our kernels applies them by itself
-(``engines/native/draft.h``): asking Python at each position takes 12 us between two passes of a hundred.
+(``engines/cpu/native/draft.h``): asking Python at each position takes 12 us between two passes of a hundred.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
 
 
 class _Stopping(ctypes.Structure):
-    """``Stopping`` of ``engines/native/draft.h``."""
+    """``Stopping`` of ``engines/cpu/native/draft.h``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("edges", "accepted", "follow", "drop_below", "last_below", "bins", "asked")),

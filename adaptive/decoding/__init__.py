@@ -1,1 +1,1 @@
-"""Speculative decoding: the loop, drafters, verification, sampling."""
+"""Speculative decoding: the loop and verification, and tokens as text."""

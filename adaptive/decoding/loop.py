@@ -14,15 +14,15 @@ from typing import NamedTuple
 import torch
 
 from adaptive.control.policy import Adviser, LengthPolicy
-from adaptive.decoding.drafters import Drafter
-from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.decoding.sampling import Penalties, Transform, Uniform
 from adaptive.decoding.supervision import SupervisionTape
 from adaptive.decoding.text import TextStream
-from adaptive.decoding.tokens import as_tensor, join
-from adaptive.decoding.verify import Proposal, Verdict, verify_at_once, verify_greedy, verify_logits
+from adaptive.decoding.verify import Verdict, verify_at_once, verify_greedy, verify_logits
+from adaptive.drafting.proposal import Proposal
+from adaptive.drafting.protocol import Drafter
 from adaptive.engines.protocol import Sequence
-from adaptive.records.types import Round, Supervision, Timings
+from adaptive.sampling import Penalties, Transform, Uniform
+from adaptive.tokens import as_tensor, join
+from adaptive.types import Round, SamplingParams, StopParams, Supervision, Timings
 
 # Seconds of rounds whose tokens are shown together: as long as a screen shows one picture. What comes between two
 # rounds (text, hooks, the caller) is cheap when it is repeated, and dear each time that a pass over the weights has

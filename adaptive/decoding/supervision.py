@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from adaptive.decoding.tokens import as_array
-from adaptive.records.types import Supervision
+from adaptive.tokens import as_array
+from adaptive.types import Supervision
 
 # Entries of the distribution kept a position. Fewer lose the tail that sampling at temperature 1
 # visits; more cost disk (6 bytes each) for mass that is rarely over a percent.

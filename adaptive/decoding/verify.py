@@ -10,31 +10,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from adaptive.decoding.sampling import Transform, Uniform, draw_on_device, pick
-from adaptive.decoding.tokens import Distributions, Ids, argmax, as_array, as_tensor, join
-from adaptive.engines.kernels import Rule
+from adaptive.drafting.proposal import Proposal
+from adaptive.engines.cpu.kernels import Rule
 from adaptive.engines.protocol import AtOnce
 from adaptive.errors import AdaptiveError
+from adaptive.sampling import Transform, Uniform, draw_on_device, pick
+from adaptive.tokens import Distributions, Ids, argmax, as_array, as_tensor, join
 
 # Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
 NOTHING = 1e-30
 NO_NUMBERS = "the target's logits are not numbers, so that nothing can be drawn: is its checkpoint damaged?"
-
-
-class Proposal(NamedTuple):
-    """K drafted tokens, and the very distributions they were drawn from, over the draft's vocabulary.
-
-    ``probs`` is None for a greedy proposal. ``drafter`` says who drafted.
-    """
-
-    drafter: str
-    tokens: Ids
-    probs: Distributions | None
 
 
 @dataclass(slots=True)  # one a round, and a frozen one takes three times as long to make

@@ -1,1 +1,1 @@
-"""The model protocol, and who implements it."""
+"""The protocol of a model, and an engine in each package behind it."""

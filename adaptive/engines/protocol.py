@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from adaptive.decoding.params import SamplingParams
-from adaptive.decoding.tokens import Ids
-from adaptive.engines.kernels import Rule
-from adaptive.engines.native_decoder import Choice
+from adaptive.engines.cpu.decoder import Choice
+from adaptive.engines.cpu.kernels import Rule
+from adaptive.tokens import Ids
+from adaptive.types import SamplingParams
 
 
 class AtOnce(Protocol):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adaptive.errors import AdaptiveError
-from adaptive.records.types import Supervision
+from adaptive.types import Supervision
 
 VERSION = 1
 HEADER = struct.Struct("<BBHI")

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log, LoggedGeneration
-from adaptive.records.types import Message
+from adaptive.types import Message
 
 
 def export_jsonl(log: Log, file: Path | IO[str]) -> int:

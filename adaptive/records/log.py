@@ -21,7 +21,7 @@ from adaptive.records.history import GenerationFigures
 from adaptive.records.rows import generation_of, messages_of, select_columns
 from adaptive.records.schema import MIGRATIONS, connect, transaction
 from adaptive.records.stats import RoundCount
-from adaptive.records.types import Generation, Message, Round
+from adaptive.types import Generation, Message, Round
 
 # Generations read at a time: each page is one short read, so that a slow reader never keeps the
 # writer from emptying the WAL. Larger costs memory (about 100 kB a generation), smaller costs queries.

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from adaptive.decoding.params import SamplingParams
 from adaptive.records.codec import decode, encode
-from adaptive.records.types import Generation, Message, Round, Timings
+from adaptive.types import Generation, Message, Round, SamplingParams, Timings
 
 COLUMNS = (
     "session",

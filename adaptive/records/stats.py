@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from adaptive.records.types import Round
+from adaptive.types import Round
 
 
 @dataclass(frozen=True, order=True)

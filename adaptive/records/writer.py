@@ -19,7 +19,7 @@ from types import TracebackType
 from adaptive.errors import AdaptiveError
 from adaptive.records.rows import insert
 from adaptive.records.schema import connect, transaction
-from adaptive.records.types import Generation
+from adaptive.types import Generation
 
 # Generations held in memory while the disk does not take them: at about 100 kB each (500 tokens with
 # supervision) this is 25 MB. Lower loses records in a short outage, higher takes memory from the models.

@@ -19,15 +19,14 @@ from typing import Literal, Protocol
 
 from adaptive.assistant import Assistant
 from adaptive.decoding.loop import Decoding
-from adaptive.decoding.params import SamplingParams
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
 from adaptive.records.stats import speculative_stats
-from adaptive.records.types import Round
 from adaptive.service.jobs import Answer, Ask, Done, Failed, FairQueue, Job, Piece
 from adaptive.service.metrics import Metrics
 from adaptive.state import PairState
 from adaptive.swapper import Swapper
+from adaptive.types import Round, SamplingParams
 
 logger = logging.getLogger("adaptive.service")
 

@@ -7,8 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from adaptive.decoding.params import SamplingParams, StopParams
-from adaptive.records.types import Message, Round, Supervision, Timings
+from adaptive.types import Message, Round, SamplingParams, StopParams, Supervision, Timings
 
 
 @dataclass(frozen=True)

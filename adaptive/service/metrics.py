@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from adaptive.records.types import Round, Timings
+from adaptive.types import Round, Timings
 
 # Bounds in seconds. A token of a small model takes a millisecond, of a large one on a CPU a second.
 TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from adaptive.records.stats import speculative_stats
-from adaptive.records.types import Supervision
 from adaptive.service.calls import Call, CallParser, parser_for
 from adaptive.service.jobs import Answer, Piece
+from adaptive.types import Supervision
 
 # What OpenAI reports for a token outside of the distribution that is kept.
 UNLIKELY = -9999.0

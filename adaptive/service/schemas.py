@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from adaptive.decoding.params import SamplingParams, StopParams
 from adaptive.errors import AdaptiveError
-from adaptive.records.types import Message
+from adaptive.types import Message, SamplingParams, StopParams
 
 # Answers a request may ask for in all: they are made one after the other, and others wait.
 MOST_ANSWERS = 16

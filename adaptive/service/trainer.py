@@ -22,11 +22,11 @@ from adaptive.devices import free_bytes
 from adaptive.errors import AdaptiveError
 from adaptive.pair import trained_draft
 from adaptive.records.log import Log
-from adaptive.records.types import Round
 from adaptive.service.pipe import BUSY, IDLE, LAST, STOP, Order, Report
 from adaptive.service.watch import Watch
 from adaptive.settings import Settings, training_window
 from adaptive.state import PairState
+from adaptive.types import Round
 from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.trainer")

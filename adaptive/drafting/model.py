@@ -1,0 +1,120 @@
+"""A small model as the drafter: token by token, or a whole proposal in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adaptive.control.policy import Advice, Adviser
+from adaptive.control.stopping import Stopping
+from adaptive.drafting.proposal import Proposal
+from adaptive.engines.cpu.decoder import Choice
+from adaptive.engines.protocol import Engine, Sequence
+from adaptive.sampling import Penalties, Transform, Uniform, draw_on_device, pick
+from adaptive.tokens import Ids, argmax, as_array, as_tensor, join, likeliest
+from adaptive.types import SamplingParams
+
+
+class ModelDrafter:
+    """A small model drafts token by token, under the target's own sampling transforms."""
+
+    name = "model"
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        engine: Engine,
+        target_vocab: int,
+        params: SamplingParams,
+        penalties: Penalties,
+        generator: torch.Generator,
+    ) -> None:
+        self.sequence = sequence
+        self.engine = engine
+        self.target_vocab = target_vocab
+        self.params = params
+        self.transform = Transform(params)
+        self.penalties = penalties
+        self.uniform = Uniform(generator)
+        self._adjusts = penalties.active or penalties.bias is not None
+        # How tokens are chosen where a whole proposal is one call.
+        self._choice: Choice | None = None
+        if sequence.at_once is not None and not self._adjusts:
+            self._choice = Choice(min(engine.vocab_size, target_vocab), self.transform.cuts)
+
+    def limit(self, committed: int) -> int:
+        """The last drafted token is never fed back, so it may stand just past the context."""
+        return max(0, self.engine.context_length - committed + 1)
+
+    def waiting(self, committed: int) -> int:
+        """Tokens that the next proposal feeds in its first forward, but for the last committed one."""
+        return committed - 1 - self.sequence.length
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        """One forward per token; the first also feeds what was committed since the last proposal.
+
+        ``advise`` is asked when a distribution is known and nothing has been drawn from it yet.
+        """
+        feed = committed[self.sequence.length :]
+        if self.engine.vocab_size < self.target_vocab:
+            # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
+            feed = [min(token, self.engine.vocab_size - 1) for token in feed]
+        if self._choice is not None:
+            return self._propose_at_once(feed, length, advise, self._choice)
+        return self._propose_by_token(feed, length, advise)
+
+    def _propose_at_once(self, feed: list[int], length: int, advise: Adviser | None, choice: Choice) -> Proposal | None:
+        drafts, greedy = self.sequence.at_once, self.params.greedy
+        assert drafts is not None
+        shares = None if greedy else self.uniform.ahead(length)
+        if isinstance(advise, Stopping):
+            choice.prepare(length, shares, None, advise.address)
+        else:
+            choice.prepare(length, shares, advise)
+        tokens = drafts.draft(feed, choice)
+        if not tokens:
+            return None
+        if greedy:
+            return Proposal(self.name, tokens, None)
+        self.uniform.skip(len(tokens))
+        return Proposal(self.name, tokens, choice.probs(0, len(tokens)))
+
+    def _propose_by_token(self, feed: Ids, length: int, advise: Adviser | None) -> Proposal | None:
+        tokens: list[Ids] = []
+        probs: list[Any] = []
+        for position in range(1, length + 1):
+            logits = self.sequence.extend(feed, 1)
+            if self.engine.vocab_size > self.target_vocab:
+                logits = logits[:, : self.target_vocab]
+            if self._adjusts:
+                logits = self.penalties.apply(logits, as_tensor(join(tokens)))
+            q, rows, advice = None, None, Advice.MORE
+            if not self.params.greedy:
+                q = self.transform(logits, position - 1)
+                rows = as_array(q)
+                if advise is not None:
+                    advice = advise(position, float((q if rows is None else rows).max()))
+            elif advise is None:
+                feed = argmax(logits)
+            else:
+                sure, feed = likeliest(logits)
+                advice = advise(position, sure)
+            if advice is Advice.DROP:
+                break
+            if q is not None:
+                # Of probabilities that are no numbers any token: the target will not have it.
+                feed = draw_on_device(q, self.uniform) if rows is None else [pick(rows[0], self.uniform.next()) or 0]
+                probs.append(q if rows is None else rows[0])
+            tokens.append(feed)
+            if advice is Advice.LAST:
+                break
+        if not tokens:
+            return None
+        if probs and isinstance(probs[0], torch.Tensor):
+            return Proposal(self.name, join(tokens), torch.cat(probs))
+        return Proposal(self.name, join(tokens), probs or None)
+
+    def rollback(self, length: int) -> None:
+        """Forget the drafts that did not stand."""
+        self.sequence.rollback(length)

@@ -1,0 +1,37 @@
+"""Who proposes the next tokens.
+
+A drafter sees the committed text and returns a ``Proposal``. It keeps whatever state it needs and
+catches up by itself, so that a round without it (draft length 0) costs it nothing until it is asked.
+
+A draft may end early on the drafter's own confidence, and the output stays exact if two things hold:
+whether a token is proposed is decided before it is drawn, and a token once drawn is proposed, with
+the q it was drawn from. Verification then meets, at every position that has a token, a sample of
+that q, whatever decided that there should be one; at the first position that has none, it draws from
+the target's own p. Dropping a token for being the unlikely one that was drawn would break this: what
+is proposed would no longer be distributed as q.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from adaptive.control.policy import Adviser
+from adaptive.drafting.proposal import Proposal
+
+
+class Drafter(Protocol):
+    """Proposes tokens that follow the committed text."""
+
+    name: str
+
+    def limit(self, committed: int) -> int:
+        """The most tokens it can propose after ``committed`` tokens."""
+
+    def waiting(self, committed: int) -> int:
+        """How many of ``committed`` tokens it has not seen, beyond the last one."""
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        """At most ``length`` (at least 1) tokens after ``committed``, fewer where ``advise`` says so; None for none."""
+
+    def rollback(self, length: int) -> None:
+        """Tokens after the first ``length`` committed ones did not stand."""

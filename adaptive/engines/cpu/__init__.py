@@ -1,0 +1,1 @@
+"""Our own forward on a CPU, for the architectures that are known."""

@@ -1,0 +1,109 @@
+// A whole pass of a decoder made of the usual parts (Llama, Mistral, Qwen 2 and 3, Gemma 3): RMS norms, rotary attention, a
+// gated feed-forward part. One call, so that nothing else runs between two layers.
+
+#pragma once
+
+#include "attention.h"
+#include "products.h"
+
+namespace {
+
+extern "C" {
+// An RMS norm as in First, or none where there is no weight; the same in decoder.py.
+struct Norm {
+  const float* weight;
+  float side;
+};
+
+// The same in decoder.py. `head` norms each head's queries and keys, (heads + key heads, size); the `after` ones what is
+// added to the residual.
+struct Layer {
+  const Product *project, *output, *up, *down;
+  Norm attention_norm, mix_norm, head_norm, after_attention, after_mix;
+  float scale;
+  int32_t rope, window;
+};
+
+struct Decoder {
+  const Layer* layers;
+  const Attention* attention;
+  const Product* head;
+  const void* embedding;  // (vocab, width), float32 or bfloat16
+  Norm final_norm;
+  float factor;  // of what is embedded
+  int32_t gate;  // First of the products down
+  int32_t count, half, vocab;
+};
+}
+
+// A row of the embedding, (width,). Half as wide numbers times the factor are rounded to as many bits, as transformers does.
+inline void embed(const Decoder& d, int64_t token, float* x) {
+  const int width = d.head->in;
+  const size_t place = size_t(token) * width;
+  for (int k = 0; k < width; k++) {
+    if (!d.half) {
+      x[k] = ((const float*)d.embedding)[place + k] * d.factor;
+      continue;
+    }
+    uint32_t bits = uint32_t(((const uint16_t*)d.embedding)[place + k]) << 16;
+    std::memcpy(x + k, &bits, 4);
+    x[k] *= d.factor;
+    std::memcpy(&bits, x + k, 4);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    if (d.factor != 1) std::memcpy(x + k, &bits, 4);
+  }
+}
+
+// y (n, out) of a product added to x, after the norm if there is one.
+void add(const Product* p, const float* from, float* x, int n, int threads, int first, const Norm& norm) {
+  if (!norm.weight) return product(p, from, x, n, 1, threads, first, nullptr, 0);
+  float* y = room<float, 15>(size_t(n) * p->out);
+  product(p, from, y, n, 0, threads, first, nullptr, 0);
+  for (int i = 0; i < n; i++) {
+    float *sum = x + size_t(i) * p->out, *term = y + size_t(i) * p->out;
+    const float factor = rms_factor(term, p->out, norm.side);
+    for (int k = 0; k < p->out; k++) sum[k] += term[k] * factor * norm.weight[k];
+  }
+}
+
+}  // namespace
+
+extern "C" {
+// Tokens (n,) after `start` others to logits (rows, vocab) of the last of them. `turns` (n, ropes, size / 2, 2) and
+// `caches`, one for each layer (2, key heads, capacity, size), as in attention.h. False, and nothing done, where a token is
+// none of the vocabulary.
+int decode(const Decoder* decoder, const int64_t* tokens, int n, int rows, const float* turns, float* const* caches,
+           int64_t capacity, int start, float* logits, int threads) {
+  const Decoder& d = *decoder;
+  for (int i = 0; i < n; i++)
+    if (tokens[i] < 0 || tokens[i] >= d.vocab) return 0;
+  const Attention& a = *d.attention;
+  const int width = d.head->in, inner = d.count ? d.layers[0].up->out : 0;
+  const int normed = a.heads + a.key_heads, heads = normed + a.key_heads;
+  float* x = room<float, 7>(size_t(n) * width);
+  float* mixed = room<float, 8>(size_t(n) * heads * a.size);
+  float* seen = room<float, 9>(size_t(n) * a.heads * a.size);
+  float* both = room<float, 10>(size_t(n) * inner);
+  for (int i = 0; i < n; i++) embed(d, tokens[i], x + size_t(i) * width);
+  for (int i = 0; i < d.count; i++) {
+    const Layer& layer = d.layers[i];
+    product(layer.project, x, mixed, n, 0, threads, RMS_NORM, layer.attention_norm.weight, layer.attention_norm.side);
+    if (layer.head_norm.weight)
+      for (int j = 0; j < n * normed; j++) {
+        float* head = mixed + (size_t(j / normed) * heads + j % normed) * a.size;
+        const float *weight = layer.head_norm.weight + size_t(j % normed) * a.size;
+        const float factor = rms_factor(head, a.size, layer.head_norm.side);
+        for (int k = 0; k < a.size; k++) head[k] *= factor * weight[k];
+      }
+    attend(&a, mixed, turns + size_t(layer.rope) * a.size, caches[i], seen, capacity, start, n, layer.window, layer.scale,
+           threads);
+    add(layer.output, seen, x, n, threads, NOTHING, layer.after_attention);
+    product(layer.up, x, both, n, 0, threads, RMS_NORM, layer.mix_norm.weight, layer.mix_norm.side);
+    add(layer.down, both, x, n, threads, d.gate, layer.after_mix);
+  }
+  if (rows)
+    product(d.head, x + size_t(n - rows) * width, logits, rows, 0, threads, RMS_NORM, d.final_norm.weight,
+            d.final_norm.side);
+  return 1;
+}
+}

@@ -1,0 +1,203 @@
+"""Linear layers whose weight is laid out for the processor once, instead of at every call.
+
+On a CPU, torch's own ``linear`` hands oneDNN a plain weight, which oneDNN reorders whenever it is
+called; the copy made here is already in the order of the products that use it: our own
+(``kernels.py``) where they were built, else oneDNN's. A module's own weight stays what it was: it is
+what an adapter merges into, and ``refresh`` makes the copy follow it.
+
+The copy may also be int8, for a draft: it reads half the bytes of bfloat16 and multiplies whole
+numbers, and what it gets slightly wrong costs a guess and nothing else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from adaptive.engines.cpu.kernels import First, Product, multiplies
+from adaptive.engines.cpu.layers import Gate, Map, RmsNorm
+
+# Rows (tokens) that the packed order is chosen for: a verification of a few drafted tokens. One row and
+# a long prompt run at full speed in the same order; a packing for one row is twice as slow at five.
+PACKED_ROWS = 4
+
+# Rows from which bfloat16 is multiplied by torch where the processor has tiles for that (AMX): a prompt is arithmetic,
+# of which they do eight times as much. Fewer rows wait for memory.
+TILED_ROWS = 32
+
+Weights = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of this dtype can be prepacked on this device."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if dtype == torch.bfloat16:
+        supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return supported
+    return dtype == torch.float32
+
+
+def packs_int8(device: torch.device) -> bool:
+    """Whether products of int8 weights with inputs quantised on the fly run on this device."""
+    return multiplies(torch.int8, device) or (
+        device.type == "cpu"
+        and torch.backends.quantized.engine in ("x86", "fbgemm")
+        and hasattr(torch.ops.quantized, "linear_dynamic")
+    )
+
+
+def fast_int8() -> bool:
+    """Whether int8 pays for a draft on this processor: by our own products, or where it multiplies such vectors in one
+    instruction, by torch's."""
+    return multiplies(torch.int8, torch.device("cpu")) or has_vnni()
+
+
+def has_vnni() -> bool:
+    """Whether this processor multiplies int8 vectors in one instruction."""
+    supported: bool = torch.cpu._is_vnni_supported() if hasattr(torch.cpu, "_is_vnni_supported") else False
+    return supported
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this processor multiplies tiles of bfloat16 (AMX)."""
+    supported: bool = torch.cpu._is_amx_tile_supported() if hasattr(torch.cpu, "_is_amx_tile_supported") else False
+    return supported
+
+
+class PackedLinear:
+    """One or several linear modules as a single product, prepacked where the machine can.
+
+    ``assemble`` returns the weight (out, in) and bias (out,) or None from the modules as they are now;
+    ``modules`` are those it reads, so that a change of one of them can be followed; ``order`` as in
+    ``stacked``. ``int8`` keeps the weight as int8, a scale for every output. Takes and gives float32 if ``int8``
+    or where there are products of our own, else the weight's dtype.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        assemble: Callable[[], Weights],
+        int8: bool = False,
+        order: torch.Tensor | None = None,
+    ) -> None:
+        self.modules = modules
+        self.order = order
+        self.int8 = int8
+        self._assemble = assemble
+        self.refresh()
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Read the modules' weights again."""
+        weight, self.bias = self._assemble()
+        self.nbytes, (self.outputs, self.inputs) = weight.nbytes, weight.shape
+        self._reordered: torch.Tensor | None = None
+        self.product: Product | None = None
+        self.tiled = False  # whether many rows are torch's nevertheless
+        if self.int8 and multiplies(torch.int8, weight.device):
+            self.product = Product(*_rounded(weight, self.bias))
+        elif self.int8:
+            self._weight = _int8(weight, self.bias)
+            self._narrow = not has_vnni()  # sums of pairs would overflow there: inputs take seven bits
+        elif multiplies(weight.dtype, weight.device):
+            self.product = Product(weight, self.bias)
+            self.tiled = weight.dtype == torch.bfloat16 and has_tiles()
+        elif packs(weight.dtype, weight.device):
+            self._reordered = _reordered(weight)
+        else:
+            self._weight = weight
+
+    @property
+    def ours(self) -> bool:
+        """Whether the products are our own."""
+        return self.product is not None
+
+    @torch.inference_mode()
+    def reordered(self) -> torch.Tensor | None:
+        """The weight in oneDNN's order, made when first asked for; None where oneDNN has none for its dtype."""
+        if self._reordered is None and not self.int8:
+            weight, _ = self._assemble()
+            if packs(weight.dtype, weight.device):
+                self._reordered = _reordered(weight)
+        return self._reordered
+
+    def __call__(
+        self, x: torch.Tensor, first: Map | None = None, out: torch.Tensor | None = None, add: bool = False
+    ) -> torch.Tensor:
+        """``first(x)`` (rows, in) to (rows, out): a new tensor, or written into ``out``, or added to it."""
+        if self.product is not None and not (self.tiled and len(x) > TILED_ROWS):
+            if isinstance(first, RmsNorm):
+                return self.product(x, out, add, First.RMS_NORM, first.weight, first.square)
+            if isinstance(first, Gate) and first.first is not None:
+                return self.product(x, out, add, first.first)
+            return self.product(x if first is None else first(x), out, add)
+        if first is not None:
+            x = first(x)
+        if self.tiled:
+            weight, bias = self._assemble()
+            y = nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+        elif self.int8:
+            y = torch.ops.quantized.linear_dynamic(x, self._weight, self._narrow)
+        elif self._reordered is not None:
+            y = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
+        else:
+            y = nn.functional.linear(x, self._weight, self.bias)
+        if out is None:
+            result: torch.Tensor = y
+            return result
+        return out.add_(y) if add else out.copy_(y)
+
+
+@torch.inference_mode()
+def _reordered(weight: torch.Tensor) -> torch.Tensor:
+    reordered: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
+    return reordered
+
+
+def _rounded(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Weight (out, in) as int8, its bias, and the scales (out,) of its outputs."""
+    weight = weight.float()
+    # A row of zeros has no scale of its own; any will do.
+    scales = (weight.abs().amax(1) / 127).clamp_(min=1e-12)
+    return (weight / scales[:, None]).round_().to(torch.int8), bias, scales
+
+
+def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """The same in the order that torch's product wants."""
+    whole, _, scales = _rounded(weight, bias)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this function will move to another package
+        given = torch._make_per_channel_quantized_tensor(whole, scales, torch.zeros(len(whole), dtype=torch.long), 0)
+    return torch.ops.quantized.linear_prepack(given, None if bias is None else bias.float())
+
+
+def of_module(module: nn.Linear, int8: bool = False) -> PackedLinear:
+    """A single linear module."""
+    return PackedLinear((module,), lambda: (module.weight, module.bias), int8)
+
+
+def stacked(modules: tuple[nn.Linear, ...], order: torch.Tensor | None = None, int8: bool = False) -> PackedLinear:
+    """Several modules on the same input as one product, their outputs in a row.
+
+    ``order`` (out,) int64 permutes the outputs: output i is number ``order[i]`` of the plain ones.
+    """
+
+    def assemble() -> Weights:
+        weight = torch.cat([module.weight for module in modules])
+        bias = None
+        if any(module.bias is not None for module in modules):
+            bias = torch.cat([m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules])
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
+        return weight, bias
+
+    return PackedLinear(modules, assemble, int8, order)

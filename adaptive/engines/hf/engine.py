@@ -1,0 +1,197 @@
+"""Any causal language model of transformers as an engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from adaptive.engines.cpu.cache import LeanCache
+from adaptive.engines.cpu.decoder import Choice
+from adaptive.engines.cpu.forward import FEW, lean_forward
+from adaptive.engines.cpu.kernels import Rule
+from adaptive.engines.hf.cache import RollbackCache
+from adaptive.engines.hf.graphs import RecordedPasses
+from adaptive.engines.hf.lora import MergedAdapter
+from adaptive.tokens import Ids, Rows, as_tensor, moved
+from adaptive.types import SamplingParams
+
+# Tokens scored in one forward of a long prompt. Larger needs more memory for attention scores and
+# leaves a person waiting longer between two looks at ctrl-C; smaller reads the weights more often.
+PREFILL_CHUNK = 512
+
+
+class TransformersSequence:
+    """One text in a cache: the lean forward's, or one that the model's own forward writes."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.engine = engine
+        self.cache: LeanCache | RollbackCache = (
+            engine.lean.cache() if engine.lean else RollbackCache(engine.model.config.get_text_config())
+        )
+        self._logits = Rows(engine.vocab_size)
+
+    @property
+    def at_once(self) -> TransformersSequence | None:
+        """Itself where passes are one call."""
+        return self if self.engine.lean is not None and self.engine.lean.whole else None
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return self.cache.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache takes."""
+        return self.cache.nbytes
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in all."""
+        self.cache.reserve(min(length, self.engine.context_length))
+
+    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+        """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
+        lean = self.engine.lean
+        if lean is not None and isinstance(tokens, list) and lean.is_one_call(len(tokens), rows):
+            assert isinstance(self.cache, LeanCache)
+            return lean.at_once(tokens, self._logits(0, rows), self.cache)
+        return self._extend(tokens, rows)
+
+    @torch.inference_mode()
+    def _extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+        tokens = moved(as_tensor(tokens), self.engine.device)
+        while len(tokens) - rows >= PREFILL_CHUNK:
+            self.engine.forward(tokens[:PREFILL_CHUNK], 0, self.cache)
+            tokens = tokens[PREFILL_CHUNK:]
+        return self.engine.forward(tokens, rows, self.cache)
+
+    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
+        """Append tokens and then what follows them in one call; see the protocol."""
+        assert self.engine.lean is not None
+        assert isinstance(self.cache, LeanCache)
+        return self.engine.lean.draft(tokens, choice, self.cache)
+
+    def verify(self, tokens: list[int], rule: Rule) -> tuple[int, torch.Tensor]:
+        """Append tokens and judge the last of them in one call; see the protocol."""
+        if len(tokens) > FEW:  # a prompt
+            logits = self.extend(tokens, rule.count + 1)
+            return rule(logits, tokens[len(tokens) - rule.count :]), logits
+        assert self.engine.lean is not None
+        assert isinstance(self.cache, LeanCache)
+        logits = self._logits(0, rule.count + 1)
+        return self.engine.lean.verify(tokens, rule, logits, self.cache), logits
+
+    def rollback(self, length: int) -> None:
+        """Forget everything after the first ``length`` tokens."""
+        self.cache.rollback(length)
+
+
+class TransformersEngine:
+    """A loaded ``PreTrainedModel``.
+
+    ``lean`` computes what its forward computes, faster, where the architecture is known; elsewhere the
+    model's own forward does the arithmetic over a cache of ours. ``int8`` asks for int8 products, which
+    only ``lean`` has, on some processors; ``weights`` says what came of it.
+    """
+
+    name = "transformers"
+
+    def __init__(self, model: PreTrainedModel, int8: bool = False) -> None:
+        self.model = model.eval()
+        config = model.config.get_text_config()
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.context_length: int = getattr(config, "max_position_embeddings", None) or 2**31
+        self.device = torch.device(str(model.get_input_embeddings().weight.device))
+        self.end_tokens = _end_tokens(model)
+        self.sampling = _recommended_sampling(model)
+        self.adapter = MergedAdapter(model)
+        self.lean = (lean_forward(model, int8=True) if int8 else None) or lean_forward(model)
+        if self.lean is not None:
+            self.adapter.listeners.append(self.lean.refresh)
+        self.weights = "int8" if self.lean is not None and self.lean.plan.head.int8 else _weights(model)
+        self.recorded: RecordedPasses | None = None
+        keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
+        self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]
+
+    def record(self) -> None:
+        """From now on, record short passes and replay them (``graphs.py``)."""
+        self.recorded = RecordedPasses(self)
+
+    def sequence(self) -> TransformersSequence:
+        """A new empty sequence."""
+        return TransformersSequence(self)
+
+    def forward(self, tokens: torch.Tensor, rows: int, cache: LeanCache | RollbackCache) -> torch.Tensor:
+        """One pass over tokens (n,) after what the cache holds; logits (rows, vocab) of the last ones."""
+        if isinstance(cache, LeanCache):
+            assert self.lean is not None
+            return self.lean(tokens, rows, cache)
+        if self.recorded is not None:
+            recorded = self.recorded(tokens, rows, cache)
+            if recorded is not None:
+                return recorded
+        return self.eager(tokens, rows, cache)
+
+    def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
+        """The same by the model's own forward, as it comes."""
+        start = cache.length
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=self._positions[:, start : start + len(tokens)],
+            past_key_values=cache,
+            use_cache=True,
+            **self._keep(max(rows, 1)),
+        )
+        logits: torch.Tensor = output.logits[0, output.logits.shape[1] - rows :]
+        return logits
+
+    def apply_adapter(self, folder: Path | None) -> None:
+        """Merge a LoRA adapter in place, or restore the pristine weights for None."""
+        self.adapter.apply(folder)
+
+    def swap_adapter(self, folder: Path | None) -> Iterator[None]:
+        """Merge it in steps; see the protocol."""
+        return self.adapter.steps(folder)
+
+
+def _weights(model: PreTrainedModel) -> str:
+    """In what kind of numbers a model's own forward has them."""
+    kind = getattr(model, "quantization_method", None) or model.dtype
+    eight = getattr(getattr(model.config, "quantization_config", None), "load_in_8bit", False)
+    return str(getattr(kind, "value", kind)).removeprefix("torch.") + ("-int8" if eight else "")
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """The checkpoint's end-of-sequence ids; a generation config may name several."""
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    if ends is None:
+        ends = model.config.get_text_config().eos_token_id
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+# Where a checkpoint recommends nothing: lively, and without the tail that small models get lost in.
+FALLBACK_SAMPLING = SamplingParams(temperature=0.7)
+
+
+def _recommended_sampling(model: PreTrainedModel) -> SamplingParams:
+    """The sampling defaults in ``generation_config.json``, if it asks for sampling at all."""
+    config = model.generation_config
+    if config is None or not config.do_sample:
+        return FALLBACK_SAMPLING
+
+    def said(name: str, default: float) -> float:
+        value = getattr(config, name, None)
+        return default if value is None else value
+
+    return SamplingParams(
+        temperature=said("temperature", FALLBACK_SAMPLING.temperature),
+        top_k=int(said("top_k", 0)),
+        top_p=said("top_p", 1.0),
+        min_p=said("min_p", 0.0),
+        repetition_penalty=said("repetition_penalty", 1.0),
+    )

@@ -1,0 +1,1 @@
+"""GGUF files through llama.cpp's library."""

@@ -1,0 +1,67 @@
+"""A LoRA adapter of PEFT on a GGUF file: written as a GGUF adapter, and swapped in place.
+
+In: a folder that PEFT wrote. Out: what the contexts of one model use. llama.cpp keeps the two thin
+matrices beside each weight, which works on any quantisation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from adaptive.engines.llamacpp.model import LlamaModel, complaint
+from adaptive.errors import AdaptiveError
+
+
+class LlamaAdapter:
+    """The adapter beside one model's weights: none at first, then the last one applied. ``active`` is its folder."""
+
+    def __init__(self, llama: LlamaModel) -> None:
+        self.llama = llama
+        self.active: Path | None = None
+        self._pointer: Any = None
+        self._old: Any = None  # the one before, until no context has it
+
+    def use(self, context: Any) -> None:
+        """Make ``context`` compute with the adapter in use."""
+        library = self.llama.library
+        count = 0 if self._pointer is None else 1
+        adapters = (library.llama_adapter_lora_p_ctypes * 1)(self._pointer)
+        library.llama_set_adapters_lora(context, adapters, count, (ctypes.c_float * 1)(1.0))
+
+    def steps(self, folder: Path | None) -> Iterator[None]:
+        """Have the adapter in ``folder``, or none: it is read and checked up to the first step. After the last one
+        contexts are to be told, and ``forget`` to be called.
+
+        Raises AdaptiveError, with all as it was, where it does not fit.
+        """
+        fresh = None if folder is None else self._load(folder)
+        try:
+            yield
+        except BaseException:  # whoever asked has thought better of it
+            self._free(fresh)
+            raise
+        self._old, self._pointer, self.active = self._pointer, fresh, folder
+
+    def forget(self) -> None:
+        """Give back the adapter before this one."""
+        self._free(self._old)
+        self._old = None
+
+    def _free(self, pointer: Any) -> None:
+        if pointer is not None:
+            self.llama.library.llama_adapter_lora_free(pointer)
+
+    def _load(self, folder: Path) -> Any:
+        from adaptive.engines.llamacpp.lora import write_adapter
+
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "adapter.gguf"
+            write_adapter(folder, self.llama, file)
+            pointer = self.llama.library.llama_adapter_lora_init(self.llama.pointer, str(file).encode())
+        if not pointer:
+            raise AdaptiveError(f"adapter {folder} cannot be used on {self.llama.path}: {complaint()}")
+        return pointer

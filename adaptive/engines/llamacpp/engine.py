@@ -1,0 +1,316 @@
+"""A GGUF file as an engine: llama.cpp does the arithmetic, the loop stays ours.
+
+A sequence is one context of the library, with room for the text at hand; it grows by a new context
+that takes the old one's state over. Tokens go in and logits come out as arrays: nothing here runs
+once a token in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaptive.engines.llamacpp.adapter import LlamaAdapter
+from adaptive.engines.llamacpp.merged import PASSES, Merging
+from adaptive.engines.llamacpp.model import LlamaModel, complaint
+from adaptive.engines.threads import ThreadChoice
+from adaptive.errors import AdaptiveError
+from adaptive.tokens import Ids, of_array
+from adaptive.types import SamplingParams
+
+# Tokens in one pass of the library. Larger keeps larger buffers and leaves ctrl-C unheard for longer,
+# smaller reads the weights more often during a prompt.
+BATCH = 512
+# Rows of logits in one pass: their buffer is the largest of a context (vocabulary times 4 bytes a row).
+# A verification of the longest draft needs 65.
+ROWS = 128
+# Tokens that a context has room for at least. Smaller and a chat's first turns build it anew, larger
+# takes memory that most answers do not need.
+CAPACITY = 1024
+# Where the file recommends nothing: as for a checkpoint that does not.
+FALLBACK_TEMPERATURE = 0.7
+
+
+class Context:
+    """A context of the library, which is given back when nobody has it or its logits any more."""
+
+    def __init__(self, engine: LlamaCppEngine, capacity: int) -> None:
+        library = engine.llama.library
+        self.model = engine.running  # outlives its contexts
+        self.capacity = capacity
+        self.pointer = engine.new_context(self.model, capacity)
+        self.memory = library.llama_get_memory(self.pointer)
+        weakref.finalize(self, library.llama_free, self.pointer)
+
+
+class LlamaCppSequence:
+    """One text in a context of llama.cpp."""
+
+    at_once = None  # the library's pass ends with its logits
+
+    def __init__(self, engine: LlamaCppEngine) -> None:
+        self.engine = engine
+        self.length = 0
+        self.capacity = 0
+        self._written = 0  # tokens that the library may hold, more than ``length`` after an interrupted pass
+        self._context: Context | None = None
+        self._pointer: Any = None  # the context's own, as the library wants it
+        self._memory: Any = None
+        self._threads = 0  # of the context's last pass
+        self._shape = (0, 0)  # tokens and rows of the last pass
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        self._tokens: Any = (ctypes.c_int32 * BATCH)()
+        self._flags = np.zeros(BATCH, dtype=np.int8)
+        library = engine.llama.library
+        self._batch = library.llama_batch()
+        self._batch.token = ctypes.cast(self._tokens, ctypes.POINTER(ctypes.c_int32))
+        self._batch.logits = self._flags.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        self._decode, self._logits = library.llama_decode, _address_of(library.llama_get_logits)
+        self._remove = library.llama_memory_seq_rm
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values that there is room for."""
+        return 0 if self._context is None else self._context.capacity * self.engine.bytes_per_token
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in all; what is held stays."""
+        if length <= self.capacity:
+            return
+        limit = self.engine.context_length
+        room = min(limit, max(CAPACITY, 1 << (min(length, limit) - 1).bit_length()))
+        self._replace(max(room, length))
+
+    def renew(self) -> None:
+        """The engine runs other weights: go over to them at the next pass. For any thread."""
+        self.capacity = 0
+
+    def _replace(self, capacity: int) -> None:
+        """A new context with room for ``capacity`` tokens, which takes over what the old one holds."""
+        self.rollback(self.length)
+        library = self.engine.llama.library
+        state, size = None, 0
+        if self.length:
+            pointer = self._pointer
+            size = library.llama_state_seq_get_size(pointer, 0)
+            state = (ctypes.c_uint8 * size)()
+            size = library.llama_state_seq_get_data(pointer, state, size, 0)
+        self.close()
+        try:
+            self._context = Context(self.engine, capacity)
+        except AdaptiveError:  # no memory: what was held is gone with the old one
+            self.length = self._written = 0
+            raise
+        self._pointer, self._memory = self._context.pointer, self._context.memory
+        self._threads = 0
+        self.capacity = capacity
+        if self._context.model is self.engine.llama:
+            self.engine.adapter.use(self._pointer)
+        if state is not None and library.llama_state_seq_set_data(self._pointer, state, size, 0) != size:
+            self.length = self._written = 0
+            raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp could not move its cache; give the prompt again")
+
+    def close(self) -> None:
+        """Give the context back."""
+        self._context = self._pointer = self._memory = None
+        self._views.clear()
+        self.capacity = 0
+
+    def use_adapter(self) -> None:
+        """The engine's adapter is another one: tell the context, or leave one in whose weights another is."""
+        if self._context is not None and self._context.model is self.engine.llama:
+            self.engine.adapter.use(self._pointer)
+        else:
+            self.renew()
+
+    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+        """Append n tokens and return logits (rows, vocab), float32, of the last rows; see the protocol."""
+        count = len(tokens)
+        if self.length + count > self.capacity:
+            self.reserve(self.length + count)
+        if self._written > self.length:
+            self.rollback(self.length)
+        given: list[int] = tokens if isinstance(tokens, list) else tokens.tolist()
+        if count <= BATCH and rows <= ROWS:
+            return self._pass(given, rows) if count else torch.empty(0, self.engine.vocab_size)
+        plain = count - rows
+        found = []
+        at = 0
+        while at < count:
+            end = min(at + BATCH, count, max(plain, at) + ROWS)
+            found.append(self._pass(given[at:end], max(0, end - max(plain, at))).clone())
+            at = end
+        return torch.cat(found)
+
+    def _pass(self, tokens: list[int], rows: int) -> torch.Tensor:
+        """One call of the library: at most BATCH tokens, logits (rows, vocab) of the last ones."""
+        count = len(tokens)
+        self._tokens[:count] = tokens
+        if self._shape != (count, rows):
+            self._flags[: count - rows] = 0
+            self._flags[count - rows : count] = 1
+            self._batch.n_tokens = count
+            self._shape = count, rows
+        self._written = self.length + count
+        threads = self.engine.threads.choose(count)
+        if threads != self._threads:
+            self._threads = threads
+            self.engine.llama.library.llama_set_n_threads(self._pointer, threads, threads)
+        PASSES.last = math.inf
+        began = time.perf_counter()
+        status = self._decode(self._pointer, self._batch)
+        address = self._logits(self._pointer) if rows and not status else 0  # waits for an accelerator
+        PASSES.last = ended = time.perf_counter()
+        if status:
+            raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp failed with status {status}: {complaint()}")
+        self.engine.threads.observe(count, ended - began)
+        self.length = self._written
+        if not rows:
+            return torch.empty(0, self.engine.vocab_size)
+        view = self._views.get((address, rows))
+        if view is None:
+            buffer = (ctypes.c_float * (rows * self.engine.vocab_size)).from_address(address)
+            buffer.context = self._context  # type: ignore[attr-defined]  # outlives what is seen of it
+            view = of_array(np.ctypeslib.as_array(buffer).reshape(rows, -1))
+            self._views[address, rows] = view
+        return view
+
+    def rollback(self, length: int) -> None:
+        """Forget everything after the first ``length`` tokens."""
+        length = min(length, self.length)
+        if length < self._written:
+            self._remove(self._memory, 0, length, -1)
+        self.length = self._written = length
+
+
+class LlamaCppEngine:
+    """A GGUF file, loaded by llama.cpp. Not for several threads at once.
+
+    ``threads`` is the most that a pass uses; ``gpu`` takes the layers to the accelerator that the library was
+    built for, if it was.
+    """
+
+    name = "llama.cpp"
+    weights = "gguf"
+
+    def __init__(self, model: LlamaModel, end_tokens: frozenset[int], threads: int, gpu: bool = False) -> None:
+        """Raises AdaptiveError for a model whose state cannot be rolled back."""
+        library = model.library
+        if library.llama_model_is_recurrent(model.pointer) or library.llama_model_is_hybrid(model.pointer):
+            raise AdaptiveError(
+                f"{model.path} has recurrent layers ({model.architecture}), whose state cannot be rolled back after a "
+                "rejected token; speculative decoding needs a model with attention layers only"
+            )
+        self.llama = model
+        self.running = model  # where new contexts are made: the file's weights, or those with an adapter merged
+        self.threads = ThreadChoice(threads)
+        self.gpu = gpu
+        self.vocab_size = model.vocab_size
+        self.context_length = model.context_length
+        self.device = torch.device("cpu")  # where the logits are
+        self.end_tokens = end_tokens
+        self.sampling = _recommended_sampling(model)
+        self.adapter = LlamaAdapter(model)
+        self.merging = Merging(model, self._run)
+        self.bytes_per_token = _bytes_per_token(model)
+        self._sequences: weakref.WeakSet[LlamaCppSequence] = weakref.WeakSet()
+        self._lock = threading.Lock()  # of them
+
+    def sequence(self) -> LlamaCppSequence:
+        """A new empty sequence."""
+        sequence = LlamaCppSequence(self)
+        with self._lock:
+            self._sequences.add(sequence)
+        return sequence
+
+    def new_context(self, model: LlamaModel, capacity: int) -> Any:
+        """A context of the library with room for ``capacity`` tokens of one text."""
+        library = model.library
+        params = library.llama_context_default_params()
+        params.n_ctx = capacity
+        params.n_batch = params.n_ubatch = min(BATCH, capacity)
+        params.n_outputs_max = min(ROWS, params.n_batch)
+        params.n_seq_max = 1
+        params.n_threads = params.n_threads_batch = self.threads.most
+        params.swa_full = True  # a window that forgets cannot take a token back
+        params.offload_kqv = params.op_offload = self.gpu
+        params.no_perf = True
+        context = library.llama_init_from_model(model.pointer, params)
+        if not context:
+            raise AdaptiveError(
+                f"{self.llama.path}: llama.cpp cannot make a context of {capacity} tokens: {complaint()}; "
+                "choose a smaller --max-new-tokens or free memory"
+            )
+        return context
+
+    def apply_adapter(self, folder: Path | None) -> None:
+        """Use a LoRA adapter (a PEFT folder), merged where it can be, or the file's own weights for None; see the
+        protocol."""
+        for _ in self.swap_adapter(folder):
+            pass
+        self.merging.wait()
+
+    def swap_adapter(self, folder: Path | None) -> Iterator[None]:
+        """``apply_adapter`` in two steps; see the protocol.
+
+        The adapter is used beside the weights at once, and merged into a copy of them when it is quiet.
+        """
+        for _ in self.adapter.steps(folder):
+            yield
+        self.merging.give_up()
+        self.running = self.llama
+        self._for_all(LlamaCppSequence.use_adapter)
+        self.adapter.forget()
+        if folder is not None:
+            self.merging.begin(folder)
+
+    def _run(self, model: LlamaModel) -> None:
+        """Go over to weights in which the adapter is. On the thread that merged it."""
+        self.running = model
+        self._for_all(LlamaCppSequence.renew)
+
+    def _for_all(self, act: Callable[[LlamaCppSequence], None]) -> None:
+        with self._lock:
+            for sequence in self._sequences:
+                act(sequence)
+
+
+def _address_of(function: Any) -> Callable[[Any], int]:
+    """A function of the library that takes a context and returns a pointer, which comes as a number."""
+    found: Any = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(ctypes.cast(function, ctypes.c_void_p).value or 0)
+    return found  # type: ignore[no-any-return]
+
+
+def _bytes_per_token(model: LlamaModel) -> int:
+    """Bytes that keys and values of one token take, in 16 bits."""
+    queries, keys = model.heads
+    size = model.number("{arch}.attention.key_length", model.shape["width"] // max(1, queries))
+    return 2 * 2 * model.shape["layers"] * keys * size
+
+
+def _recommended_sampling(model: LlamaModel) -> SamplingParams:
+    """The sampling that the file's metadata recommend, if they do."""
+
+    def said(key: str, default: float) -> float:
+        value = model.metadata(f"general.sampling.{key}")
+        try:
+            return default if value is None else float(value)
+        except ValueError:
+            return default
+
+    return SamplingParams(
+        temperature=said("temp", FALLBACK_TEMPERATURE),
+        top_k=int(said("top_k", 0)),
+        top_p=said("top_p", 1.0),
+        min_p=said("min_p", 0.0),
+        repetition_penalty=said("penalty_repeat", 1.0),
+    )

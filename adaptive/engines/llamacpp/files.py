@@ -1,0 +1,137 @@
+"""What a pair needs where one of its models is a GGUF file: finding, loading, and checking it.
+
+The draft of such a pair decodes from its file and is trained from a checkpoint of the same weights. That
+these two are one model is checked here: the same tokens, the same shape, and on a probe text the same
+predictions up to what quantisation does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from adaptive.engines.llamacpp.engine import LlamaCppEngine
+    from adaptive.engines.llamacpp.tokenizer import GgufTokenizer
+    from adaptive.settings import Settings
+
+SUFFIX = ".gguf"
+# Ordinary text of several kinds; predictions on it are compared, so that any model has an opinion.
+PROBE = (
+    "The weather was fine when they set out in the morning, but by noon clouds had come up from the west. "
+    "Question: if a train covers 60 miles in an hour, how far does it go in 3 hours and a half? Answer: it goes "
+    "60 times 3.5 miles, which is 210 miles.\n\n"
+    "def largest(numbers):\n    best = numbers[0]\n    for number in numbers:\n        if number > best:\n"
+    "            best = number\n    return best\n\nDear Anna, thank you for your help with the report last week."
+)
+# How far apart (mean total variation) a file's and its checkpoint's predictions may lie, by bits a weight of
+# the file. What quantisation does to small models is about half of each; other weights of the same shape are
+# mostly above 0.3. Lower refuses coarse files of the right model, higher trains a draft that is not decoded.
+MOST_APART = ((7.0, 0.05), (4.0, 0.15), (0.0, 0.3))
+
+
+def is_gguf_name(name: str) -> bool:
+    """Whether what the user typed names a GGUF file."""
+    return name.lower().endswith(SUFFIX)
+
+
+def find_gguf(name: str, revision: str | None) -> Path:
+    """The file of that name: a path, or ``owner/repository/file.gguf`` on the hub.
+
+    Raises AdaptiveError where it is not there, or is no GGUF file.
+    """
+    from adaptive.engines.llamacpp.model import binding, is_gguf
+
+    path = Path(name).expanduser()
+    if not path.exists():
+        path = _fetch(name, revision)
+    if not path.is_file() or not is_gguf(path):
+        raise AdaptiveError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+    binding()  # before anything is read of it: whoever lacks the engine should hear that first
+    return path
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    parts = re.fullmatch(r"([\w.-]+/[\w.-]+)/(.+)", name)
+    if parts is None or name.startswith((".", "/", "~")):
+        raise AdaptiveError(f"GGUF file {name} does not exist")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(parts[1], parts[2], revision=revision))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise AdaptiveError(f"no file {name} here, and fetching it from the hub failed: {reason}") from error
+
+
+def gguf_tokenizer(path: Path) -> GgufTokenizer:
+    """The tokenizer in a GGUF file. Raises AdaptiveError for a file that cannot be loaded."""
+    from adaptive.engines.llamacpp.model import LlamaModel
+    from adaptive.engines.llamacpp.tokenizer import GgufTokenizer
+
+    return GgufTokenizer(LlamaModel(path, vocabulary_only=True))
+
+
+def load_gguf(
+    path: Path, settings: Settings, device: str, on_progress: Callable[[float], None] | None = None
+) -> LlamaCppEngine:
+    """Load ``path`` as an engine. ``device`` cpu keeps it off the accelerator that the library may know.
+
+    Raises AdaptiveError for a file that cannot be loaded or is not for decoding.
+    """
+    import torch
+
+    from adaptive.engines.llamacpp.engine import LlamaCppEngine
+    from adaptive.engines.llamacpp.model import LlamaModel
+    from adaptive.engines.llamacpp.tokenizer import GgufTokenizer
+
+    gpu = device != "cpu"
+    model = LlamaModel(path, gpu=gpu, on_progress=on_progress)
+    return LlamaCppEngine(model, GgufTokenizer(model).end_tokens, settings.threads or torch.get_num_threads(), gpu)
+
+
+def check_checkpoint(engine: LlamaCppEngine, checkpoint: PreTrainedModel, name: str) -> None:
+    """Raise AdaptiveError unless ``checkpoint`` (float32) and the engine's file hold the same model.
+
+    Tokenizers are compared elsewhere; here shape and predictions are.
+    """
+    import torch
+
+    from adaptive.engines.llamacpp.tokenizer import GgufTokenizer
+
+    config, file = checkpoint.config.get_text_config(), engine.llama
+    theirs = {
+        "width": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "query heads": config.num_attention_heads,
+        "key heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
+    }
+    for what, number in theirs.items():
+        if file.shape[what] != number:
+            raise AdaptiveError(
+                f"draft checkpoint {name} is another model than {file.path}: {number} {what}, and the file has "
+                f"{file.shape[what]}"
+            )
+    tokens = torch.tensor(GgufTokenizer(file).encode(PROBE))
+    sequence = engine.sequence()
+    ours = sequence.extend(tokens, len(tokens)).softmax(-1)
+    sequence.close()
+    with torch.inference_mode():
+        logits = checkpoint(input_ids=tokens[None].to(checkpoint.device)).logits[0].float().cpu()
+    shared = min(ours.shape[1], logits.shape[1])
+    apart = float((ours[:, :shared] - logits[:, :shared].softmax(-1)).abs().sum(-1).mean() / 2)
+    library = file.library
+    bits = 8 * library.llama_model_size(file.pointer) / library.llama_model_n_params(file.pointer)
+    allowed = next(most for least, most in MOST_APART if bits >= least)
+    if not apart <= allowed:
+        raise AdaptiveError(
+            f"draft checkpoint {name} predicts other tokens than {file.path}: {apart:.0%} of probability lies "
+            f"elsewhere, and {bits:.1f} bits a weight explain at most {allowed:.0%}; name the checkpoint that the file "
+            "was made from"
+        )

@@ -1,0 +1,82 @@
+"""A PEFT LoRA adapter as a GGUF adapter, for llama.cpp's programs and for our own engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adaptive.engines.hf.lora import read_lora
+from adaptive.engines.llamacpp.model import LlamaModel
+from adaptive.engines.llamacpp.names import GgufNames, package
+from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Base:
+    """What an adapter file must know of the model it is for: architecture, layers, heads (queries, keys)."""
+
+    architecture: str
+    layers: int
+    heads: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Low:
+    """What an adapter adds to one weight: ``b`` (out, r), scaled, times ``a`` (r, in); float32, rows as in GGUF."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def low_rank(folder: Path, base: LlamaModel | Base) -> dict[str, Low]:
+    """The LoRA adapter in ``folder`` by GGUF's names of the weights that it changes.
+
+    The scaling (alpha / r, or what rsLoRA and patterns make of it) is multiplied into b, for every module its own.
+    Raises AdaptiveError for an adapter that llama.cpp cannot express.
+    """
+    if isinstance(base, LlamaModel):
+        base = Base(base.architecture, base.shape["layers"], base.heads)
+    names = GgufNames(base.architecture, base.layers, base.heads)
+    found = {}
+    for module, lora in read_lora(folder).items():
+        name = names.name(module)
+        if name is None:
+            raise AdaptiveError(f"adapter {folder} changes {module}, which a GGUF of {base.architecture} does not have")
+        if lora.magnitude is not None:
+            raise AdaptiveError(
+                f"adapter {folder} is DoRA, which a GGUF adapter cannot hold; write the merged draft instead "
+                "(`adaptive adapters export ID --merged FILE --format gguf`)"
+            )
+        if lora.transposed:
+            raise AdaptiveError(
+                f"adapter {folder} changes the embeddings ({module}), which a GGUF adapter cannot hold where they "
+                "are tied; write the merged draft instead, or train without it"
+            )
+        b = names.reorder(module, lora.b.float() * lora.scaling)
+        found[f"{name}.weight"] = Low(lora.a.float().contiguous(), b.contiguous())
+    return found
+
+
+def write_adapter(folder: Path, base: LlamaModel | Base, file: Path) -> None:
+    """Write the LoRA adapter in ``folder`` for ``base`` to ``file``, in float32.
+
+    The file's alpha is 0, which llama.cpp reads as "as it is": scaling is in the matrices.
+
+    Raises AdaptiveError for an adapter that llama.cpp cannot express.
+    """
+    gguf = package()
+    writer = gguf.GGUFWriter(file, base.architecture)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
+    for name, low in low_rank(folder, base).items():
+        writer.add_tensor(f"{name}.lora_a", low.a.numpy())
+        writer.add_tensor(f"{name}.lora_b", low.b.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,165 @@
+"""The tokenizer of a GGUF file, as llama.cpp itself runs it, behind transformers' interface.
+
+Tokens are those that llama.cpp's own programs see, whatever pre-tokenizer the file names; the chat
+template and the special tokens are the file's metadata.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from adaptive.engines.llamacpp.model import LlamaModel
+from adaptive.errors import AdaptiveError
+
+# Bits of llama.cpp's token attributes.
+UNKNOWN, UNUSED, CONTROL = 1 << 0, 1 << 1, 1 << 3
+
+
+class GgufTokenizer(PreTrainedTokenizerBase):
+    """Encodes, decodes and renders chats with what is in ``model``. Nothing in it changes, so that
+    several threads may share it."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        library, vocab = model.library, model.vocab
+        special = {
+            "bos_token": library.llama_vocab_bos(vocab),
+            "eos_token": library.llama_vocab_eos(vocab),
+            "pad_token": library.llama_vocab_pad(vocab),
+        }
+        self._model, self._library, self._vocab = model, library, vocab
+        texts = {name: self._text(token) for name, token in special.items() if token >= 0}
+        template = model.metadata("tokenizer.chat_template")
+        super().__init__(**texts, name_or_path=str(model.path), model_max_length=model.context_length)
+        self.chat_template = template
+
+    def __deepcopy__(self, memo: object) -> GgufTokenizer:
+        return self
+
+    def _text(self, token: int) -> str:
+        return str(self._library.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace"))
+
+    @cached_property
+    def _attributes(self) -> list[int]:
+        return [self._library.llama_vocab_get_attr(self._vocab, token) for token in range(self.vocab_size)]
+
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """Every token that llama.cpp takes for the end of an answer."""
+        ends = self._library.llama_vocab_is_eog
+        return frozenset(token for token in range(self.vocab_size) if ends(self._vocab, token))
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the vocabulary."""
+        return self._model.vocab_size
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @property
+    def is_fast(self) -> bool:
+        """Not one of the tokenizers library."""
+        return False
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """The control tokens."""
+        return {
+            token: AddedToken(self._text(token), special=True, normalized=False)
+            for token, attribute in enumerate(self._attributes)
+            if attribute & CONTROL
+        }
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token texts and their ids, without the unused ones that fill the table."""
+        return {self._text(i): i for i, attribute in enumerate(self._attributes) if not attribute & UNUSED}
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return self.get_vocab()
+
+    def _convert_token_to_id_with_added_voc(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+    def convert_ids_to_tokens(self, ids: int | list[int], skip_special_tokens: bool = False) -> Any:
+        """The vocabulary's own text of ids."""
+        if isinstance(ids, int):
+            return self._text(ids)
+        return [self._text(i) for i in ids if not (skip_special_tokens and self._attributes[i] & CONTROL)]
+
+    def encode(self, text: Any, *args: Any, add_special_tokens: bool = True, **kwargs: Any) -> list[int]:
+        """Token ids of ``text``, in which special tokens may be written out, as in a rendered chat.
+
+        ``add_special_tokens`` adds what the file wants at the beginning and the end of a text.
+        """
+        data = str(text).encode("utf-8", "surrogatepass")
+        room = len(data) + 2
+        buffer = (ctypes.c_int32 * room)()
+        count = self._library.llama_tokenize(self._vocab, data, len(data), buffer, room, add_special_tokens, True)
+        if count < 0:  # more than one token a byte does not happen, but the library would say so
+            raise AdaptiveError(f"llama.cpp cannot turn a text of {len(data)} bytes into tokens")
+        return buffer[:count]
+
+    def _encode_plus(  # type: ignore[override]
+        self, text: Any, *args: Any, add_special_tokens: bool = True, **kwargs: Any
+    ) -> BatchEncoding:
+        several = isinstance(text, (list, tuple))
+        found = [self.encode(one, add_special_tokens=add_special_tokens) for one in (text if several else [text])]
+        masks = [[1] * len(ids) for ids in found]
+        return BatchEncoding(
+            {"input_ids": found, "attention_mask": masks}
+            if several
+            else {"input_ids": found[0], "attention_mask": masks[0]}
+        )
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:
+        """The text of a list of ids, without what transformers does around it; of anything else, as it does it."""
+        if type(token_ids) is list and token_ids and type(token_ids[0]) is int:
+            return self._decode(token_ids, skip_special_tokens)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs)
+
+    def _decode(
+        self,
+        token_ids: int | list[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+        **kwargs: Any,
+    ) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        pieces = self._said if skip_special_tokens else self._whole
+        return b"".join(map(pieces.__getitem__, ids)).decode("utf-8", "replace")
+
+    @cached_property
+    def _said(self) -> _Pieces:
+        return _Pieces(self._model, special=False)
+
+    @cached_property
+    def _whole(self) -> _Pieces:
+        return _Pieces(self._model, special=True)
+
+
+class _Pieces(dict[int, bytes]):
+    """The bytes that tokens stand for, asked of the library once each; those of special tokens if wanted."""
+
+    def __init__(self, model: LlamaModel, special: bool) -> None:
+        super().__init__()
+        self._model, self._special = model, special
+
+    def __missing__(self, token: int) -> bytes:
+        model = self._model
+        if not 0 <= token < model.vocab_size:
+            raise AdaptiveError(f"token {token} does not exist: the vocabulary has {model.vocab_size}")
+        room = 256
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            length = model.library.llama_token_to_piece(model.vocab, token, buffer, room, 0, self._special)
+            if length >= 0:
+                break
+            room = -length  # what it takes
+        self[token] = buffer.raw[:length]
+        return self[token]

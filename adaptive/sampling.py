@@ -1,0 +1,217 @@
+"""From logits to distributions to tokens: every transform is a few tensor operations over all rows."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from adaptive.engines.cpu.kernels import Cuts, Rule, library
+from adaptive.tokens import Rows
+from adaptive.types import SamplingParams
+
+# Numbers from which the work on a few distributions is shared by threads. torch would share five rows of any length,
+# and waking the others takes 70 us: as long as one thread needs for this many.
+SHARED = 1 << 17
+# Random numbers drawn in one call. More would be drawn in vain at the end of an answer, fewer cost more calls.
+AHEAD = 256
+# The largest random number: so much below 1 that no rounding makes it 1.
+MOST = 1 - 2.0**-40
+# A vocabulary larger than this is added up in blocks first, and one of them token by token: adding up one after
+# the other waits for every sum. Below, the calls cost more than that.
+LARGE, BLOCK = 8192, 256
+
+
+def transform_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Temperature, then top-k, top-p and min-p, on logits (n, vocab); -inf where a token is cut.
+
+    The order is that of transformers. Rows are independent. Not for temperature 0.
+    """
+    logits = logits / params.temperature
+    if 0 < params.top_k < logits.shape[-1]:
+        least = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if params.top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probs = ordered.softmax(-1)
+        # A token stays while the mass before it is below top_p, so the first always stays.
+        cut = probs.cumsum(-1) - probs >= params.top_p
+        logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
+    if params.min_p > 0.0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return logits
+
+
+class Transform:
+    """From logits to the distributions that tokens are drawn from under ``params``.
+
+    On the processor they come in a buffer that numpy knows as well: having torch say where a result lies takes
+    35 us after a pass over a model's weights, as long as adding up its numbers.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.cuts = None if params.greedy else Cuts(1 / params.temperature, params.top_p, params.min_p, params.top_k)
+        # Where a verification is one call, or judging logits is.
+        self.rule = None if library() is None else Rule(self.cuts)
+        self._rows: Rows | None = None
+
+    def __call__(self, logits: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Distributions (n, vocab), float32, of logits (n, vocab); on the processor in rows ``first`` to
+        ``first + n`` of the buffer, where they last until another call for one of these rows."""
+        if logits.device.type != "cpu":
+            return transform_logits(logits.float(), self.params).softmax(-1)
+        if self._rows is None:
+            self._rows = Rows(logits.shape[1])
+        out = self._rows(first, len(logits))
+        kernels = library()
+        if kernels is not None:
+            assert self.cuts is not None
+            return kernels.probabilities(logits, self.cuts, out)
+        threads = torch.get_num_threads()
+        if threads == 1 or logits.numel() > SHARED:
+            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=out)
+        torch.set_num_threads(1)  # a fraction of a microsecond
+        try:
+            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=out)
+        finally:
+            torch.set_num_threads(threads)
+
+
+class Uniform:
+    """Uniform random numbers below 1 of one generator, which are drawn many at a time: the call is what they cost."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self._numbers = array("d")
+        self._used = 0
+        self._column = torch.empty(0, 1)
+
+    def next(self) -> float:
+        """One number, where nothing waits for a device."""
+        if self._used == len(self._numbers):
+            self._draw(1)
+        self._used += 1
+        return self._numbers[self._used - 1]
+
+    def ahead(self, count: int) -> int:
+        """The address of the numbers, float64, that the next ``count`` calls of ``next`` give, which ``skip`` takes."""
+        if self._used + count > len(self._numbers):
+            self._draw(count)
+        return self._address + self._used * self._numbers.itemsize
+
+    def skip(self, count: int) -> None:
+        """Leave out so many of the numbers that were looked at."""
+        self._used += count
+
+    def _draw(self, count: int) -> None:
+        """Have at least so many that were not used."""
+        self._numbers = self._numbers[self._used :] + array("d", self._drawn(count)[:, 0].tolist())
+        self._address, self._used = self._numbers.buffer_info()[0], 0
+
+    def column(self, count: int) -> torch.Tensor:
+        """Numbers (count, 1) on the generator's device."""
+        if count > len(self._column):
+            self._column = self._drawn(count)
+        taken, self._column = self._column[:count], self._column[count:]
+        return taken
+
+    def _drawn(self, least: int = 0) -> torch.Tensor:
+        device = self.generator.device
+        double = device.type != "mps"  # so that the mass of a large vocabulary adds up; one kind of device has none
+        dtype = torch.float64 if double else torch.float32
+        drawn = torch.rand(max(least, AHEAD), 1, generator=self.generator, dtype=dtype, device=device)
+        return drawn.mul_(MOST if double else 1 - 2.0**-20)
+
+
+def draw_on_device(probs: torch.Tensor, uniform: Uniform) -> torch.Tensor:
+    """One token id a row from probs (n, vocab), not necessarily normalised; (n,) int64.
+
+    The first token at which the cumulative mass exceeds a uniform share of the whole (inverse transform): one
+    random number a row, where an exponential race takes one a token. A token of probability 0 adds nothing and
+    is never the first.
+    """
+    share = uniform.column(len(probs))
+    mass = probs.cumsum(-1, dtype=share.dtype)
+    # Of what are no numbers any token: an id that is none would end the device's work for good.
+    return torch.searchsorted(mass, share * mass[:, -1:], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+
+
+def pick(probs: npt.NDArray[np.float32], share: float, less: npt.NDArray[np.float32] | None = None) -> int | None:
+    """The same on the processor: the token id at ``share`` of the mass of probs (vocab,), None where there is none.
+    With ``less`` (at most vocab,) of what probs have more than that."""
+    kernels = library()
+    if kernels is not None:
+        return kernels.draw(probs, share, less)
+    if less is not None:
+        probs = np.maximum(probs - np.pad(less, (0, len(probs) - len(less))), 0)
+    begins = 0
+    if len(probs) > LARGE:
+        sums = np.add.reduceat(probs, np.arange(0, len(probs), BLOCK), dtype=np.float64).cumsum()
+        if not sums[-1] > 0:
+            return None
+        wanted = share * sums[-1]
+        block = int(sums.searchsorted(wanted, side="right"))
+        before = sums[block - 1] if block else 0.0
+        share = min((wanted - before) / (sums[block] - before), MOST)
+        begins = block * BLOCK
+        probs = probs[begins : begins + BLOCK]
+    mass = probs.cumsum(dtype=np.float64)
+    if not mass[-1] > 0:
+        return None
+    return begins + int(mass.searchsorted(share * mass[-1], side="right"))
+
+
+class Penalties:
+    """Repetition, presence and frequency penalties and logit bias, as a function of what came before.
+
+    Holds a count of every token of the text; the rows of one verification see, beyond the committed
+    text, the drafted tokens before their own position.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
+        self.params = params
+        self.vocab_size = vocab_size
+        self.active = params.penalised
+        self.bias: torch.Tensor | None = None
+        bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
+        if bias:
+            self.bias = torch.zeros(vocab_size, device=device)
+            self.bias[torch.tensor(list(bias), device=device)] = torch.tensor(list(bias.values()), device=device)
+        if self.active:
+            self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self.output = torch.zeros(vocab_size, device=device)
+
+    def start(self, prompt: torch.Tensor) -> None:
+        """Begin a text: prompt (n,) int64."""
+        if self.active:
+            self.prompt[prompt.to(self.prompt.device)] = True
+
+    def commit(self, tokens: list[int]) -> None:
+        """Count tokens that became part of the output."""
+        if self.active:
+            counted = torch.tensor(tokens, dtype=torch.long, device=self.output.device)
+            self.output.index_add_(0, counted, torch.ones(len(tokens), device=self.output.device))
+
+    def apply(self, logits: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        """Penalised float32 logits (n, vocab), the last row of which follows all of ``drafted`` (k,) and
+        each row before it one token less: a verification has k + 1 rows, a draft step one.
+        """
+        logits, device = logits.float(), logits.device
+        if self.bias is not None:
+            logits = logits + self.bias[: logits.shape[-1]].to(device)
+        if not self.active:
+            return logits
+        rows, vocab = logits.shape
+        output = self.output[:vocab].to(device).expand(rows, vocab)
+        if len(drafted):
+            hits = torch.nn.functional.one_hot(drafted, self.vocab_size)[:, :vocab].cumsum(0)
+            output = output + torch.nn.functional.pad(hits, (0, 0, 1, 0))[-rows:]
+        p = self.params
+        seen = (output > 0) | self.prompt[:vocab].to(device)
+        scaled = torch.where(logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty)
+        logits = torch.where(seen, scaled, logits)
+        return logits - p.frequency_penalty * output - p.presence_penalty * (output > 0)

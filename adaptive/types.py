@@ -1,0 +1,185 @@
+"""What passes between the parts of the program: plain data, no torch.
+
+What a caller may ask of one generation (``SamplingParams``, ``StopParams``), and the record of one, as it passes from
+the decoding loop to the log and to the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from adaptive.errors import AdaptiveError
+
+# Below it logits divided by a temperature are no numbers any more; a client that sends 1e-8 wants the likeliest token.
+LEAST_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen from the target's logits.
+
+    ``temperature`` 0 is greedy, and so is one below ``LEAST_TEMPERATURE``. ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 are off. Penalties follow the field: ``repetition`` divides positive and multiplies negative
+    logits of every token of prompt and output (CTRL, 1 = off); ``presence`` and ``frequency`` subtract from
+    tokens of the output (OpenAI, 0 = off). ``logit_bias`` maps token id to an addend. ``seed`` None draws one.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise AdaptiveError, naming the parameter, for a value outside its range."""
+        ranges = {
+            "temperature": (self.temperature, 0.0, 100.0),
+            "top_k": (self.top_k, 0, 2**31),
+            "top_p": (self.top_p, 0.0, 1.0),
+            "min_p": (self.min_p, 0.0, 1.0),
+            "repetition_penalty": (self.repetition_penalty, 0.01, 100.0),
+            "presence_penalty": (self.presence_penalty, -100.0, 100.0),
+            "frequency_penalty": (self.frequency_penalty, -100.0, 100.0),
+        }
+        for name, (value, low, high) in ranges.items():
+            if not low <= value <= high:  # also refuses nan
+                raise AdaptiveError(f"{name} is {value}; it must lie between {low} and {high}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise AdaptiveError(f"seed is {self.seed}; it must be a whole number of 64 bits")
+        if self.top_p == 0.0:
+            raise AdaptiveError("top_p is 0; it must be above 0 (1 turns it off)")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature < LEAST_TEMPERATURE
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on which tokens came before, beyond the model itself."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def to_json(self) -> str:
+        """One JSON object with every field, as stored in the log."""
+        return json.dumps({**asdict(self), "logit_bias": {str(k): v for k, v in self.logit_bias.items()}})
+
+    @classmethod
+    def from_json(cls, text: str) -> SamplingParams:
+        """The inverse of ``to_json``; unknown keys of later versions are ignored."""
+        values = json.loads(text)
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        known["logit_bias"] = {int(k): float(v) for k, v in known.get("logit_bias", {}).items()}
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class StopParams:
+    """When a generation ends, besides the end-of-sequence tokens of the model."""
+
+    max_new_tokens: int = 512
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise AdaptiveError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if any(not text for text in self.stop):
+            raise AdaptiveError("a stop string is empty; give at least one character")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One chat message."""
+
+    role: str
+    content: str
+
+
+class Round(NamedTuple):  # which is made in a third of the time that a frozen dataclass takes
+    """One speculative round: what was drafted, what was accepted, what it cost.
+
+    Each round commits ``accepted + 1`` tokens (the last round may commit fewer: a stop cuts it).
+    ``drafted`` 0 is a plain decoding step. Seconds are wall-clock.
+    """
+
+    drafter: str
+    drafted: int
+    accepted: int
+    draft_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Prompt tokens computed now and found in the cache; seconds for the prompt and for the rest.
+
+    The first token comes out of the prompt's own pass, so ``predicted_s`` covers ``predicted_n - 1``.
+    ``expected_s`` is what the draft-length policy expected of these before each round; 0 where it
+    forecast nothing.
+    """
+
+    prompt_n: int
+    cached_n: int
+    prompt_s: float
+    predicted_n: int
+    predicted_s: float
+    expected_s: float = 0.0
+
+    @property
+    def per_second(self) -> float:
+        """Tokens per second of decoding, the prompt apart; 0 where nothing was timed."""
+        return (self.predicted_n - 1) / self.predicted_s if self.predicted_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """The target's distribution at each of the n output positions, at temperature 1, before any
+    sampling transform: the k most probable ids with natural-log probabilities, best first, and the
+    log of the mass left over (-inf when none is). ``chosen`` is the log-probability of the output
+    token under the distribution it was really drawn from (0 when greedy).
+
+    Shapes: ids (n, k) int32, logprobs (n, k) float16, rest (n,) float16, chosen (n,) float16.
+    """
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float16]
+    rest: npt.NDArray[np.float16]
+    chosen: npt.NDArray[np.float16]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished generation: everything the log keeps of it.
+
+    ``prompt`` and ``output`` are token ids; ``messages`` is the chat that became the prompt (empty
+    for a raw text prompt, whose text is then ``prompt_text``); ``text`` is what was shown. ``domain``
+    is a free label of the kind of text. ``adapter`` is the id of the draft's adapter, or None.
+    ``created`` is seconds since the epoch. ``finish_reason`` is ``stop``, ``length`` or ``cancelled``.
+    """
+
+    session: str
+    created: float
+    messages: tuple[Message, ...]
+    prompt_text: str
+    text: str
+    prompt: npt.NDArray[np.int32]
+    output: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    adapter: str | None
+    engine: str
+    domain: str | None
+    finish_reason: str
+    rounds: tuple[Round, ...]
+    timings: Timings
+    supervision: Supervision | None
