@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Quantisation
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ def choose_device(name: str) -> str:
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise AdaptiveError(f"device {name} cannot be used here: {reason}") from error
+        raise AdaptiveError(f"device {name} cannot be used here: {first_line(error)}") from error
     return name
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
 from adaptive.engines.load import compile_pair, lacks_kernels, load_engine, load_model, weight_bytes, weights_progress
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Quantisation, Settings
 from checkpoints.manifest import BaseDraft
 
@@ -134,8 +134,8 @@ def _folder(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise AdaptiveError(f"no folder {name} here, and fetching it from the hub failed: {reason}") from error
+        said = first_line(error)
+        raise AdaptiveError(f"no folder {name} here, and fetching it from the hub failed: {said}") from error
 
 
 def weights_hash(folder: Path) -> str:
@@ -203,8 +203,7 @@ def _tokenizer(target: Source, draft: Source | None, trained: Source | None, tru
         try:
             loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            raise AdaptiveError(f"the tokenizer of {source.id} cannot be read: {reason}") from error
+            raise AdaptiveError(f"the tokenizer of {source.id} cannot be read: {first_line(error)}") from error
         return loaded
 
     tokenizer = read(target)

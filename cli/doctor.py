@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from cli.options import shared_options
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def examine(settings: Settings) -> Iterator[Finding]:
     try:
         import torch
     except Exception as error:
-        yield Finding("machine", "torch", "broken", _line(error), "install torch for this machine, see its web page")
+        yield Finding(
+            "machine", "torch", "broken", first_line(error), "install torch for this machine, see its web page"
+        )
         return
     yield from _devices(torch)
     yield _kernels()
@@ -191,7 +193,7 @@ def _arithmetic(torch: Any, device: str, name: str) -> Finding:
             results[dtype] = torch.nn.functional.linear(x, layer).double().cpu()
         error = _difference(results[torch.bfloat16], results[torch.float32])
     except Exception as reason:
-        return Finding("machine", name, "broken", _line(reason), "reinstall torch for this machine")
+        return Finding("machine", name, "broken", first_line(reason), "reinstall torch for this machine")
     value = f"float32 {times[torch.float32]:.2f} ms, bfloat16 {times[torch.bfloat16]:.2f} ms for 8 rows of 2048 x 2048"
     if error > 0.02:  # bfloat16 keeps 8 bits; a sum of 2048 products stays within 1%
         return Finding("machine", name, "broken", f"{value}, bfloat16 is off by {error:.0%}", "use --dtype float32")
@@ -211,7 +213,7 @@ def _bitsandbytes(settings: Settings) -> Iterator[Finding]:
                 else f"computes nonsense ({error:.0%} off)"
             )
         except Exception as reason:
-            works, value = False, _line(reason)
+            works, value = False, first_line(reason)
         status: Literal["ok", "note", "broken"] = "ok" if works else "broken" if kind in wanted else "note"
         advice = "" if works else f"needed only for --quantize {kind}: pip install -U bitsandbytes"
         yield Finding("machine", f"bitsandbytes {kind}", status, value, advice)
@@ -307,7 +309,9 @@ def _used(settings: Settings) -> Iterator[Finding]:
     except AdaptiveError as error:
         yield Finding("used", "pair", "broken", str(error), "choose other models with --target and --draft")
     except Exception as error:
-        yield Finding("used", "target", "broken", _line(error), "its config.json cannot be read; fetch the model again")
+        yield Finding(
+            "used", "target", "broken", first_line(error), "its config.json cannot be read; fetch the model again"
+        )
     else:
         measured = " (the faster one here)" if settings.dtype == "auto" else ""
         yield Finding("used", "pair", "ok", pair)
@@ -368,8 +372,3 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

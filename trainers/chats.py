@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from adaptive.types import SamplingParams
 from trainers.dataset import from_rows, row
 
@@ -74,8 +74,9 @@ def _turns(
             opening = str(tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True))
             whole = str(tokenizer.apply_chat_template(messages[: place + 1], tokenize=False))
         except Exception as error:  # a template may raise anything: roles out of order, say
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise AdaptiveError(f"{file}, line {number}: the chat template refuses these messages: {reason}") from error
+            raise AdaptiveError(
+                f"{file}, line {number}: the chat template refuses these messages: {first_line(error)}"
+            ) from error
         # Some templates rewrite a finished turn; then the turn's own text and an end is what a model would have said.
         answer = (
             whole[len(opening) :] if whole.startswith(opening) else message["content"] + str(tokenizer.eos_token or "")

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from trainers.recipe import Recipe, default_rank
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ def load(draft: PreTrainedModel, folder: Path, trainable: bool = False) -> PeftM
         with _quiet():
             model: PeftModel = PeftModel.from_pretrained(draft, str(folder), is_trainable=trainable)
     except Exception as error:  # wrong shapes, unknown layers, a damaged file: PEFT says it in many ways
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise AdaptiveError(f"adapter {folder.name} does not fit this draft: {reason}") from error
+        raise AdaptiveError(f"adapter {folder.name} does not fit this draft: {first_line(error)}") from error
     return model
 
 

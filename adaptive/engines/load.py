@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptive.devices import choose_device, choose_dtype, quantisation
 from adaptive.engines.llamacpp.files import load_gguf
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Settings
 
 if TYPE_CHECKING:
@@ -158,6 +158,5 @@ def load_model(source: Source, settings: Settings, device: str) -> PreTrainedMod
     except AdaptiveError:
         raise
     except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise AdaptiveError(f"model {source.id} cannot be loaded: {reason}") from error
+        raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
     return model

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adaptive.engines.hf.cache import Recording, RollbackCache
+from adaptive.errors import first_line
 
 if TYPE_CHECKING:
     from adaptive.engines.hf.engine import TransformersEngine
@@ -85,7 +86,7 @@ class RecordedPasses:
             found = recorded(tokens, cache)[: len(tokens)].float()
             gap = float((found - expected).norm() / expected.norm())
         except (RuntimeError, NotImplementedError) as error:
-            self.problem = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.problem = first_line(error)
         else:
             if gap < NEAR:
                 cache.recordings = {old: one for old, one in cache.recordings.items() if old[2:] == which[2:]}

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -125,7 +125,7 @@ class MergedAdapter:
         except BaseException as error:  # out of memory, or interrupted: never leave half an adapter in the weights
             self._merge(self._merged, {})
             if isinstance(error, (RuntimeError, MemoryError)):
-                raise AdaptiveError(f"adapter {folder} could not be merged ({_line(error)})") from error
+                raise AdaptiveError(f"adapter {folder} could not be merged ({first_line(error)})") from error
             raise
         for name, delta in beside.items():
             module = self._modules[name]
@@ -250,7 +250,7 @@ def _config(folder: Path) -> LoraConfig:
             warnings.simplefilter("ignore")  # keys of another version of PEFT
             config = PeftConfig.from_pretrained(str(folder))
     except Exception as error:
-        raise AdaptiveError(f"{folder / CONFIG} cannot be read: {_line(error)}") from error
+        raise AdaptiveError(f"{folder / CONFIG} cannot be read: {first_line(error)}") from error
     if not isinstance(config, LoraConfig):
         raise AdaptiveError(f"adapter {folder} is {config.peft_type}, not LoRA; only LoRA adapters can be used")
     unsupported = (
@@ -297,7 +297,7 @@ def _tensors(
     except FileNotFoundError:
         raise AdaptiveError(f"{folder} holds no adapter: it has no {WEIGHTS}") from None
     except (OSError, SafetensorError) as error:
-        raise AdaptiveError(f"{folder / WEIGHTS} cannot be read: {_line(error)}") from error
+        raise AdaptiveError(f"{folder / WEIGHTS} cannot be read: {first_line(error)}") from error
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         inner = key.removeprefix(PREFIX)
@@ -371,8 +371,3 @@ def _quantised(module: nn.Module) -> bool:
     return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and type(module).__module__.startswith(
         "bitsandbytes"
     )
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,8 +66,8 @@ def _fetch(name: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(parts[1], parts[2], revision=revision))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise AdaptiveError(f"no file {name} here, and fetching it from the hub failed: {reason}") from error
+        said = first_line(error)
+        raise AdaptiveError(f"no file {name} here, and fetching it from the hub failed: {said}") from error
 
 
 def gguf_tokenizer(path: Path) -> GgufTokenizer:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 
 MAGIC = b"GGUF"
 # ggml's log level from which a line says why something failed.
@@ -52,7 +52,7 @@ def binding() -> Any:
         raise AdaptiveError(f"a GGUF file needs the llama.cpp engine, which is not installed; {INSTALL}") from None
     except Exception as error:  # a library built for another machine fails in many ways
         raise AdaptiveError(
-            f"llama-cpp-python does not load here ({_line(error)}); install it anew: {INSTALL}"
+            f"llama-cpp-python does not load here ({first_line(error)}); install it anew: {INSTALL}"
         ) from error
 
     @llama_cpp.llama_log_callback
@@ -262,8 +262,3 @@ def _size(path: Path) -> int:
     parts = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
     files = [path] if parts is None else path.parent.glob(f"{glob.escape(parts[1])}-?????-of-{parts[2]}.gguf")
     return sum(file.stat().st_size for file in files)
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
