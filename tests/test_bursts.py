@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from conftest import BUNDLED
 
 from adaptive.assistant import Assistant
 from adaptive.control.costs import LONGEST, CostTable
@@ -71,6 +72,31 @@ def test_what_follows_the_end_of_an_answer_is_forgotten(
     second = [*FIRST, Message("assistant", done.text), Message("user", "And then?")]
     fresh = Assistant(pair, FixedLength(length), None)
     assert answer(assistant, second, StopParams(20)) == answer(fresh, second, StopParams(20))
+
+
+@pytest.mark.parametrize("how", ["end-token", "stop-string"])
+def test_what_was_drafted_behind_the_end_of_an_answer_counts_nowhere(how: str) -> None:
+    """Every token of a draft that is the target itself stands, those behind the end too."""
+    target = str(BUNDLED / "target")
+    twins = load_pair(load_settings({"target": target, "draft": target, "dtype": "float32", "device": "cpu"}))
+    assistant = Assistant(twins, FixedLength(8), None)
+    whole = answer(assistant, FIRST, StopParams(60, ignore_eos=True))
+    assert assistant.last is not None
+    assert [(r.drafted, r.accepted) for r in assistant.last.rounds[:3]] == [(8, 8)] * 3
+    # A token that is new where it is drafted, and has others of its round behind it.
+    place = next(i for i in range(10, 60) if (i - 1) % 9 in range(1, 7) and whole[i] not in whole[:i])
+    before, inside = (place - 1) // 9, (place - 1) % 9 + 1
+    if how == "end-token":
+        stop = StopParams(60, stop_token_ids=(whole[place],))
+    else:
+        text, upto = (twins.tokenizer.decode(whole[:n], skip_special_tokens=True) for n in (place, place + 1))
+        word = upto[max(0, len(text) - 12) :]
+        assert word not in text
+        stop = StopParams(60, ignore_eos=True, stop=(word,))
+    shown = answer(assistant, FIRST, stop)
+    assert shown == whole[: place + 1]
+    assert [(r.drafted, r.accepted) for r in assistant.last.rounds] == [(8, 8)] * before + [(inside, inside)]
+    assert assistant.last.accepted == 8 * before + inside
 
 
 def test_text_comes_while_the_answer_is_being_decoded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,13 +247,17 @@ class Decoding:
                     return
 
     def _forget_rounds(self) -> None:
-        """Leave out the rounds that brought nothing which was shown, and their time."""
+        """Leave out the rounds that brought nothing which was shown, and their time; of the last one that did, what
+        was drafted behind the last token shown: it counts neither as drafted nor as accepted."""
         shown = 1  # by the prompt's own pass
         for number, outcome in enumerate(self.rounds):
-            if shown >= len(self.output):
+            left = len(self.output) - shown
+            if left <= 0:
                 self.predicted_s -= sum(r.draft_s + r.verify_s for r in self.rounds[number:])
                 del self.rounds[number:], self._expected[number:]
                 return
+            if outcome.accepted >= left:
+                self.rounds[number] = outcome._replace(drafted=left, accepted=left)
             shown += 1 + outcome.accepted
 
     @property
