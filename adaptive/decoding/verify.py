@@ -8,7 +8,9 @@ the target's own, whatever q was.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +21,11 @@ from adaptive.engines.cpu.kernels import Rule
 from adaptive.engines.protocol import AtOnce
 from adaptive.errors import AdaptiveError
 from adaptive.sampling import Transform, Uniform, draw_on_device, pick
-from adaptive.tokens import Distributions, Ids, argmax, as_array, as_tensor, join
+from adaptive.tokens import Distributions, Ids, as_array, as_tensor
 
 # Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
 NOTHING = 1e-30
-NO_NUMBERS = "the target's logits are not numbers, so that nothing can be drawn: is its checkpoint damaged?"
+NO_NUMBERS = "the target's logits are not numbers, so that no token can be chosen: is its checkpoint damaged?"
 
 
 @dataclass(slots=True)  # one a round, and a frozen one takes three times as long to make
@@ -37,16 +39,31 @@ class Verdict:
 
 
 def verify_greedy(logits: torch.Tensor, drafted: Ids) -> Verdict:
-    """logits (K + 1, vocab) of the target, K drafted tokens."""
-    best = argmax(logits)
-    if isinstance(best, list) and isinstance(drafted, list):
-        proposed = drafted
-    else:
-        count = len(best)
-        both = torch.as_tensor(join([drafted, best])).tolist()  # the round's one synchronisation
-        best, proposed = both[-count:], both[:-count]
+    """logits (K + 1, vocab) of the target, K drafted tokens. Raises AdaptiveError where the logits of a row that is
+    reached are not numbers."""
+    rows = as_array(logits)
+    if rows is None:
+        return verify_greedy_on_device(logits, as_tensor(drafted).to(logits.device))
+    proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
+    best = rows.argmax(-1)
+    tops = rows[np.arange(len(best)), best].tolist()  # no number where any of the row is none
+    return _greedy_verdict(best.tolist(), proposed, map(math.isfinite, tops))
+
+
+def verify_greedy_on_device(logits: torch.Tensor, drafted: torch.Tensor) -> Verdict:
+    """The same where the logits and the drafted tokens are on a device, which is waited for once."""
+    top = logits.max(-1)
+    count = len(drafted)
+    known: list[int] = torch.cat([drafted, top.indices, top.values.isfinite()]).tolist()
+    return _greedy_verdict(known[count : 2 * count + 1], known[:count], known[2 * count + 1 :])
+
+
+def _greedy_verdict(best: list[int], drafted: list[int], sound: Iterable[object]) -> Verdict:
+    """From the target's likeliest tokens (K + 1), and whether they are the largest of numbers."""
     # The target's choice stands in every row that is reached: an accepted draft is that choice.
-    accepted = next((i for i, (a, b) in enumerate(zip(best, proposed, strict=False)) if a != b), len(proposed))
+    accepted = next((i for i, (a, b) in enumerate(zip(best, drafted, strict=False)) if a != b), len(drafted))
+    if not all(itertools.islice(sound, accepted + 1)):
+        raise AdaptiveError(NO_NUMBERS)
     return Verdict(accepted, best[: accepted + 1], None)
 
 

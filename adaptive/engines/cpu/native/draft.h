@@ -71,14 +71,14 @@ int draft(const Decoder* decoder, const Choice* choice, const int64_t* tokens, i
     *passed += n;
     float* probs = c.cuts ? c.probs + position * vocab : nullptr;
     if (probs) probabilities(c.cuts, logits, probs, 1, vocab);
-    int64_t token = probs ? 0 : likeliest(logits, vocab);
+    // Of logits that are no numbers any token: the target will not have it.
+    int64_t token = probs ? 0 : std::max<int64_t>(likeliest(logits, vocab), 0);
     int advice = MORE;
     if (c.advise || c.stopping) {
       const float confidence = probs ? largest(probs, vocab) : probability(logits, vocab, logits[token]);
       advice = c.stopping ? advised(*c.stopping, position + 1, confidence) : c.advise(position + 1, confidence);
     }
     if (advice == DROP) return position;
-    // Of probabilities that are no numbers any token: the target will not have it.
     if (probs) token = std::max<int64_t>(draw(probs, nullptr, vocab, 0, c.shares[position]), 0);
     drafted[position] = token;
     if (advice == LAST) return position + 1;

@@ -37,16 +37,30 @@ inline float largest(const float* x, int64_t count) {
   return std::max(top, topmost(most));
 }
 
-// The likeliest token, of two as likely the first; 0 where no logit is a number.
+// Whether one of so many numbers is none.
+inline bool broken(const float* x, int64_t count) {
+  Words found = {};
+  bool any = false;
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) found |= (Words)(at(x + i) != at(x + i));
+  for (; i < count; i++) any |= x[i] != x[i];
+  for (int lane = 0; lane < LANES; lane++) any |= found[lane] != 0;
+  return any;
+}
+
+// The likeliest token, of two as likely the first; -1 where a logit is no number, or none of them is finite or the largest
+// of them is not.
 inline int64_t likeliest(const float* logits, int64_t count) {
   float top = -INFINITY;
   int64_t from = 0;
   for (int64_t begin = 0; begin < count; begin += CHUNK) {
-    const float here = largest(logits + begin, std::min<int64_t>(CHUNK, count - begin));
+    const int64_t size = std::min<int64_t>(CHUNK, count - begin);
+    const float here = largest(logits + begin, size);
+    if (broken(logits + begin, size)) return -1;
     if (here > top) top = here, from = begin;
   }
-  const float *end = logits + std::min(from + CHUNK, count), *found = std::find(logits + from, end, top);
-  return found < end ? found - logits : 0;
+  if (!std::isfinite(top)) return -1;
+  return std::find(logits + from, logits + std::min(from + CHUNK, count), top) - logits;
 }
 
 // The k-th largest (k at most count): of the chunks with the k largest numbers of all chunks, nothing else can be it.

@@ -13,7 +13,7 @@ struct Rule {
   const float* q;        // (count, fewer): the distributions that the tokens were drawn from
   const double* shares;  // (count + 2,): uniform random numbers below 1
   double* chosen;        // (count + 1,): the log-probability of every token that is committed, unless it is the likeliest
-  int64_t fewer, extra;  // the token that the target adds, -1 where its probabilities are no numbers
+  int64_t fewer, extra;  // the token that the target adds, -1 where its logits are no numbers
   int32_t count, used;   // of tokens; of random numbers
 };
 
@@ -31,7 +31,7 @@ int judge(Rule* rule, const float* logits, int64_t vocab, const int64_t* drafted
   if (!rule->cuts) {
     for (;; n++) {
       rule->extra = likeliest(logits + n * vocab, vocab);
-      if (n == count || drafted[n] != rule->extra) return n;
+      if (n == count || drafted[n] != rule->extra) return n;  // nor where the logits are no numbers
     }
   }
   float* p = room<float, 14>(vocab);

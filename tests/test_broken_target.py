@@ -1,0 +1,80 @@
+"""A target whose logits are not numbers ends an answer with an error that says so, whatever computes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import save_random_pair
+
+from adaptive import sampling
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength
+from adaptive.decoding.verify import verify_greedy, verify_greedy_on_device, verify_logits
+from adaptive.engines.cpu.kernels import library
+from adaptive.errors import AdaptiveError
+from adaptive.pair import load_pair
+from adaptive.sampling import Transform, Uniform
+from adaptive.settings import load_settings
+from adaptive.types import Message, SamplingParams, StopParams
+
+VOCAB = 300
+
+
+@pytest.fixture(scope="module", params=["qwen2", "gpt_neox"])
+def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target of which one output weight is no number, and a sound draft."""
+    from transformers import AutoModelForCausalLM
+
+    target, draft = save_random_pair(tmp_path_factory.mktemp(request.param), request.param)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[9] = torch.nan
+    model.save_pretrained(target)
+    return target, draft
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_target_that_gives_no_numbers_is_said_to_be_broken(
+    checkpoints: tuple[Path, Path], dtype: str, temperature: float, products: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if products == "torch's":
+        monkeypatch.setattr(sampling, "library", lambda: None)
+    target, draft = map(str, checkpoints)
+    pair = load_pair(load_settings({"target": target, "draft": draft, "dtype": dtype, "device": "cpu"}))
+    for length in (0, 4):
+        assistant = Assistant(pair, FixedLength(length), None)
+        with pytest.raises(AdaptiveError, match="not numbers"):
+            list(assistant.chat([Message("user", "Hello")], SamplingParams(temperature), StopParams(20)))
+        assert assistant.last is not None
+        assert assistant.last.output == []
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("whole_row", [False, True])
+def test_a_row_that_is_reached_must_be_numbers(number: float, whole_row: bool) -> None:
+    """On the processor, as on a device, and by the kernels; a row behind the first rejection may be anything."""
+    if number == -torch.inf and not whole_row:
+        return  # a token that may not come
+    torch.manual_seed(0)
+    logits = torch.randn(4, VOCAB)
+    drafted = logits.argmax(-1).tolist()[:3]
+    rules = [verify_greedy, lambda rows, ids: verify_greedy_on_device(rows, torch.tensor(ids, dtype=torch.long))]
+    if library() is not None:
+        rules.append(_by_the_kernels)
+    for rule in rules:
+        for row in range(4):
+            broken = logits.clone()
+            broken[row, slice(None) if whole_row else 7] = number
+            with pytest.raises(AdaptiveError, match="not numbers"):
+                rule(broken, drafted)
+            if row:
+                others = [*drafted[: row - 1], (drafted[row - 1] + 1) % VOCAB, *drafted[row:]]
+                assert rule(broken, others).tokens == drafted[:row]
+
+
+def _by_the_kernels(logits: torch.Tensor, drafted: list[int]) -> object:
+    transform = Transform(SamplingParams(temperature=0.0))
+    return verify_logits(logits, transform, drafted, None, Uniform(torch.Generator()))
