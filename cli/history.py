@@ -127,9 +127,11 @@ def _table(title: str, key: str, columns: Sequence[str]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
+    from adaptive.printable import printable_line
+
     # No lines and little space between columns: the table then fits a terminal of 80 columns.
     table = Table(
-        title=escape(title),
+        title=escape(printable_line(title)),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -145,9 +147,11 @@ def _table(title: str, key: str, columns: Sequence[str]) -> Table:
 def _table_of_rows(found: History, title: str, by: Grouping) -> Table:
     from rich.markup import escape
 
+    from adaptive.printable import printable_line
+
     table = _table(title, by.value, COLUMNS)
     for row in found.rows[-TABLE_ROWS:]:
-        table.add_row(escape(row.key), *cells(row))
+        table.add_row(escape(printable_line(row.key)), *cells(row))
     if len(found.rows) > 1:
         table.add_section()
         table.add_row("all", *cells(found.totals))

@@ -71,9 +71,10 @@ def plot_history(
     figure.clear()
     figure.plot_size(min(width, WIDTH), height)
     figure.theme("simple" if colour else "colorless")
-    figure.subplots(len(drawn), 1)
+    if len(drawn) > 1:  # one panel is the figure itself, which plotext does not divide
+        figure.subplots(len(drawn), 1)
     for number, panel in enumerate(drawn, start=1):
-        plot = figure.subplot(number, 1)
+        plot = figure.subplot(number, 1) if len(drawn) > 1 else figure
         plot.title(panel.title)
         _draw(plot, panel, points, swaps)
     plot.label("generation", "x")

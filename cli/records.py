@@ -126,6 +126,8 @@ def _print_stats(found: LogStats, path: Path) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from adaptive.printable import printable_line
+
     console = Console(highlight=False)
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in (
@@ -137,7 +139,7 @@ def _print_stats(found: LogStats, path: Path) -> None:
         ("domains", ", ".join(f"{s.name or 'none'} {s.generations}" for s in found.by_domain)),
         ("adapters", ", ".join(f"{s.name or 'none'} {s.generations}" for s in found.by_adapter)),
     ):
-        table.add_row(name, escape(value))
+        table.add_row(name, escape(printable_line(value)))
     console.print(table)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import printable_line
 from adaptive.records.history import History
 from cli.history import COLUMNS, POSITION_COLUMNS, cells, position_cells
 
@@ -111,6 +112,6 @@ def _plot(found: History) -> Any:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        return "<tr>" + "".join(f"<{tag}>{html.escape(printable_line(cell))}</{tag}>" for cell in cells) + "</tr>"
 
     return "<table>\n" + "\n".join((line(heads, "th"), *(line(row, "td") for row in rows))) + "\n</table>"

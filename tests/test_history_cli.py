@@ -97,6 +97,30 @@ def test_table_and_plot_fit_eighty_columns(records: Path, adaptive: Run, by: str
     assert {"session": "[s]2", "adapter": "base draft"}.get(by, "") in out
 
 
+@pytest.mark.parametrize("by", ["adapter", "day", "session", "position"])
+def test_a_log_without_drafts_is_shown(tmp_path: Path, adaptive: Run, by: str) -> None:
+    path = tmp_path / "home" / "big--none-1234" / "records.db"
+    with LogWriter(path) as writer:
+        for number in range(12):
+            plain = tuple(Round("none", 0, 0, 0.0, 0.02) for _ in range(17))
+            writer.write(generation(number, rounds=plain, tokens=18))
+    status, out, err = adaptive("history", "--by", by)
+    assert status == 0, err
+    assert "tokens per second" in out
+
+
+def test_names_from_outside_stay_on_their_line_of_the_table(tmp_path: Path, adaptive: Run) -> None:
+    path = tmp_path / "home" / "big--small-1234" / "records.db"
+    with LogWriter(path) as writer:
+        writer.write(generation(1, session="a\x1b]0;owned\x07\nb", domain="c\x1b[2Jd"))
+    for command in (("history", "--by", "session"), ("records", "stats")):
+        status, out, _ = adaptive(*command)
+        assert status == 0
+        assert "\x1b" not in out
+        assert "\x07" not in out
+    assert "c␛[2Jd" in out
+
+
 def test_csv_has_a_line_for_every_row(records: Path, adaptive: Run) -> None:
     _, out, _ = adaptive("history", "--by", "session", "--csv")
     rows = list(csv.DictReader(io.StringIO(out)))

@@ -19,6 +19,7 @@ from checkpoints.manifest import TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 
 PATIENCE_S = 240.0
+JSON = {"Content-Type": "application/json"}
 ANSWERS = 72
 
 
@@ -102,7 +103,9 @@ def test_an_adapter_promoted_in_the_middle_of_a_stream_is_used_in_it_and_the_tex
                     said += chunk["choices"][0]["text"]
                     lines += 1
                     if lines in (5, 300):
-                        promoted = httpx.post(f"{server.url}/adaptive/adapters/{names[lines > 5]}/promote", timeout=60)
+                        promoted = httpx.post(
+                            f"{server.url}/adaptive/adapters/{names[lines > 5]}/promote", headers=JSON, timeout=60
+                        )
                         assert promoted.status_code == 200
                     if lines % 50 == 0:
                         in_use.add(httpx.get(f"{server.url}/props", timeout=60).json()["adapter"])

@@ -240,9 +240,14 @@ def _state(app: FastAPI, api: Api) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        pair = api.session().pair
-        own = {"id": pair.identity.id, "object": "model", "created": 0, "owned_by": "adaptive"}
-        return {"object": "list", "data": [{**own, "max_model_len": pair.target.context_length}]}
+        return {"object": "list", "data": [_model(api)]}
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> dict[str, Any]:
+        own = _model(api)
+        if name != own["id"]:
+            raise HTTPException(404, f"this server has one model, {own['id']}")
+        return own
 
     @app.get("/metrics", responses=METRICS, response_class=Response)
     async def metrics() -> Response:
@@ -278,6 +283,12 @@ def _state(app: FastAPI, api: Api) -> None:
                 "conversations_cached": len(api.session().assistant.conversations),
             }
         ]
+
+
+def _model(api: Api) -> dict[str, Any]:
+    pair = api.session().pair
+    own = {"id": pair.identity.id, "object": "model", "created": 0, "owned_by": "adaptive"}
+    return {**own, "max_model_len": pair.target.context_length}
 
 
 def _not_ready(engine: EngineThread) -> JSONResponse:

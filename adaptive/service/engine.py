@@ -21,6 +21,7 @@ from adaptive.assistant import Assistant
 from adaptive.decoding.loop import Decoding
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
+from adaptive.printable import printable_line
 from adaptive.records.stats import speculative_stats
 from adaptive.service.jobs import Answer, Ask, Done, Failed, FairQueue, Job, Piece
 from adaptive.service.metrics import Metrics
@@ -242,7 +243,7 @@ class EngineThread:
         if assistant.log is not None and ask.record and not assistant.log.flush(FLUSH_S):
             logger.warning("log: %s", assistant.log.problem or "slow; the answer will be there later")
         self._tell_answered(assistant.drafted_by, done.rounds)
-        logger.info("%s: %s", ask.client or "client", _line(done))
+        logger.info("%s: %s", printable_line(ask.client) or "client", _line(done))
         if done.finish_reason != "cancelled":
             job.emit(
                 Answer(

@@ -15,6 +15,9 @@ from adaptive.service.responses import error_object
 # The page itself and its script hold no data; the page asks for the key before it fetches any.
 OPEN = frozenset({"/health", "/", "/plotly.js"})
 
+# What changes nothing.
+SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -22,7 +25,9 @@ class Guard:
     """ASGI middleware. ``key`` None asks for none, and then only a page of this machine may speak to us.
 
     Without the last rule any web site could have the browser of the person at this machine send
-    requests to the port, by a form or by a name that resolves to 127.0.0.1.
+    requests to the port, by a form or by a name that resolves to 127.0.0.1. Pages on other ports of this machine
+    pass it, so that without a key whatever is not a mere question must say that it is JSON, body or not: a browser
+    lets a page send that header only after this server has agreed to it, which it does not.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, max_body: int) -> None:
@@ -31,7 +36,7 @@ class Guard:
         self.max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 400, 401, 403 or 413."""
+        """Pass the request on, or answer 400, 401, 403, 413 or 415."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -61,6 +66,8 @@ class Guard:
                 return 403, "another site's page may not speak to this server"
         elif scope["path"] not in OPEN and not self._right_key(headers.get(b"authorization", b"")):
             return 401, "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+        if self.key is None and scope["method"] not in SAFE and not _is_json(headers.get(b"content-type", b"")):
+            return 415, "send it as Content-Type: application/json, with a body or without"
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():
             return 400, "Content-Length is no number"
@@ -76,6 +83,10 @@ class Guard:
 
     def _too_large(self) -> str:
         return f"the request is larger than {self.max_body / 1e6:g} MB; send less, or raise max_body_mb"
+
+
+def _is_json(content_type: bytes) -> bool:
+    return content_type.partition(b";")[0].strip().lower() == b"application/json"
 
 
 def _digest(text: bytes) -> bytes:

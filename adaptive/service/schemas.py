@@ -18,6 +18,9 @@ from adaptive.types import Message, SamplingParams, StopParams
 MOST_ANSWERS = 16
 
 Text = Annotated[str, StringConstraints(max_length=10_000_000)]
+# -1 is what llama.cpp calls no limit: until the model ends, or its context is full.
+MOST_TOKENS = 2**31 - 1
+MaxTokens = Literal[-1] | Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -32,10 +35,18 @@ class StreamOptions(_Model):
 
 
 class Part(_Model):
-    """One part of a message; only text is understood."""
+    """One part of a message; only text is understood, and what a model said when it refused."""
 
     type: str
     text: Text | None = None
+    refusal: Text | None = None
+
+    def said(self) -> str:
+        """The text of the part. Raises AdaptiveError for one that is not text."""
+        known = {"text": self.text, "refusal": self.refusal}.get(self.type)
+        if known is None:
+            raise AdaptiveError(f"messages: a part of type {self.type!r} is not understood; send text")
+        return known
 
 
 class ChatMessage(_Model):
@@ -45,18 +56,16 @@ class ChatMessage(_Model):
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: Text | list[Part] | None = None
+    refusal: Text | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
     def said(self) -> str:
         """The text of the message. Raises AdaptiveError for a part that is not text."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise AdaptiveError(f"messages: a part of type {part.type!r} is not understood; send text")
-        return "".join(part.text or "" for part in self.content)
+        if isinstance(self.content, list):
+            return "".join(part.said() for part in self.content)
+        return self.content or self.refusal or ""
 
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
@@ -93,7 +102,7 @@ class Common(_Model):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: MaxTokens | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -118,10 +127,12 @@ class Common(_Model):
             value = getattr(self, name)
             return getattr(default, name) if value is None else value
 
+        # Of a top_p of 0 llama.cpp keeps the likeliest token.
+        likeliest = self.top_p == 0
         return SamplingParams(
             temperature=said("temperature"),
-            top_k=max(0, said("top_k")),
-            top_p=said("top_p"),
+            top_k=1 if likeliest else max(0, said("top_k")),
+            top_p=1.0 if likeliest else said("top_p"),
             min_p=said("min_p"),
             repetition_penalty=said("repetition_penalty"),
             presence_penalty=said("presence_penalty"),
@@ -143,14 +154,15 @@ class Common(_Model):
     def stopping(self, limit: int | None, default: int) -> StopParams:
         """When an answer ends; ``limit`` is the longest one asked for, ``default`` the server's."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return StopParams(limit or default, stop, tuple(self.stop_token_ids or ()), self.ignore_eos)
+        longest = MOST_TOKENS if limit == -1 else limit or default
+        return StopParams(longest, stop, tuple(self.stop_token_ids or ()), self.ignore_eos)
 
 
 class ChatRequest(Common):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None

@@ -1,0 +1,96 @@
+"""What clients of other servers send is answered as there, and what nobody here meant to send does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from service_server import Server
+from store_factory import published
+
+# By one process, which starts one server.
+pytestmark = pytest.mark.xdist_group("service_requests")
+
+FORGED = "me\n2026-01-01 00:00:00 INFO adapter 0009 is promoted \x1b]0;owned\x07"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    one = Server(tmp_path_factory.mktemp("requests"), "--distill", "off").wait_until_ready()
+    try:
+        yield one
+    finally:
+        one.stop()
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def ask(client: openai.OpenAI, **options: Any) -> Any:
+    return client.completions.create(**{"model": "any", "prompt": "Once upon a time", "max_tokens": 12, **options})
+
+
+def test_a_model_is_found_by_its_name(client: openai.OpenAI) -> None:
+    (listed,) = client.models.list().data
+    assert client.models.retrieve(listed.id) == listed
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_minus_one_tokens_is_no_limit(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    answer = ask(client, max_tokens=-1, temperature=0, extra_body={"ignore_eos": True})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == model.max_model_len  # type: ignore[attr-defined]
+    for wrong in (0, -2):
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            ask(client, max_tokens=wrong)
+
+
+def test_a_top_p_of_zero_keeps_the_likeliest_token(client: openai.OpenAI) -> None:
+    greedy = ask(client, temperature=0).choices[0].text
+    assert [ask(client, temperature=1, top_p=0, seed=seed).choices[0].text for seed in range(3)] == [greedy] * 3
+
+
+def test_what_a_model_refused_is_part_of_the_chat(client: openai.OpenAI) -> None:
+    def answer(said: Any) -> Any:
+        chat: Any = [{"role": "user", "content": "Steal it."}, {"role": "assistant", **said}]
+        chat.append({"role": "user", "content": "Why not?"})
+        done = client.chat.completions.create(model="any", messages=chat, max_tokens=8, temperature=0)
+        return done.usage.prompt_tokens, done.choices[0].message.content  # type: ignore[union-attr]
+
+    plain = answer({"content": "I will not."})
+    assert answer({"content": [{"type": "refusal", "refusal": "I will not."}]}) == plain
+    assert answer({"content": None, "refusal": "I will not."}) == plain
+
+
+def test_a_request_that_any_page_of_this_machine_can_send_changes_nothing(server: Server) -> None:
+    store = published(server.records.parent / "adapters", 1, promote=1)
+    page = {"Origin": "http://localhost:3000"}
+    rollback = f"{server.url}/adaptive/adapters/rollback"
+    for headers in (page, {**page, "Content-Type": "text/plain"}, {}):
+        assert httpx.post(rollback, headers=headers, timeout=60).status_code == 415
+        asked = httpx.post(f"{server.url}/v1/completions", headers=headers, content=b'{"prompt": "x"}', timeout=60)
+        assert asked.status_code == 415
+    # A header that needs the server's leave first, which a page of another port does not get.
+    asks = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    leave = httpx.options(rollback, headers=asks, timeout=60)
+    assert leave.status_code >= 400
+    assert "access-control-allow-origin" not in leave.headers
+    assert store.current_id() == "0001"
+    meant = httpx.post(rollback, headers={"Content-Type": "application/json"}, timeout=60)
+    assert meant.status_code == 200
+    assert store.current_id() is None
+
+
+def test_a_client_cannot_forge_a_line_of_the_log(server: Server, client: openai.OpenAI) -> None:
+    ask(client, user=FORGED)
+    line = next(line for line in server.said.splitlines() if "adapter 0009" in line)
+    assert "me␊2026-01-01" in line
+    assert "\x1b" not in server.said
+    assert "\x07" not in server.said
