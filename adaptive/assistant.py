@@ -29,7 +29,7 @@ from adaptive.pair import Pair
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import Penalties
 from adaptive.settings import Settings
-from adaptive.types import Generation, Message, SamplingParams, StopParams
+from adaptive.types import Generation, Message, Round, SamplingParams, StopParams
 
 # Keeps the draft's random numbers apart from the target's under one seed.
 DRAFT_SEED = 0x5DEECE66D
@@ -87,6 +87,15 @@ class Assistant:
         steps = self.pair.draft.swap_adapter(folder)
         next(steps, None)  # the weights are still the old ones
         self._swap = adapter, steps
+
+    @property
+    def rounds_by_adapter(self) -> list[tuple[str | None, tuple[Round, ...]]]:
+        """The last answer's rounds, apart by adapter: one may have been swapped in while it was under way."""
+        rounds = self.last.rounds if self.last is not None else []
+        ends = [first for _, first in self.drafted_by[1:]] + [len(rounds)]
+        return [
+            (adapter, tuple(rounds[first:end])) for (adapter, first), end in zip(self.drafted_by, ends, strict=True)
+        ]
 
     @property
     def swapping(self) -> bool:

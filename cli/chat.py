@@ -147,7 +147,8 @@ class Conversation:
         if assistant.log is not None and assistant.log.problem:
             self.console.print(f"log: {assistant.log.problem}", style="red", markup=False)
         assert assistant.last is not None
-        self.trainer.answered(assistant.adapter, tuple(assistant.last.rounds))
+        for adapter, rounds in assistant.rounds_by_adapter:
+            self.trainer.answered(adapter, rounds)
         self.messages = [*asked, Message("assistant", assistant.last.text)]
         stopped = "stopped · " if assistant.last.finish_reason == "cancelled" else ""
         self.console.print(f"[dim]{stopped}{figures(assistant)}[/]")

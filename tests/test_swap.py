@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from adaptive.control.policy import FixedLength
 from adaptive.decoding import loop
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
+from adaptive.service.trainer import Trainer
 from adaptive.settings import load_settings
-from adaptive.types import SamplingParams, StopParams
+from adaptive.types import Round, SamplingParams, StopParams
+from cli.chat import Conversation
 from cli.session import Session, open_session
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
@@ -74,6 +77,41 @@ def test_swaps_between_rounds_change_no_token_and_each_adapters_rounds_are_known
         assert [g.generation.adapter for g in log.generations()] == [None]
     # The caches of before are gone, so that the next answer is drafted from what this draft makes itself.
     assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
+
+
+def test_a_chat_credits_every_round_to_the_adapter_that_drafted_it(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = publish_random_adapter(session.store, tmp_path / "adapter")
+    credited: list[tuple[str | None, int]] = []
+
+    class Listening(Trainer):
+        def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
+            super().answered(adapter, rounds)
+            credited.append((adapter, len(rounds)))
+
+    class Screen(io.StringIO):
+        """Promotes the adapter when part of the answer has been shown."""
+
+        def write(self, text: str) -> int:
+            if len(self.getvalue()) < 60 <= len(self.getvalue()) + len(text):
+                session.store.promote(name, "the test says so")
+            return super().write(text)
+
+    settings = load_settings({"dtype": "float32", "draft_length": "4", "max_new_tokens": 160, "temperature": 0.0})
+    console = Console(file=io.StringIO())
+    conversation = Conversation(settings, session, console, None, None, Listening(settings, session.state, 0))
+    conversation.limits = LONG
+    monkeypatch.setattr(sys, "stdout", Screen())
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    conversation.run()
+    monkeypatch.undo()
+    assert session.assistant.last is not None
+    (_, before), (_, after) = credited
+    assert [adapter for adapter, _ in credited] == [None, name]
+    assert before > 0
+    assert after > 0
+    assert before + after == len(session.assistant.last.rounds)
 
 
 def test_a_swap_that_the_answer_was_too_short_for_is_finished_before_the_next(session: Session, tmp_path: Path) -> None:

@@ -100,11 +100,14 @@ class EngineThread:
         self.session: Opened | None = None
         self.adapter: str | None = None
         self.slot = Slot(False, None, 0, 0, None)
-        self.queue = FairQueue(queue)
+        self.queue = FairQueue(queue, metrics.abandoned)
         self._open = open_session
         self._metrics = metrics
         self._listeners: list[Listener] = []
         self._running: Job | None = None
+        # Held while a job comes in or listeners are told, so that ``idle`` is never the last word on a job that waits.
+        self._telling = threading.Lock()
+        self._told_busy = True  # until the models are loaded
         self._trimmed = time.monotonic()
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -120,9 +123,11 @@ class EngineThread:
 
     def submit(self, job: Job) -> None:
         """Queue a job. Raises QueueFullError."""
-        self.queue.put(job, running=self._running is not None)
-        for listener in self._listeners:
-            listener.busy()
+        with self._telling:
+            self.queue.put(job, running=self._running is not None)
+            self._told_busy = True
+            for listener in self._listeners:
+                listener.busy()
 
     def close(self) -> None:
         """Cut what is running, tell those who wait, and release the models."""
@@ -161,6 +166,7 @@ class EngineThread:
         """One job, or one look at the adapter store."""
         job = self.queue.take(POLL_S)
         if job is None:
+            self._tell_idle()  # who was waited for may have gone away before their turn
             session.swapper.use_promoted()
             return
         session.swapper.between_rounds()  # somebody waits: a slice of a swap at most
@@ -175,22 +181,19 @@ class EngineThread:
         finally:
             self._running = None
             self.slot = Slot(False, None, 0, 0, None)
-            if not len(self.queue):
-                self._tell_idle()
+            self._tell_idle()
             if time.monotonic() - self._trimmed > TRIM_S:
                 self._trimmed = time.monotonic()
                 give_memory_back()
 
-    def _tell_answered(self, drafted_by: list[tuple[str | None, int]], rounds: list[Round]) -> None:
-        """Tell each adapter's rounds apart: one may have been swapped in while the answer was under way."""
-        ends = [first for _, first in drafted_by[1:]] + [len(rounds)]
-        for (adapter, first), end in zip(drafted_by, ends, strict=True):
-            for listener in self._listeners:
-                listener.answered(adapter, tuple(rounds[first:end]))
-
     def _tell_idle(self) -> None:
-        for listener in self._listeners:
-            listener.idle()
+        """Nothing is being answered: say so once, where nothing waits either."""
+        with self._telling:
+            if not self._told_busy or len(self.queue):
+                return
+            self._told_busy = False
+            for listener in self._listeners:
+                listener.idle()
 
     def _swapped(self) -> None:
         assert self.session is not None
@@ -242,7 +245,9 @@ class EngineThread:
         self._metrics.answered(done.timings, done.rounds, done.finish_reason)
         if assistant.log is not None and ask.record and not assistant.log.flush(FLUSH_S):
             logger.warning("log: %s", assistant.log.problem or "slow; the answer will be there later")
-        self._tell_answered(assistant.drafted_by, done.rounds)
+        for adapter, rounds in assistant.rounds_by_adapter:
+            for listener in self._listeners:
+                listener.answered(adapter, rounds)
         logger.info("%s: %s", printable_line(ask.client) or "client", _line(done))
         if done.finish_reason != "cancelled":
             job.emit(

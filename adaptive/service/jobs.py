@@ -86,6 +86,7 @@ class Job:
     def __init__(self, ask: Ask, emit: Callable[[Event], None]) -> None:
         self.ask = ask
         self.emit = emit
+        self.when_cancelled: Callable[[], None] = lambda: None
         self._cancelled = threading.Event()
 
     @property
@@ -94,8 +95,9 @@ class Job:
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """End the answer before its next token; also an answer that has not begun."""
+        """End the answer before its next token; one that has not begun leaves the queue at once."""
         self._cancelled.set()
+        self.when_cancelled()
 
 
 class QueueFullError(Exception):
@@ -103,16 +105,21 @@ class QueueFullError(Exception):
 
 
 class FairQueue:
-    """Clients take turns; the requests of one client keep their order. At most ``limit`` wait."""
+    """Clients take turns; the requests of one client keep their order. At most ``limit`` wait.
 
-    def __init__(self, limit: int) -> None:
+    A job that is cancelled leaves at once, so that whoever asks and goes away fills no memory; ``abandoned`` is
+    called for each.
+    """
+
+    def __init__(self, limit: int, abandoned: Callable[[], None] = lambda: None) -> None:
         self.limit = limit
+        self._abandoned = abandoned
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # whose turn it is comes first
 
     def __len__(self) -> int:
         with self._changed:
-            return sum(not job.cancelled for jobs in self._waiting.values() for job in jobs)
+            return sum(len(jobs) for jobs in self._waiting.values())
 
     def put(self, job: Job, running: bool) -> None:
         """Add a job. Raises QueueFullError where ``limit`` wait already; one that can start at once does not wait."""
@@ -121,17 +128,26 @@ class FairQueue:
             if waiting >= self.limit + (0 if running else 1):
                 raise QueueFullError
             self._waiting.setdefault(job.ask.client, deque()).append(job)
+            job.when_cancelled = lambda: self._leave(job)
             self._changed.notify()
 
     def take(self, timeout: float) -> Job | None:
         """The next job that somebody still waits for, or None after ``timeout`` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting, timeout)
-            while self._waiting:
-                client, jobs = self._waiting.popitem(last=False)
-                job = jobs.popleft()
-                if jobs:
-                    self._waiting[client] = jobs  # to the end of the line
-                if not job.cancelled:
-                    return job
-        return None
+            if not self._changed.wait_for(lambda: self._waiting, timeout):
+                return None
+            client, jobs = self._waiting.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._waiting[client] = jobs  # to the end of the line
+            return job
+
+    def _leave(self, job: Job) -> None:
+        with self._changed:
+            jobs = self._waiting.get(job.ask.client, ())
+            if job not in jobs:
+                return  # its turn has come
+            self._waiting[job.ask.client].remove(job)
+            if len(jobs) == 0:
+                del self._waiting[job.ask.client]
+        self._abandoned()

@@ -36,6 +36,7 @@ class Metrics:
         self._generated = counter("generation_tokens", "Tokens of answers")
         self._requests = counter("request_success", "Answers, by how they ended", ["finished_reason"])
         self._refused = counter("requests_refused", "Requests that were not answered, by HTTP status", ["status"])
+        self._abandoned = counter("requests_abandoned", "Requests whose client went away before their turn came")
         self._swaps = counter("adapter_swaps", "Times another adapter came into use")
         self._draft_length = gauge("draft_length", "Tokens drafted in the last round")
         self._adapter = gauge("adapter_info", "1 for the adapter in use", ["adapter"])
@@ -78,6 +79,10 @@ class Metrics:
     def refused(self, status: int) -> None:
         """A request was answered with an error."""
         self._refused.labels(str(status)).inc()
+
+    def abandoned(self) -> None:
+        """A request has left the queue unanswered."""
+        self._abandoned.inc()
 
     def swapped(self, adapter: str | None) -> None:
         """Another adapter came into use."""

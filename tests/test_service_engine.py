@@ -1,0 +1,99 @@
+"""What the engine thread says to the trainer, and what its queue keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import BUNDLED
+from rich.console import Console
+
+from adaptive.service.engine import EngineThread
+from adaptive.service.jobs import Ask, Done, Event, FairQueue, Job, Prompt
+from adaptive.service.metrics import Metrics
+from adaptive.settings import load_settings
+from adaptive.types import Round, SamplingParams, StopParams
+from cli.session import Session, open_session
+
+
+def job(tokens: int, emit: Callable[[Event], None] = lambda event: None, client: str = "somebody") -> Job:
+    sampling, stop = SamplingParams(temperature=0.0, seed=1), StopParams(tokens, ignore_eos=True)
+    ask = Ask((Prompt([5, 6, 7], (), "text"),), sampling, stop, 1, client, None, False, False, False)
+    return Job(ask, emit)
+
+
+class Heard:
+    """A listener that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.last = ""
+
+    def busy(self) -> None:
+        self.last = "busy"
+
+    def idle(self) -> None:
+        self.last = "idle"
+
+    def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
+        pass
+
+
+def test_idle_is_not_said_when_a_request_has_just_come(own_home: Path) -> None:
+    settings = load_settings({"target": str(BUNDLED / "draft"), "dtype": "float32", "record": False})
+
+    def opened() -> contextlib.AbstractContextManager[Session]:
+        return open_session(settings, Console(file=io.StringIO()))
+
+    engine = EngineThread(opened, Metrics(), queue=4)
+    heard, said, done = Heard(), [], threading.Event()
+
+    def emit(event: Event) -> None:
+        said.append(heard.last)
+        if isinstance(event, Done):
+            done.set()
+
+    class JustThen(Heard):
+        """Asks at the very moment when the engine says that nobody waits."""
+
+        def idle(self) -> None:
+            if not self.last:
+                self.last = "asked"
+                asking = threading.Thread(target=engine.submit, args=(job(8, emit),))
+                asking.start()
+                asking.join(0.5)
+
+    engine.listen(JustThen())
+    engine.listen(heard)
+    engine.start(when_over=lambda: None)
+    try:
+        assert done.wait(120)
+    finally:
+        engine.close()
+    assert said == ["busy"] * len(said)
+
+
+def test_who_goes_away_before_their_turn_leaves_nothing_in_the_queue() -> None:
+    gone: list[None] = []
+    queue = FairQueue(2, lambda: gone.append(None))
+    staying = job(8, client="staying")
+    queue.put(staying, running=True)
+    prompts = []
+    for _ in range(1000):
+        leaving = job(8, client="leaving")
+        prompts.append(weakref.ref(leaving.ask))
+        queue.put(leaving, running=True)
+        leaving.cancel()
+        del leaving
+    gc.collect()
+    assert not [ref for ref in prompts if ref() is not None]
+    assert len(gone) == 1000
+    assert len(queue) == 1
+    assert queue.take(0) is staying
+    staying.cancel()  # it has begun: nobody's queue is shorter for it
+    assert len(gone) == 1000
+    assert queue.take(0) is None
