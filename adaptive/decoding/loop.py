@@ -28,6 +28,11 @@ from adaptive.types import Round, SamplingParams, StopParams, Supervision, Timin
 # rounds (text, hooks, the caller) is cheap when it is repeated, and dear each time that a pass over the weights has
 # driven it out of the processor's caches. Longer is seen as text that comes in jerks.
 BURST_S = 0.016
+# Tokens of an answer that caches have room for at first, and for at least so many more each time; most answers are
+# shorter, whatever they may be at most. Fewer copies a long answer's cache more often, more takes memory in vain.
+ANSWER_ROOM = 1024
+# Tokens behind the committed ones for which there is always room: a recorded pass writes up to 17.
+AHEAD = 32
 
 
 class Step(NamedTuple):
@@ -158,10 +163,11 @@ class Decoding:
         self._unshown: list[Verdict] = []
         self._left = self.room  # tokens that may still be decoded
         self._ended = False  # the last token that was decoded ends the answer
+        self._reserved = self._draft_reserved = 0  # tokens that the caches have room for
 
     def steps(self) -> Iterator[Step]:
         """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
-        self.target.reserve(len(self.committed) + self.room)
+        self._make_room(0)
         self.sampler.penalties.start(torch.tensor(self.committed))
         self.tape = SupervisionTape() if self.request.record else None
         began = time.perf_counter()
@@ -203,6 +209,7 @@ class Decoding:
             times = min(policy.steady, (limit if length else self._left) // (length + 1))
             begins = len(self.rounds)
             while True:
+                self._make_room(length)
                 outcome, verdict, logits = speculative_round(
                     self.target, self.drafter, self.sampler, self.committed, length, advise
                 )
@@ -217,6 +224,18 @@ class Decoding:
                 self._expected.append((1 + outcome.accepted) / policy.expected if policy.expected else 0.0)
             if late:
                 return
+
+    def _make_room(self, length: int) -> None:
+        """Room in the caches for a round of ``length`` drafted tokens: the draft's goes with the target's."""
+        needed, longest = len(self.committed) + max(AHEAD, 1 + length), len(self.request.prompt) + self.room
+        if self._reserved < min(needed, longest):
+            more = max(ANSWER_ROOM, self._reserved // 2)
+            reserved = min(longest, max(needed, (self._reserved or len(self.committed)) + more))
+            self.target.reserve(reserved)
+            self._reserved = reserved
+        if length and self.drafter is not None and self._draft_reserved < self._reserved:
+            self.drafter.reserve(self._reserved)
+            self._draft_reserved = self._reserved
 
     def _keep(self, verdict: Verdict, logits: torch.Tensor) -> None:
         """Take in what one round decoded, to be shown later."""

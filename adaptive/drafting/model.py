@@ -115,6 +115,10 @@ class ModelDrafter:
             return Proposal(self.name, join(tokens), torch.cat(probs))
         return Proposal(self.name, join(tokens), probs or None)
 
+    def reserve(self, length: int) -> None:
+        """Make room in the draft's cache."""
+        self.sequence.reserve(min(length, self.engine.context_length))
+
     def rollback(self, length: int) -> None:
         """Forget the drafts that did not stand."""
         self.sequence.rollback(length)

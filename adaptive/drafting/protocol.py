@@ -33,5 +33,8 @@ class Drafter(Protocol):
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
         """At most ``length`` (at least 1) tokens after ``committed``, fewer where ``advise`` says so; None for none."""
 
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` committed and drafted tokens in all; as of a ``Sequence``."""
+
     def rollback(self, length: int) -> None:
         """Tokens after the first ``length`` committed ones did not stand."""

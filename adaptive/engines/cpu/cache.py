@@ -30,9 +30,14 @@ class LeanCache:
         self._shape = (layers, 2, heads, size)
 
     def reserve(self, length: int) -> None:
-        """Have room for ``length`` tokens; what is held stays."""
+        """Have room for ``length`` tokens; what is held stays, also where memory is short."""
         if length > self.capacity:
             self._grow(-(-length // GROWTH) * GROWTH)
+
+    def make_room(self, length: int) -> None:
+        """``reserve`` for a pass that nobody made room for: half as much again, so that few passes copy."""
+        if length > self.capacity:
+            self.reserve(max(length, self.capacity * 3 // 2))
 
     @torch.inference_mode()
     def _grow(self, capacity: int) -> None:
@@ -50,7 +55,7 @@ class LeanCache:
     def views(self, end: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Of every layer: keys and values (1, heads, end, size) of the first ``end`` tokens, and the complex
         place (2, heads, end - length, size / 2) that the new ones of both are written to."""
-        self.reserve(end)
+        self.make_room(end)
         return (
             self._keys.narrow(3, 0, end).unbind(0),
             self._values.narrow(3, 0, end).unbind(0),

@@ -141,7 +141,7 @@ class LeanForward:
             return self._pass(tokens, rows, cache)
         if end > self._table_length:
             self._extend_tables(end)
-        cache.reserve(end)
+        cache.make_room(end)
         logits = compiled(tokens, self._places[:end], self._turns[start:end], cache)
         cache.length = end
         return logits
@@ -197,7 +197,7 @@ class LeanForward:
         """Room for so many tokens in all; where the rotations of the next one are."""
         if end > self._table_length:
             self._extend_tables(end)
-        cache.reserve(end)
+        cache.make_room(end)
         return self._turns_at + cache.length * self._turn_bytes
 
     def _threads_for(self, count: int) -> int:
@@ -241,7 +241,7 @@ class LeanForward:
     def _attended_by_us(self, x: torch.Tensor, space: Workspace, cache: LeanCache, attention: Attention) -> None:
         """All layers, added into the residual stream x (n, width) in place."""
         start = cache.length
-        cache.reserve(start + len(x))
+        cache.make_room(start + len(x))
         # A token's rotations, one after the other.
         turns, step = self._turns_at + start * self._turn_bytes, self._turn_bytes // len(self.plan.ropes)
         for layer, place in zip(self.plan.layers, cache.addresses, strict=True):

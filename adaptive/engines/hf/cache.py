@@ -61,18 +61,18 @@ class RollbackLayer(CacheLayerMixin):
             raise
         self.is_initialized = True
 
-    def reserve(self, capacity: int) -> None:
-        """Have room for ``capacity`` tokens; what is held stays."""
-        if capacity <= self.capacity:
-            return
-        if self.is_initialized:
+    def grown(self, capacity: int) -> list[torch.Tensor]:
+        """Larger buffers for ``use``; none where the first states are still to come."""
+        return [_buffer(old, capacity) for old in (self.keys, self.values) if old is not None]
+
+    def use(self, buffers: list[torch.Tensor], capacity: int) -> None:
+        """Go over to ``grown`` buffers; what is held stays."""
+        if buffers:
             assert self.keys is not None
             assert self.values is not None
-            # Both or neither, and the capacity that is true: memory may be short.
-            grown = [_buffer(old, capacity) for old in (self.keys, self.values)]
-            for new, old in zip(grown, (self.keys, self.values), strict=True):
+            for new, old in zip(buffers, (self.keys, self.values), strict=True):
                 new[:, :, : self.length] = old[:, :, : self.length]
-            self.keys, self.values = grown
+            self.keys, self.values = buffers
         self.capacity = capacity
 
     def update(
@@ -86,8 +86,9 @@ class RollbackLayer(CacheLayerMixin):
                 buffer.index_copy_(2, places, states)
             return self.keys[:, :, :keys], self.values[:, :, :keys]  # type: ignore[index]
         end = self.length + key_states.shape[-2]
-        if end > self.capacity:
-            self.reserve(-(-end // GROWTH) * GROWTH)
+        if end > self.capacity:  # a pass that nobody made room for
+            capacity = -(-end // GROWTH) * GROWTH
+            self.use(self.grown(capacity), capacity)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -150,9 +151,17 @@ class RollbackCache(Cache):
         return self.layers[0].length
 
     def reserve(self, length: int) -> None:
-        """Have room for ``length`` tokens in every layer."""
-        for layer in self.layers:
-            layer.reserve(-(-length // GROWTH) * GROWTH)
+        """Have room for ``length`` tokens in every layer. Memory may be short: then every layer stays as it was."""
+        capacity = -(-length // GROWTH) * GROWTH
+        small = [layer for layer in self.layers if layer.capacity < capacity]
+        grown = [layer.grown(capacity) for layer in small]
+        for layer, buffers in zip(small, grown, strict=True):
+            layer.use(buffers, capacity)
+
+    def make_room(self, length: int) -> None:
+        """``reserve`` for a pass that nobody made room for: half as much again, so that few passes copy."""
+        if length > self.capacity:
+            self.reserve(max(length, self.capacity * 3 // 2))
 
     @property
     def capacity(self) -> int:

@@ -16,6 +16,7 @@ from adaptive.engines.cpu.kernels import Rule
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.graphs import RecordedPasses
 from adaptive.engines.hf.lora import MergedAdapter
+from adaptive.errors import AdaptiveError
 from adaptive.tokens import Ids, Rows, as_tensor, moved
 from adaptive.types import SamplingParams
 
@@ -50,8 +51,14 @@ class TransformersSequence:
         return self.cache.nbytes
 
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens in all."""
-        self.cache.reserve(min(length, self.engine.context_length))
+        """Make room for ``length`` tokens in all; see the protocol."""
+        length = min(length, self.engine.context_length)
+        try:
+            self.cache.reserve(length)
+        except (RuntimeError, MemoryError) as error:
+            raise AdaptiveError(
+                f"there is no memory for the keys and values of {length} tokens; shorten the text or free memory"
+            ) from error
 
     def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
@@ -140,6 +147,7 @@ class TransformersEngine:
     def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
         """The same by the model's own forward, as it comes."""
         start = cache.length
+        cache.make_room(start + len(tokens))
         output = self.model(
             input_ids=tokens[None],
             position_ids=self._positions[:, start : start + len(tokens)],

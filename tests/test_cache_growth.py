@@ -1,0 +1,108 @@
+"""Caches take the memory of what is said, not of what might be: they grow in steps, all layers of them or none."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import save_random_pair
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength
+from adaptive.engines.hf import engine as hf
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.errors import AdaptiveError
+from adaptive.pair import Pair, load_pair
+from adaptive.settings import load_settings
+from adaptive.types import Message, SamplingParams, StopParams
+
+CONTEXT = 40_000
+# Of the random pair: keys and values of four key heads of 16 numbers (float32), in four layers and in one.
+BYTES = {"target": 4 * 2 * 64 * 4, "draft": 2 * 64 * 4}
+
+
+@pytest.fixture(scope="module", params=["kernels", "transformers"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Random weights with a long context, on our forward and on the models' own."""
+    folders = save_random_pair(tmp_path_factory.mktemp("pair"), "gpt_neox")
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "transformers":
+            patch.setattr(hf, "lean_forward", lambda *_, **__: None)
+        target, draft = map(str, folders)
+        yield load_pair(load_settings({"target": target, "draft": draft, "dtype": "float32", "device": "cpu"}))
+
+
+def test_a_short_answer_takes_little_memory_whatever_it_may_be_at_most(pair: Pair) -> None:
+    assistant = Assistant(pair, FixedLength(3), None)
+    prompt = [Message("user", "One line, please.")]
+    steps = assistant.chat(prompt, SamplingParams(0.7, seed=1), StopParams(32_768, ignore_eos=True))
+    for _, _ in zip(range(20), steps, strict=False):
+        pass
+    steps.close()  # type: ignore[attr-defined]
+    (conversation,) = assistant.conversations._kept
+    assert conversation.draft is not None
+    assert 0 < conversation.target.sequence.nbytes <= 2048 * BYTES["target"]
+    assert 0 < conversation.draft.sequence.nbytes <= 2048 * BYTES["draft"]
+
+
+def test_the_drafts_cache_grows_with_the_targets_and_seldom(pair: Pair) -> None:
+    assistant = Assistant(pair, FixedLength(3), None)
+    prompt = [Message("user", "A long story, please.")]
+    sizes = []
+    for number, _ in enumerate(assistant.chat(prompt, SamplingParams(0.0), StopParams(1300, ignore_eos=True))):
+        if number:  # the draft is asked from the second round on
+            (conversation,) = assistant.conversations._kept
+            assert conversation.draft is not None
+            sizes.append((conversation.target.sequence.nbytes, conversation.draft.sequence.nbytes))
+    assert {target // BYTES["target"] for target, _ in sizes} == {draft // BYTES["draft"] for _, draft in sizes}
+    assert all(target // BYTES["target"] == draft // BYTES["draft"] for target, draft in sizes)
+    assert len(set(sizes)) == 2
+
+
+@contextmanager
+def short_of_memory(left: int) -> Iterator[None]:
+    """The process may take ``left`` bytes more."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + left, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("which", ["kernels", "transformers"])
+def test_growing_that_fails_half_way_leaves_every_layer_as_it_was(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if which == "transformers":
+        monkeypatch.setattr(hf, "lean_forward", lambda *_, **__: None)
+    tokens = 300_000
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        max_position_embeddings=tokens,
+    )
+    torch.manual_seed(0)
+    engine = TransformersEngine(LlamaForCausalLM(config))
+    text = torch.randint(50, (90,)).tolist()
+    expected = engine.sequence().extend(text, 1).clone()
+    sequence = engine.sequence()
+    sequence.extend(text[:60], 1)
+    before = sequence.nbytes
+    each = tokens * 2 * 64 * 4  # bytes of a layer
+    with short_of_memory(3 * each + each // 2), pytest.raises(AdaptiveError, match="no memory"):
+        sequence.reserve(tokens)
+    assert sequence.nbytes == before
+    assert sequence.length == 60
+    torch.testing.assert_close(sequence.extend(text[60:], 1), expected)
