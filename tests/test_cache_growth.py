@@ -58,7 +58,7 @@ def test_the_drafts_cache_grows_with_the_targets_and_seldom(pair: Pair) -> None:
     assistant = Assistant(pair, FixedLength(3), None)
     prompt = [Message("user", "A long story, please.")]
     sizes = []
-    for number, _ in enumerate(assistant.chat(prompt, SamplingParams(0.0), StopParams(1300, ignore_eos=True))):
+    for number, _ in enumerate(assistant.chat(prompt, SamplingParams(0.0), StopParams(1700, ignore_eos=True))):
         if number:  # the draft is asked from the second round on
             (conversation,) = assistant.conversations._kept
             assert conversation.draft is not None
