@@ -11,11 +11,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from adaptive.caches import Conversation, Conversations
 from adaptive.control.goodput import GoodputLength
@@ -24,6 +22,7 @@ from adaptive.control.policy import FixedLength, LengthPolicy, Scope
 from adaptive.decoding.loop import Decoding, Request, Step, TargetSampler
 from adaptive.decoding.text import TextStream
 from adaptive.drafting.model import ModelDrafter
+from adaptive.encoding import encode_text, render_chat
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
 from adaptive.records.writer import LogWriter
@@ -154,10 +153,7 @@ class Assistant:
         record: bool = True,
     ) -> Iterator[Step]:
         """Continue a raw text, without the chat template."""
-        try:
-            prompt: list[int] = self.pair.tokenizer.encode(text)
-        except (TypeError, ValueError) as error:  # half of a surrogate pair, say
-            raise AdaptiveError("the text is not valid Unicode") from error
+        prompt = encode_text(self.pair.tokenizer, text, self.pair.target.context_length)
         return self.answer(prompt, (), text, sampling, stop, session, domain, record)
 
     def answer(
@@ -259,25 +255,8 @@ class Assistant:
 
 def encode_chat(pair: Pair, messages: Sequence[Message]) -> list[int]:
     """Token ids of a chat with the generation prompt. Raises AdaptiveError as ``render_chat``."""
-    return render_chat(pair.tokenizer, [{"role": m.role, "content": m.content} for m in messages])
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
-) -> list[int]:
-    """Token ids of a chat, as the chat template takes it, with tool definitions and the generation prompt.
-
-    Raises AdaptiveError where the tokenizer has no chat template or the template refuses the chat.
-    """
-    if not tokenizer.chat_template:
-        raise AdaptiveError("the target's tokenizer has no chat template; it can only continue raw text (--raw)")
-    offered: list[Any] | None = list(tools) if tools else None
-    try:
-        text = tokenizer.apply_chat_template(chat, tools=offered, tokenize=False, add_generation_prompt=True)
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # a template raises whatever its author chose
-        raise AdaptiveError(f"the target's chat template refuses this chat: {error}") from error
-    return ids
+    chat = [{"role": m.role, "content": m.content} for m in messages]
+    return render_chat(pair.tokenizer, chat, pair.target.context_length)
 
 
 def _end_tokens(pair: Pair) -> frozenset[int]:

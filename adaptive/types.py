@@ -82,9 +82,17 @@ class SamplingParams:
         return cls(**known)
 
 
+# Stop strings of one request, and characters of one. OpenAI allows 4; what is looked for takes memory and some
+# milliseconds of preparation by the character of all of them.
+MOST_STOPS, LONGEST_STOP = 64, 512
+
+
 @dataclass(frozen=True)
 class StopParams:
-    """When a generation ends, besides the end-of-sequence tokens of the model."""
+    """When a generation ends, besides the end-of-sequence tokens of the model.
+
+    Raises AdaptiveError for more than MOST_STOPS strings, one longer than LONGEST_STOP characters, or an empty one.
+    """
 
     max_new_tokens: int = 512
     stop: tuple[str, ...] = ()
@@ -96,6 +104,11 @@ class StopParams:
             raise AdaptiveError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         if any(not text for text in self.stop):
             raise AdaptiveError("a stop string is empty; give at least one character")
+        if len(self.stop) > MOST_STOPS:
+            raise AdaptiveError(f"stop: {len(self.stop)} strings are given; at most {MOST_STOPS} are looked for")
+        longest = max((len(text) for text in self.stop), default=0)
+        if longest > LONGEST_STOP:
+            raise AdaptiveError(f"stop: a string has {longest} characters; at most {LONGEST_STOP} are looked for")
 
 
 @dataclass(frozen=True)

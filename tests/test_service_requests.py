@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from service_server import Server
 from store_factory import published
@@ -33,6 +34,27 @@ def client(server: Server) -> openai.OpenAI:
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
     return client.completions.create(**{"model": "any", "prompt": "Once upon a time", "max_tokens": 12, **options})
+
+
+def test_more_stop_strings_than_are_looked_for_are_refused(client: openai.OpenAI) -> None:
+    ended = ask(client, temperature=0, stop=[f"no such text {n}" for n in range(63)] + [" "])
+    assert ended.choices[0].finish_reason == "stop"
+    for stop in ([f"s{n}" for n in range(65)], [f"s{n}" for n in range(300_000)], ["x" * 513]):
+        with pytest.raises(openai.BadRequestError, match="stop"):
+            ask(client, stop=stop)
+
+
+def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenized(client: openai.OpenAI, server: Server) -> None:
+    process = psutil.Process(server.process.pid)
+    word = "a" * 7_900_000
+    before = process.cpu_times().user
+    for send in (
+        lambda: ask(client, prompt=word),
+        lambda: client.chat.completions.create(model="any", messages=[{"role": "user", "content": word}]),
+    ):
+        with pytest.raises(openai.BadRequestError, match="context"):
+            send()
+    assert process.cpu_times().user - before < 5.0  # 25 s where all of it is tokenized
 
 
 def test_a_model_is_found_by_its_name(client: openai.OpenAI) -> None:

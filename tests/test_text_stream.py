@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from adaptive.decoding.stops import stop_strings
 from adaptive.decoding.text import TextStream
 
 WORDS = ["A", "B", "C", ".", "▁", "▁B"]
@@ -57,6 +58,24 @@ def test_text_that_only_began_like_a_stop_string_is_not_lost() -> None:
 
 def test_the_earliest_of_several_stop_strings_counts() -> None:
     assert "".join(streamed("a b c d", ("c", "b"))[0]) == "a "
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=6),
+    st.lists(st.text("ab", max_size=4), max_size=8),
+)
+def test_many_stop_strings_are_found_like_each_by_itself(stops: list[str], parts: list[str]) -> None:
+    automaton, state, text = stop_strings(tuple(stops)), 0, ""
+    for character in "".join(parts):
+        state, text = automaton.step(state, character), text + character
+        ends = [len(stop) for stop in stops if text.endswith(stop)]
+        assert automaton.ends[state] == max(ends, default=0)
+        beginnings = {stop[:n] for stop in stops for n in range(len(stop) + 1)}
+        assert automaton.depth[state] == max(n for n in range(len(text) + 1) if text[len(text) - n :] in beginnings)
+
+
+def test_the_text_ends_at_the_same_place_however_it_came_in_tokens() -> None:
+    assert "".join(streamed("x abcd", ("abcd", "bc"))[0]) == "x a"
 
 
 def by_bytes() -> PreTrainedTokenizerFast:

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from adaptive.decoding.stops import stop_strings
+
 # Fewest tokens kept before the new ones when decoding, so that a tokenizer which treats the first token of
 # a text differently (a leading space) sees the true left context; and the most that are tried where fewer decode
 # to something else alone, as the last byte of a character does (a few characters of three or four bytes).
@@ -25,7 +27,8 @@ class TextStream:
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), context: Sequence[int] = ()
     ) -> None:
         """``context``: the tokens that the text goes on from, where it does not begin anew."""
-        self.stop = tuple(stop)
+        self._stops = stop_strings(tuple(stop)) if stop else None
+        self._state = 0  # of the automaton, after all text so far
         self._text = _decoder(tokenizer)
         self.window: list[int] = []  # the last tokens; their text up to now is `before`
         self.before = ""
@@ -71,16 +74,18 @@ class TextStream:
         return text
 
     def _release(self, new: str) -> str:
-        if not self.stop:
+        if self._stops is None:
             return new
+        for place, character in enumerate(new, start=1):
+            self._state = self._stops.step(self._state, character)
+            if ends := self._stops.ends[self._state]:
+                text = self.held + new[:place]
+                self.stopped, self.held = True, ""
+                return text[: len(text) - ends]
         text = self.held + new
-        found = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
-        if found:
-            self.stopped, self.held = True, ""
-            return text[: min(found)]
-        hold = max((_overlap(text, stop) for stop in self.stop), default=0)
-        self.held = text[len(text) - hold :]
-        return text[: len(text) - hold]
+        shown = len(text) - self._stops.depth[self._state]
+        self.held = text[shown:]
+        return text[:shown]
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -94,8 +99,3 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     )
     decode: Callable[..., Any] = tokenizer.backend_tokenizer.decode if plain else tokenizer.decode
     return partial(decode, skip_special_tokens=True)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -17,7 +17,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
-from adaptive.assistant import render_chat, sampling_params
+from adaptive.assistant import sampling_params
+from adaptive.encoding import encode_text, render_chat
 from adaptive.errors import AdaptiveError
 from adaptive.service.dashboard import add_dashboard
 from adaptive.service.engine import EngineThread, Opened
@@ -45,6 +46,10 @@ from adaptive.settings import Settings
 
 # Seconds that a client told 429 or 503 is asked to wait: about one answer.
 RETRY_AFTER = {"Retry-After": "2"}
+
+
+# Tokens of a context that any text fits in: whoever counts tokens may count more than the model takes.
+UNLIMITED = 2**31
 
 
 class NotReadyError(Exception):
@@ -80,7 +85,8 @@ class Api:
         tools = None if body.tool_choice == "none" else body.tools
         chat = [message.for_template() for message in body.messages]
         # Off the event loop: a long text takes a while, and other streams go on meanwhile.
-        ids = await asyncio.to_thread(render_chat, self.tokenizer, chat, tools)
+        context = self.session().pair.target.context_length
+        ids = await asyncio.to_thread(render_chat, self.tokenizer, chat, context, tools)
         prompt = Prompt(ids, tuple(message.for_log() for message in body.messages), "")
         top = (body.top_logprobs or 0) if body.logprobs else None
         return await self._serve(body, (prompt,), body.max_completion_tokens or body.max_tokens, top, request, tools)
@@ -94,7 +100,8 @@ class Api:
     def _raw(self, given: str | list[int]) -> Prompt:
         """Raises AdaptiveError for what the tokenizer or the model does not know."""
         if isinstance(given, str):
-            return Prompt(encode(self.tokenizer, given, add_special=True), (), given)
+            context = self.session().pair.target.context_length
+            return Prompt(encode_text(self.tokenizer, given, context), (), given)
         check_tokens(given, self.session().pair.target.vocab_size)
         return Prompt(list(given), (), str(self.tokenizer.decode(given)))
 
@@ -173,15 +180,6 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special: bool) -> list[int]:
-    """Token ids of a text. Raises AdaptiveError for text that is no valid Unicode."""
-    try:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special)
-    except (TypeError, ValueError) as error:  # half of a surrogate pair, say
-        raise AdaptiveError("the text is not valid Unicode") from error
-    return ids
-
-
 def check_tokens(tokens: list[int], vocab_size: int) -> None:
     """Raise AdaptiveError for an id that the model does not have."""
     wrong = next((t for t in tokens if t >= vocab_size), None)
@@ -223,7 +221,8 @@ def _completions(app: FastAPI, api: Api) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        return {"tokens": await asyncio.to_thread(encode, api.tokenizer, body.content, body.add_special)}
+        ids = await asyncio.to_thread(encode_text, api.tokenizer, body.content, UNLIMITED, body.add_special)
+        return {"tokens": ids}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
