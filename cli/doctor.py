@@ -128,8 +128,10 @@ def _kernels() -> Finding:
 def _processor() -> Iterator[Finding]:
     import psutil
 
+    from adaptive.machine import processor_name
+
     cores, threads = psutil.cpu_count(logical=False), psutil.cpu_count()
-    yield Finding("machine", "processor", "ok", f"{_processor_name()}, {cores or '?'} cores, {threads} threads")
+    yield Finding("machine", "processor", "ok", f"{processor_name()}, {cores or '?'} cores, {threads} threads")
     memory = psutil.virtual_memory()
     tight = memory.available < 2 * 2**30  # a small pair, its caches and a training round take about this (bytes)
     yield Finding(
@@ -139,15 +141,6 @@ def _processor() -> Iterator[Finding]:
         f"{_size(memory.available)} free of {_size(memory.total)}",
         "close other programs, or expect only small models to fit" if tight else "",
     )
-
-
-def _processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _disk(home: Path) -> Finding:

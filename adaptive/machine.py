@@ -1,0 +1,186 @@
+"""What else uses this machine, and which machine it is.
+
+In: the operating system's accounts of processor time. Out: how many cores other programs took since the last look
+(``LoadMeter``), and a line that changes where measured costs no longer hold (``identity``). Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+# Cores that others have to take before the machine counts as busy: a share of those that may be used, but no more
+# than so many. A desktop at rest takes 0.1 to 0.2; passes whose threads wait for each other on two cores are already
+# slower beside a third of a core.
+BUSY_SHARE, BUSY_CORES = 0.15, 0.75
+# Seconds of a core that others have to take as well: what is shorter than that is a moment, and over.
+MOMENT_S = 0.08
+# Seconds between two reads below which nothing can be said: the accounts are kept in steps of 10 ms a core.
+LEAST_S = 0.1
+# Seconds for which the number of cores that may be used is believed.
+CORES_HOLD_S = 10.0
+
+CGROUPS, CPUFREQ = Path("/sys/fs/cgroup"), Path("/sys/devices/system/cpu/cpufreq/policy0")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Who used the processor over ``seconds``, in cores (1.0 is one core all the time).
+
+    ``others`` is what other programs took of the ``cores`` that this process may use, or a hypervisor (steal), and
+    ``own`` what all threads of this process took. Processes that this one has started are others.
+    """
+
+    seconds: float
+    others: float
+    own: float
+    cores: float
+
+    @property
+    def busy(self) -> bool:
+        """Whether others took enough for passes to be slower, and for longer than a moment."""
+        return self.others > min(BUSY_SHARE * self.cores, BUSY_CORES) and self.others * self.seconds > MOMENT_S
+
+    def __str__(self) -> str:
+        return f"{self.others:.1f} of {self.cores:g} cores"
+
+
+class _Accounts(NamedTuple):
+    """Seconds since the machine or the process began."""
+
+    at: float
+    idle: float
+    steal: float
+    own: float
+
+
+class LoadMeter:
+    """The load between two reads. One read takes some 30 us."""
+
+    def __init__(self) -> None:
+        self._mine = _allowed()
+        self.cores = _cores(self._mine)
+        self._cores_at = time.monotonic()
+        self._last = self._accounts()
+
+    def read(self) -> Load | None:
+        """The load since the last read; None, and nothing is forgotten, where that was less than ``LEAST_S`` ago."""
+        now = self._accounts()
+        seconds = now.at - self._last.at
+        if seconds < LEAST_S:
+            return None
+        idle, steal, own = (
+            max(0.0, later - before) / seconds for later, before in zip(now[1:], self._last[1:], strict=True)
+        )
+        if now.at - self._cores_at > CORES_HOLD_S:
+            self._cores_at = now.at
+            self._mine = _allowed()
+            self.cores = _cores(self._mine)
+        self._last = now
+        # What is neither idle nor ours was somebody else's. With a quota there may be more idle cores than may be used.
+        return Load(seconds, min(self.cores, max(self.cores - idle - own, steal)), own, self.cores)
+
+    def _accounts(self) -> _Accounts:
+        if self._mine is None:
+            kept = [psutil.cpu_times()]
+        else:
+            every = psutil.cpu_times(percpu=True)
+            kept = [every[core] for core in self._mine if core < len(every)]
+        # A core that waits for a disk is free.
+        idle = sum(times.idle + getattr(times, "iowait", 0.0) for times in kept)
+        steal = sum(getattr(times, "steal", 0.0) for times in kept)
+        return _Accounts(time.monotonic(), idle, steal, time.process_time())
+
+
+def identity() -> str:
+    """Which machine this is and how it is run, as far as costs depend on it: processor, cores, power, governor."""
+    return f"{processor_name()}; {_cores(_allowed()):g} cores; {_power()}{_governor()}"
+
+
+def processor_name() -> str:
+    """As its maker calls it."""
+    try:
+        if sys.platform == "darwin":
+            asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _allowed() -> list[int] | None:
+    """The cores that this process may run on; None for all there are."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    mine = sorted(os.sched_getaffinity(0))
+    return None if len(mine) >= (os.cpu_count() or 1) else mine
+
+
+def _cores(mine: list[int] | None) -> float:
+    """How many cores' time this process may take."""
+    cores = float(len(mine) if mine else os.cpu_count() or 1)
+    return min(cores, _quota())
+
+
+def _quota(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> float:
+    """Cores that the control groups of this process allow (Linux, versions 1 and 2); infinite where none says so."""
+    least = float("inf")
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return least
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / controllers if controllers else root
+        folder = top / path.lstrip("/")
+        # A limit holds for all below it. In a container the path may be one that only the host can see.
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(top):
+                least = min(least, _limit(group))
+    return least
+
+
+def _limit(group: Path) -> float:
+    """Cores that one control group allows itself."""
+    try:
+        if (group / "cpu.max").is_file():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return float(quota) / float(period) if quota != "max" and float(quota) > 0 else float("inf")
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def _power() -> str:
+    try:
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    except (OSError, RuntimeError, NotImplementedError):
+        battery = None
+    if battery is None or battery.power_plugged is None:
+        return "power unknown"
+    return "on mains" if battery.power_plugged else "on battery"
+
+
+def _governor(folder: Path = CPUFREQ) -> str:
+    """What chooses the processor's frequency, where that can be read (Linux)."""
+    said = []
+    for name in ("scaling_governor", "energy_performance_preference"):
+        try:
+            said.append((folder / name).read_text().strip())
+        except OSError:
+            continue
+    return f"; {', '.join(said)}" if said else ""

@@ -1,0 +1,144 @@
+"""What else uses the machine is seen, by processes that really spin."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from adaptive.machine import MOMENT_S, Load, LoadMeter, _governor, _quota, identity
+
+# Works through large numbers, without the interpreter's lock.
+SPIN = "import hashlib\nwhile True: hashlib.sha256(bytes(2**20)).digest()"
+
+
+@contextmanager
+def spinning(count: int) -> Iterator[list[psutil.Process]]:
+    """So many processes that take all the time they get."""
+    started = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
+    try:
+        found = [psutil.Process(process.pid) for process in started]
+        until = time.monotonic() + 30
+        while any(sum(process.cpu_times()[:2]) < 0.1 for process in found) and time.monotonic() < until:
+            time.sleep(0.02)
+        yield found
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def taken(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def test_what_other_programs_take_is_seen() -> None:
+    with spinning(2) as processes:
+        meter, before = LoadMeter(), taken(processes)
+        time.sleep(1.0)
+        load, took = meter.read(), taken(processes) - before
+    assert load is not None
+    assert load.others >= took / load.seconds - 0.15
+    assert load.busy
+    assert load.others <= load.cores
+
+
+def test_own_threads_are_never_others() -> None:
+    """Whatever else runs: what both take is no more than there is."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        import hashlib
+
+        while not stop.is_set():
+            hashlib.sha256(bytes(2**20)).digest()
+
+    threads = [threading.Thread(target=spin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        meter, before = LoadMeter(), time.process_time()
+        time.sleep(1.0)
+        load, own = meter.read(), time.process_time() - before
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert load is not None
+    assert load.own == pytest.approx(own / load.seconds, abs=0.05)
+    assert load.own > 0.1
+    assert load.own + load.others <= load.cores + 0.15
+
+
+def test_too_short_a_time_says_nothing_and_loses_nothing() -> None:
+    with spinning(1) as processes:
+        meter, before = LoadMeter(), taken(processes)
+        assert meter.read() is None
+        for _ in range(20):
+            time.sleep(0.02)
+            load = meter.read()
+            if load is not None:
+                break
+        took = taken(processes) - before
+    assert load is not None
+    assert load.seconds >= 0.1
+    assert load.others * load.seconds >= took - 0.05
+
+
+def test_a_moment_does_not_count() -> None:
+    assert not Load(seconds=0.12, others=MOMENT_S / 0.12 - 0.01, own=1.0, cores=2).busy
+    assert not Load(seconds=5.0, others=0.2, own=1.0, cores=2).busy
+    assert Load(seconds=1.0, others=0.9, own=1.0, cores=2).busy
+    assert Load(seconds=1.0, others=0.9, own=1.0, cores=64).busy
+
+
+def test_a_look_costs_nothing() -> None:
+    meter, times = LoadMeter(), []
+    for _ in range(300):
+        began = time.perf_counter()
+        meter.read()
+        times.append(time.perf_counter() - began)
+    assert statistics.quantiles(times, n=4)[0] < 100e-6
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
+def test_only_cores_that_may_be_used_count() -> None:
+    code = (
+        "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from adaptive.machine import LoadMeter; meter = LoadMeter(); time.sleep(0.5); load = meter.read()\n"
+        "assert load.cores == 1 and load.others <= 1, load"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_quota_is_found_at_every_level(tmp_path: Path) -> None:
+    membership, root = tmp_path / "membership", tmp_path / "fs"
+    membership.write_text("0::/user/app\n")
+    (root / "user" / "app").mkdir(parents=True)
+    assert _quota(membership, root) == float("inf")
+    (root / "user" / "app" / "cpu.max").write_text("max 100000\n")
+    (root / "user" / "cpu.max").write_text("150000 100000\n")
+    assert _quota(membership, root) == 1.5
+    membership.write_text("4:memory:/x\n1:cpu,cpuacct:/x\n")
+    (root / "cpu,cpuacct" / "x").mkdir(parents=True)
+    (root / "cpu,cpuacct" / "x" / "cpu.cfs_quota_us").write_text("-1\n")
+    (root / "cpu,cpuacct" / "x" / "cpu.cfs_period_us").write_text("100000\n")
+    assert _quota(membership, root) == float("inf")
+    (root / "cpu,cpuacct" / "x" / "cpu.cfs_quota_us").write_text("50000\n")
+    assert _quota(membership, root) == 0.5
+
+
+def test_the_machine_and_how_it_is_run_have_a_name(tmp_path: Path) -> None:
+    assert identity() == identity()
+    assert "cores; " in identity()
+    (tmp_path / "scaling_governor").write_text("powersave\n")
+    assert _governor(tmp_path) == "; powersave"
