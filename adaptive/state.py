@@ -35,6 +35,11 @@ class PairState:
         """Learned costs and acceptance priors."""
         return self.root / "controller.json"
 
+    @property
+    def doubts(self) -> Path:
+        """The adapter that was rolled back and is to be judged once more."""
+        return self.root / "doubts.json"
+
 
 def default_home() -> Path:
     """The platform's user data folder for adaptive (``--state-dir`` and ADAPTIVE_HOME override it)."""

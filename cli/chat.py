@@ -167,6 +167,7 @@ class Conversation:
             self.console.print(f"{status.activity}: {status.reason}", markup=False)
             if status.last_round:
                 self.console.print(f"last round: {status.last_round}", style="dim", markup=False)
+            self.console.print(f"live acceptance: {status.watch}", style="dim", markup=False)
         elif name in ("/stats", "/sessions"):
             self._from_log(name)
         else:

@@ -226,6 +226,11 @@ class GoodputLength(LengthPolicy):
         return self.stopping(position, confidence)
 
     @property
+    def expected_speed_up(self) -> float | None:
+        """From the rate of speculation lately and the costs; None where nothing was measured yet."""
+        return self.speculative * self.plain_s if self.costs.measured else None
+
+    @property
     def adviser(self) -> Adviser | None:
         """The thresholds themselves."""
         return self.stopping if self.attentive else None

@@ -68,6 +68,12 @@ class LengthPolicy(ABC):
         return Advice.MORE
 
     @property
+    def expected_speed_up(self) -> float | None:
+        """Expected tokens per second of drafting as it would be done now, over those of plain decoding; None where
+        that is not known."""
+        return None
+
+    @property
     def adviser(self) -> Adviser | None:
         """Whom the drafter asks at every position."""
         return self.advise if self.attentive else None

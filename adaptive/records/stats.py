@@ -57,6 +57,26 @@ class PositionAcceptance:
         return self.accepted / self.observed if self.observed else None
 
 
+@dataclass(frozen=True)
+class JudgedTokens:
+    """Drafted tokens that the target judged, and how many of them it accepted.
+
+    A round judges its accepted tokens and the first rejected one; what was drafted behind that is unobserved.
+    """
+
+    accepted: int
+    judged: int
+
+
+def judged_tokens(counts: Iterable[RoundCount]) -> JudgedTokens:
+    """Of rounds together; 0 of 0 where nothing was drafted."""
+    drafting = [c for c in counts if c.drafted]
+    return JudgedTokens(
+        accepted=sum(c.accepted * c.rounds for c in drafting),
+        judged=sum(min(c.drafted, c.accepted + 1) * c.rounds for c in drafting),
+    )
+
+
 def speculative_stats(rounds: Iterable[Round]) -> SpeculativeStats:
     """The figures of ``rounds``."""
     return stats_of_counts(count_rounds(rounds))

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from adaptive import isolated
@@ -22,6 +22,8 @@ from adaptive.devices import free_bytes
 from adaptive.errors import AdaptiveError
 from adaptive.pair import trained_draft
 from adaptive.records.log import Log
+from adaptive.records.stats import count_rounds
+from adaptive.service.doubts import Doubts
 from adaptive.service.pipe import BUSY, IDLE, LAST, STOP, Order, Report
 from adaptive.service.watch import Watch
 from adaptive.settings import Settings, training_window
@@ -35,7 +37,7 @@ logger = logging.getLogger("adaptive.trainer")
 LOOK_S = 0.5
 # Seconds after a crash before the next try, doubled with each crash in a row, at most the second figure.
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 3600.0
-# Answers of the log that live acceptance is measured by after a restart: several hundred rounds.
+# Answers of the log that live acceptance is measured by after a restart, of the draft in use and of the one before.
 REMEMBERED = 200
 # Answers, since a draft that was rolled back came into use, on which it is judged once more. Fewer say
 # nothing for certain, more leave the worse draft in use for longer if the rollback was wrong.
@@ -52,7 +54,8 @@ Activity = Literal["off", "waiting", "training", "paused", "backing off"]
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """What the trainer does now, and why, in words; where the round stands; how the last one ended."""
+    """What the trainer does now, and why, in words; where the round stands; how the last one ended; and in words how
+    far live acceptance has judged the adapter in use."""
 
     activity: Activity
     reason: str
@@ -63,6 +66,7 @@ class TrainerStatus:
     last_round: str | None
     rounds: int
     crashes: int
+    watch: str
 
 
 class Trainer:
@@ -84,12 +88,13 @@ class Trainer:
         self._busy = True  # until the models are loaded
         self._quiet_since = time.monotonic()
         self._last_round: str | None = None
-        self._doubted: tuple[str, int] | None = None  # rolled back, and the first answer under it
+        self._doubts = Doubts()
         self._reconsidering = False
         self._seen = self._newest = self._read_until = 0  # ids of the log; the last is what this round may know
         self._failures = 0
         self._not_before = 0.0
         self._reason = "starting"
+        self._judged = "no adapter in use"
         self._warned: set[str] = set()
         self._activity: Activity = "waiting"
         self._closing = threading.Event()
@@ -121,7 +126,7 @@ class Trainer:
 
     def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
         """An answer has ended."""
-        self._watch.observe(adapter, [outcome.accepted for outcome in rounds])
+        self._watch.observe(adapter, count_rounds(rounds))
 
     @property
     def status(self) -> TrainerStatus:
@@ -143,6 +148,7 @@ class Trainer:
             last_round=self._last_round,
             rounds=self.rounds,
             crashes=self.crashes,
+            watch=self._judged,
         )
 
     def _run(self) -> None:
@@ -164,8 +170,12 @@ class Trainer:
         judged = [manifest for manifest in self.store.list() if manifest.recent is not None]
         trained = [manifest.trained_on.last_id or 0 for manifest in judged]
         self._seen = max(trained, default=0)
+        self._doubts = Doubts.load(self.state.doubts)
+        if self._doubts.adapter is not None and self._doubts.adapter == self.store.current_id():
+            self._doubt(Doubts(settled=log.last_id()))  # the appeal was won as this program ended
         for figures in log.figures()[-REMEMBERED:]:
-            self._watch.observe(figures.adapter, [c.accepted for c in figures.rounds for _ in range(c.rounds)])
+            if figures.id > self._doubts.settled:
+                self._watch.observe(figures.adapter, figures.rounds)
 
     def _look(self, log: Log) -> None:
         self._roll_back_if_worse(log)
@@ -204,7 +214,7 @@ class Trainer:
 
     def _must_reconsider(self) -> bool:
         """Whether enough was said to judge once more the adapter that was rolled back."""
-        return self._doubted is not None and self._newest - self._doubted[1] + 1 >= RECONSIDERED
+        return self._doubts.adapter is not None and self._newest - self._doubts.first + 1 >= RECONSIDERED
 
     def _in_window(self) -> bool:
         window = training_window(self.settings.distill)
@@ -229,7 +239,7 @@ class Trainer:
                 start_new_session=True,  # ctrl-C is for us, and we tell it
             )
         self._read_until = self._newest
-        doubted = self._doubted[0] if self._doubted is not None and self._must_reconsider() else None
+        doubted = self._doubts.adapter if self._must_reconsider() else None
         self._reconsidering = doubted is not None
         if doubted is not None:
             logger.info("adapter %s is judged once more", doubted)
@@ -275,7 +285,8 @@ class Trainer:
             self._failures = 0
             self._last_round = report.message
             if self._reconsidering and report.stage in ("done", "refused"):
-                self._doubted = None
+                settled = self._read_until if report.promoted else self._doubts.settled
+                self._doubt(Doubts(settled=settled))
                 if report.promoted:
                     self._watch.forgive()
             elif report.stage in ("done", "refused"):
@@ -303,17 +314,29 @@ class Trainer:
     def _roll_back_if_worse(self, log: Log) -> None:
         current = self.store.current_id()
         try:
-            reason = None if current is None else self._watch.verdict(self.store.show(current))
+            manifest = None if current is None else self.store.show(current)
         except AdaptiveError:  # damaged while in use: the last good one takes its place, as at a start
             for problem in self.store.usable(None)[1]:
                 self._warn(problem)
             return
+        self._judged = self._watch.state(manifest)
+        reason = self._watch.verdict(manifest)
         if current is not None and reason is not None and current == self.store.current_id():
+            first = log.first_id(current)
+            doubts = Doubts(None if first is None else current, first or 0, self._doubts.settled)
+            self._doubt(doubts)  # before the rollback, so that no kill loses the appeal
             self.store.rollback(reason)
             self._watch.rolled_back()
-            first = log.first_id(current)
-            self._doubted = None if first is None else (current, first)
+            self._doubt(replace(doubts, settled=log.last_id()))
             logger.warning("adapter %s is rolled back: %s", current, reason)
+
+    def _doubt(self, doubts: Doubts) -> None:
+        """Remember, over a restart too, what is in doubt."""
+        self._doubts = doubts
+        try:
+            doubts.save(self.state.doubts)
+        except OSError as error:
+            self._warn(f"{self.state.doubts} cannot be written ({error.strerror}); a restart forgets what is in doubt")
 
     def _warn(self, problem: str) -> None:
         """Into the log, once; what is looked at twice a second would fill it."""

@@ -1,0 +1,164 @@
+"""A draft goes back only where drafted tokens that were judged say so, and what is in doubt outlives a restart."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from adaptive.types import Round
+from store_factory import NEW, write
+from test_appeal import said_under
+from test_trainer import SHORT, small_draft, write_log
+from test_worker import Taught, let_it_look, live, taught, training, until
+
+from adaptive.control.goodput import GoodputLength
+from adaptive.pair import pair_identity
+from adaptive.records.stats import JudgedTokens, RoundCount, count_rounds, judged_tokens
+from adaptive.service.doubts import Doubts
+from adaptive.service.watch import Watch
+from checkpoints.manifest import HeldOut, Interval, Manifest
+from checkpoints.store import AdapterStore
+from trainers.round import distill
+
+__all__ = ["taught"]
+
+
+def answers(rng: random.Random, count: int, rate: float, rounds: int, drafted: int = 4) -> Iterator[list[RoundCount]]:
+    """Answers whose own acceptance lies around ``rate`` as those of real ones do, ``drafted`` tokens a round."""
+    for _ in range(count):
+        own = rng.betavariate(19 * rate, 19 * (1 - rate))  # two tokens of one answer correlate by 0.05
+        accepted = []
+        for _ in range(rounds):
+            run = 0
+            while run < drafted and rng.random() < own:
+                run += 1
+            accepted.append(run)
+        yield [RoundCount(drafted, n, 1) for n in accepted] + [RoundCount(0, 0, rounds)]
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    """One that the gate had not judged."""
+    return AdapterStore(tmp_path / "adapters").publish(write, NEW)
+
+
+def seen(rng: random.Random, manifest: Manifest, before: float, after: Iterator[list[RoundCount]]) -> tuple[Watch, int]:
+    """A watch after the answers, and how many there were when it said that the adapter must go; 0 for never."""
+    watch = Watch()
+    for one in answers(rng, 40, before, 20):
+        watch.observe(None, one)
+    for number, one in enumerate(after, 1):
+        watch.observe(manifest.id, one)
+        if watch.verdict(manifest) is not None:
+            return watch, number
+    return watch, 0
+
+
+def test_what_is_behind_a_rejection_was_not_judged() -> None:
+    assert judged_tokens([RoundCount(4, 0, 3), RoundCount(4, 4, 2), RoundCount(4, 2, 1), RoundCount(0, 0, 50)]) == (
+        JudgedTokens(accepted=10, judged=3 + 8 + 3)
+    )
+
+
+def test_an_adapter_that_is_not_drafted_with_is_never_judged(manifest: Manifest) -> None:
+    plain = ([RoundCount(0, 0, 60)] for _ in range(300))
+    watch, gone = seen(random.Random(1), manifest, 0.6, plain)
+    assert gone == 0
+    assert watch.state(manifest) == "not judged: not drafting"
+
+
+def test_rounds_without_a_draft_among_others_say_nothing(manifest: Manifest) -> None:
+    rng = random.Random(2)
+    tried = ([RoundCount(0, 0, 99), *one] for one in answers(rng, 200, 0.6, 1, drafted=1))
+    assert seen(rng, manifest, 0.6, tried)[1] == 0
+
+
+@pytest.mark.parametrize(("rounds", "drafted"), [(20, 4), (1, 1)])
+def test_a_good_draft_stays_through_many_answers(manifest: Manifest, rounds: int, drafted: int) -> None:
+    """0 of 60 drafts as good as the one before, each looked at after each of 150 answers."""
+    rng = random.Random(3)
+    gone = [seen(rng, manifest, 0.5, answers(rng, 150, 0.5, rounds, drafted))[1] for _ in range(60)]
+    assert not any(gone)
+
+
+@pytest.mark.parametrize(("rounds", "drafted", "within"), [(20, 4, 5), (1, 1, 30)])
+def test_a_useless_draft_goes_within_thirty_answers_also_where_each_tries_it_once(
+    manifest: Manifest, rounds: int, drafted: int, within: int
+) -> None:
+    rng = random.Random(4)
+    gone = [seen(rng, manifest, 0.6, answers(rng, 60, 0.02, rounds, drafted))[1] for _ in range(40)]
+    assert all(0 < number <= within for number in gone), sorted(gone)
+
+
+def test_of_what_the_gate_judged_no_more_is_asked_than_it_promised(manifest: Manifest) -> None:
+    """Before the swap only sure tokens were drafted, of which nearly all were accepted; after it every token."""
+    promise = Interval(0.5, 0.45, 0.55)
+    recent = HeldOut(30, 1000, 4, Interval(0.3, 0.25, 0.35), promise, Interval(0.2, 0.1, 0.3), promise, promise)
+    rng = random.Random(5)
+    assert seen(rng, replace(manifest, recent=recent), 0.9, answers(rng, 150, 0.5, 20))[1] == 0
+    assert seen(rng, manifest, 0.9, answers(rng, 150, 0.5, 20))[1] > 0
+
+
+def test_plain_answers_after_a_restart_do_not_roll_the_adapter_back(taught: Taught) -> None:
+    """As ``--draft-length 0`` and some answers did: what was accepted before is in the log, nothing is drafted now."""
+    store = AdapterStore(taught.state.adapters)
+    store.publish(write, NEW)
+    with training(taught, distill="off") as trainer:
+        live(trainer, None, 0.6, 400, seed=1)
+        store.promote("0001", "better on held-out records")
+        for _ in range(60):
+            trainer.answered("0001", (Round("none", 0, 0, 0.0, 0.02),) * 20)
+        let_it_look(trainer)
+        assert store.current_id() == "0001"
+        assert trainer.status.watch == "not judged: not drafting"
+
+
+def test_what_is_in_doubt_is_judged_once_more_after_a_restart(taught: Taught) -> None:
+    store = AdapterStore(taught.state.adapters)
+    base = pair_identity(taught.settings).base
+    learned = distill(taught.state.records, store, base, small_draft(), SHORT).manifest
+    assert learned is not None
+    store.rollback("the test begins without it")
+    with training(taught, distill="off") as trainer:
+        live(trainer, None, 0.6, 400, seed=1)
+        store.promote(learned.id, "better on held-out records")
+        write_log(taught.state.records, said_under(learned.id, seed=9, count=20))
+        live(trainer, learned.id, 0.3, 300, seed=2)
+        until(lambda: store.current_id() is None, trainer)
+    write_log(taught.state.records, said_under(learned.id, seed=10, count=20))
+    with training(taught, distill_after=10**6) as trainer:
+        trainer.idle()
+        until(lambda: "back in use" in str(trainer.status.last_round), trainer)
+    assert store.current_id() == learned.id
+    assert Doubts.load(taught.state.doubts).adapter is None
+    # Killed before it was noted, it is known by being in use.
+    Doubts(learned.id, 81, 100).save(taught.state.doubts)
+    # A third start must not hold the answers of before against it again.
+    with training(taught, distill="off") as trainer:
+        let_it_look(trainer)
+        assert store.current_id() == learned.id
+    assert Doubts.load(taught.state.doubts) == Doubts(settled=120)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"adapter": "0001"}', '{"adapter": 1, "first": "x", "settled": 0}']
+)
+def test_damaged_doubts_are_none(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "doubts.json"
+    file.write_text(content, encoding="utf-8")
+    assert Doubts.load(file) == Doubts()
+    kept = Doubts("0007", 12, 40)
+    kept.save(file)
+    assert Doubts.load(file) == kept
+
+
+def test_counted_rounds_are_judged_as_the_rounds_themselves() -> None:
+    rounds = [Round("model", 3, n, 0.01, 0.02) for n in (0, 3, 1, 1)]
+    assert judged_tokens(count_rounds(rounds)) == JudgedTokens(5, 1 + 3 + 2 + 2)
+
+
+def test_a_policy_that_has_measured_nothing_promises_no_speed() -> None:
+    assert GoodputLength().expected_speed_up is None
