@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from adaptive.types import Round
 from store_factory import NEW, write
 from test_appeal import said_under
 from test_trainer import SHORT, small_draft, write_log
@@ -19,6 +18,7 @@ from adaptive.pair import pair_identity
 from adaptive.records.stats import JudgedTokens, RoundCount, count_rounds, judged_tokens
 from adaptive.service.doubts import Doubts
 from adaptive.service.watch import Watch
+from adaptive.types import Round
 from checkpoints.manifest import HeldOut, Interval, Manifest
 from checkpoints.store import AdapterStore
 from trainers.round import distill
