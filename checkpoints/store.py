@@ -104,6 +104,10 @@ class AdapterStore:
                 found.append(read_manifest(self.root / name))
         return tuple(found)
 
+    def last_record(self) -> int:
+        """The newest record of the log that any adapter was trained on, 0 for none: no other may have its id."""
+        return max((manifest.trained_on.last_id or 0 for manifest in self.list()), default=0)
+
     def damaged(self) -> tuple[str, ...]:
         """Folders that ``list`` leaves out: set aside, or with a manifest that cannot be read."""
         if not self.root.is_dir():

@@ -14,6 +14,7 @@ from adaptive.errors import AdaptiveError
 from cli.options import shared_options
 
 if TYPE_CHECKING:
+    from adaptive.records.check import Findings, Repairs
     from adaptive.records.log import LogStats
     from adaptive.settings import Settings
 
@@ -76,11 +77,15 @@ def export(
     if supervision and kind != "parquet":
         raise AdaptiveError("--supervision needs a .parquet file: JSON lines hold chat messages only")
     with Log(find_state(settings).records) as log:
+        there = log.count()
         if kind == "parquet":
             written = export_parquet(log, file, supervision)
         else:
             written = export_jsonl(log, sys.stdout if str(file) == "-" else file)
-    typer.echo(f"adaptive: exported {written} generations" + ("" if str(file) == "-" else f" to {file}"), err=True)
+    left_out = f"; {there - written} damaged ones are left out (`adaptive records check`)" if there > written else ""
+    typer.echo(
+        f"adaptive: exported {written} generations" + ("" if str(file) == "-" else f" to {file}") + left_out, err=True
+    )
 
 
 @app.command()
@@ -113,12 +118,61 @@ def purge(
         print(f"deleted {deleted} generations; {log.count()} stay, {_bytes(log.stats().size)} on disk")
 
 
+@app.command()
+@shared_options(*PAIR)
+def check(
+    settings: Settings,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Keep what is whole: of a record its text at least, of a file its records.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Read the whole log and name what is damaged; exit status 1 where something is and was not repaired.
+
+    Example: adaptive records check --repair
+    """
+    import json
+    from dataclasses import asdict
+
+    from adaptive.records import check as checking
+    from cli.state import find_state
+
+    path = find_state(settings).records
+    found = checking.check(path)
+    wrong = bool(found.damaged) or found.file is not None
+    done = checking.repair(path, found) if repair and wrong else None
+    if as_json:
+        print(json.dumps({"path": str(path), **asdict(found), "repaired": done and asdict(done)}, ensure_ascii=False))
+    else:
+        _print_findings(found, done)
+    if wrong and not repair:
+        raise typer.Exit(1)
+
+
 def seconds_of(age: str) -> float:
     """Seconds of an age like 30d, 12h, 45m, 2w or 90s. Raises AdaptiveError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", age.strip().lower())
     if match is None:
         raise AdaptiveError(f"age {age!r} is not understood; write a number and s, m, h, d or w, say 30d")
     return float(match[1]) * SECONDS[match[2]]
+
+
+def _print_findings(found: Findings, done: Repairs | None) -> None:
+    from adaptive.printable import printable_line
+
+    if found.file is not None:
+        print(printable_line(f"the file is damaged: {found.file}"))
+    else:
+        print(f"{found.records} records, {len(found.damaged) or 'none'} damaged; the file is sound")
+    for said in found.damaged.values():
+        print(printable_line(said))
+    if done is None:
+        if found.damaged or found.file:
+            print("`adaptive records check --repair` keeps what is whole")
+    elif done.file is not None:
+        print(printable_line(done.file))
+    else:
+        print(f"repaired: {done.mended} lost what was damaged and keep their text, {done.deleted} deleted")
 
 
 def _print_stats(found: LogStats, path: Path) -> None:

@@ -85,7 +85,7 @@ def open_session(
     memory = load(state.controller, where_it_runs(pair))
     policy = length_policy(settings, memory, attentive_on(pair))
     store = AdapterStore(state.adapters)
-    log = LogWriter(state.records) if settings.record else None
+    log = LogWriter(state.records, after=store.last_record()) if settings.record else None
     assistant = Assistant(pair, FixedLength(0), log, cache_bytes)
     swapper = Swapper(assistant, store, identity.base, lambda said: console.print(f"[yellow]adapter:[/] {said}"))
     session = Session(assistant, pair, state, store, swapper)

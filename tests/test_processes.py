@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.torch import load_file
+from test_records_damage import damage_column
 from test_trainer import BASE, SHORT, small_draft, speak, target, write_log
 from test_trainer_command import distill as command
 from test_trainer_command import tokenizer
@@ -147,3 +148,15 @@ def test_two_processes_are_as_good_as_one_also_after_a_kill(tmp_path: Path, own_
     assert interval["low"] <= together["recent"]["acceptance_after"]["mean"] <= interval["high"]
     # One writes: the two runs left one adapter each.
     assert len(AdapterStore(state.adapters).list()) == 2
+
+
+def test_a_damaged_record_does_not_end_training_and_is_counted(tmp_path: Path) -> None:
+    state = PairState(tmp_path)
+    log = write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
+    for number, column in ((3, "supervision"), (40, "output")):
+        damage_column(log, number, column)
+    outcome = round_in(tmp_path, SHORT)
+    assert outcome.manifest is not None
+    assert [note for note in outcome.notes if "damaged" in note] == [
+        "2 damaged records are left out; `adaptive records check` names what is damaged"
+    ]

@@ -17,7 +17,7 @@ from records_factory import generation, same, start
 
 from adaptive.records.log import Log
 from adaptive.records.schema import connect
-from adaptive.records.writer import LogWriter
+from adaptive.records.writer import LogWriter, WriterState, size_of
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and limits of POSIX")
 
@@ -150,17 +150,39 @@ def test_a_full_file_system_is_said_and_nothing_is_lost_once_there_is_room(tmp_p
 
 def test_what_waits_is_bounded_and_the_oldest_goes_first(tmp_path: Path) -> None:
     path = tmp_path / "records.db"
-    writer = LogWriter(path, capacity=3)
+    small = size_of(generation(0, tokens=500, supervised=False))
+    writer = LogWriter(path, memory_bytes=4 * small)
     with locked(path, writer):
         for number in range(6):
-            writer.write(generation(number))
+            writer.write(generation(number, tokens=500))
         assert writer.lost > 0
         assert f"{writer.lost} lost" in str(writer.problem)
+        assert writer.state == WriterState(False, 7 - writer.lost, writer.stripped, writer.lost)
     assert writer.flush()
     assert "could not be logged" in str(writer.problem)  # a loss stays said
-    kept = [int(g.generation.prompt[0]) for g in Log(path).generations()]
-    assert kept == [0, 0, 1, 2, 3, 4, 5][writer.lost :]
+    found = [g.generation for g in Log(path).generations()]
+    assert [int(g.prompt[0]) for g in found] == [0, 0, 1, 2, 3, 4, 5][writer.lost :]
+    assert writer.stripped >= len(found)
     assert not writer.close()
+
+
+def test_supervision_is_dropped_before_any_text_is(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    whole, text = (size_of(generation(0, tokens=500, supervised=supervised)) for supervised in (True, False))
+    writer = LogWriter(path, memory_bytes=5 * text + 2 * whole)
+    with locked(path, writer):
+        for number in range(6):
+            writer.write(generation(number, tokens=500))
+        assert "without supervision" in str(writer.problem)
+    assert writer.flush()
+    assert writer.lost == 0
+    assert "without supervision" in str(writer.problem)
+    found = [g.generation for g in Log(path).generations()]
+    assert [int(g.prompt[0]) for g in found] == [0, 0, 1, 2, 3, 4, 5]
+    without = [g.supervision is None for g in found]
+    assert sum(without) == writer.stripped > 0
+    assert without == sorted(without, reverse=True)  # the oldest first
+    writer.close()
 
 
 class locked:  # noqa: N801, used as a function
@@ -222,7 +244,7 @@ def test_write_returns_while_the_disk_is_busy(tmp_path: Path) -> None:
 
 def test_several_threads_may_write(tmp_path: Path) -> None:
     path = tmp_path / "records.db"
-    with LogWriter(path, capacity=5) as writer:
+    with LogWriter(path, memory_bytes=5 * size_of(generation(0))) as writer:
 
         def write_some() -> None:
             for number in range(30):

@@ -177,11 +177,14 @@ def from_rows(rows: Iterable[dict[str, Any]]) -> Dataset:
     return Dataset.from_dict({name: [r[name] for r in listed] for name in FEATURES}, features=FEATURES)
 
 
-def read_log(log: Path, size: int, until: int | None = None, retain: Retain = "newest") -> Dataset:
+def read_log(
+    log: Path, size: int, until: int | None = None, retain: Retain = "newest", damaged: set[int] | None = None
+) -> Dataset:
     """The ``size`` generations of the log that are retained for training (``trainers.buffer``), oldest first.
 
     Those after id ``until`` are left out, and those with nothing to learn from (fewer than two output
-    tokens before a loop). Raises AdaptiveError where there is no log.
+    tokens before a loop), and damaged ones, whose ids are added to ``damaged``. Raises AdaptiveError where there is
+    no log.
     """
     from adaptive.records.log import Log
 
@@ -199,6 +202,8 @@ def read_log(log: Path, size: int, until: int | None = None, retain: Retain = "n
                 limited = g.finish_reason == "length"
                 key = prompt_key(g)
                 made.append(row(logged.id, key, g.domain, g.prompt, g.output, g.sampling, g.supervision, limited))
+        if damaged is not None:
+            damaged.update(reader.damaged)
     return from_rows(r for r in made if len(r["output"]) >= 2 and len(r["prompt"]))
 
 

@@ -135,9 +135,18 @@ def distill(
         best_step=result.best_step,
         train_seconds=result.seconds,
         seconds=time.perf_counter() - began,
-        notes=(*notes, *(["going on with the round that was interrupted"] if resumed else [])),
+        notes=(*notes, *_notes(resumed, len(sets.damaged))),
         attempts=tuple(attempts),
     )
+
+
+def _notes(resumed: bool, damaged: int) -> list[str]:
+    """What a person should know of how the round came about."""
+    notes = ["going on with the round that was interrupted"] if resumed else []
+    if damaged:
+        records = "a damaged record is" if damaged == 1 else f"{damaged} damaged records are"
+        notes.append(f"{records} left out; `adaptive records check` names what is damaged")
+    return notes
 
 
 def _attempts(

@@ -39,12 +39,13 @@ MOST_OLDER = 64
 
 @dataclass(frozen=True)
 class Sets:
-    """The records of a round. ``recent`` and ``older`` are the gate's."""
+    """The records of a round. ``recent`` and ``older`` are the gate's; ``damaged`` could not be read."""
 
     train: list[Example]
     validation: list[Example]
     recent: list[Example]
     older: list[Example]
+    damaged: frozenset[int] = frozenset()
 
     @property
     def gate(self) -> list[Example]:
@@ -89,15 +90,16 @@ def _read(
 ) -> Sets:
     """Read and split, without records after id ``until``."""
     rows = from_rows([])
+    damaged: set[int] = set()
     if log is not None and (log.exists() or extra is None):
-        rows = read_log(log, recipe.buffer, until, recipe.retain)
+        rows = read_log(log, recipe.buffer, until, recipe.retain, damaged)
     if extra is not None:
         rows = join(rows, extra)
     parts = split(rows, first=in_use is None)
     validation = [e for e in examples(parts.validation, longest) if e.replayable]
     gate = _distinct(e for e in examples(parts.gate, longest) if e.replayable)
     recent, older = _recent_and_older(gate, in_use, extra is not None)
-    return Sets(examples(parts.train, longest), validation[-MOST_VALIDATION:], recent, older)
+    return Sets(examples(parts.train, longest), validation[-MOST_VALIDATION:], recent, older, frozenset(damaged))
 
 
 def _distinct(found: Iterable[Example]) -> list[Example]:

@@ -192,7 +192,7 @@ def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:
     manifest = outcome.manifest
     return Report(
         "done",
-        outcome.message,
+        "; ".join((outcome.message, *outcome.notes)),
         share=1.0,
         adapter=manifest.id if manifest else None,
         promoted=manifest is not None and manifest.status == "promoted",

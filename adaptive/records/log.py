@@ -1,7 +1,7 @@
 """Reads the log: for the trainer, for resuming a session, and for the commands that show it.
 
 A log that does not exist yet is an empty log. One ``Log`` belongs to one thread; it may stay open
-while another process writes, and holds no lock between two calls.
+while another process writes, and holds no lock between two calls. A damaged record is passed over and counted.
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ import itertools
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.erase import delete, selection, shrink
 from adaptive.records.history import GenerationFigures
-from adaptive.records.rows import generation_of, messages_of, select_columns
-from adaptive.records.schema import MIGRATIONS, connect, transaction
+from adaptive.records.recover import Place, abandon
+from adaptive.records.rows import DamagedRecordError, generation_of, messages_of, read_rows, select_columns
+from adaptive.records.schema import MIGRATIONS, connect, damaged, is_damage, transaction
 from adaptive.records.stats import RoundCount
 from adaptive.types import Generation, Message, Round
 
 # Generations read at a time: each page is one short read, so that a slow reader never keeps the
 # writer from emptying the WAL. Larger costs memory (about 100 kB a generation), smaller costs queries.
 PAGE = 64
+
+# Tokens that one round may have drafted at most. A damaged number above it would be taken for a very long draft.
+LONGEST_DRAFT = 4096
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,15 @@ class LogStats:
 class Log:
     """Read access to the log at ``path``; also a context manager. Nothing is opened before it is needed.
 
-    Every method raises AdaptiveError where the file is damaged or is not a log.
+    ``damaged`` are the records that ``generations`` has met so far and could not read, with the reason. Every
+    method raises AdaptiveError where the file itself is damaged or is not a log.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.damaged: dict[int, str] = {}
         self._file: sqlite3.Connection | None = None
+        self._place: Place | None = None
 
     def count(self, *, older_than_s: float | None = None, session: str | None = None) -> int:
         """Generations, all or only those that ``purge`` would delete with the same arguments."""
@@ -112,15 +120,18 @@ class Log:
     def generations(
         self, after_id: int = 0, limit: int | None = None, with_supervision: bool = True
     ) -> Iterator[LoggedGeneration]:
-        """Generations with an id above ``after_id``, oldest first, at most ``limit``."""
+        """Generations with an id above ``after_id``, oldest first, of at most ``limit`` records.
+
+        Those that cannot be read go into ``damaged``.
+        """
         left = limit if limit is not None else float("inf")
         while left > 0:
-            page = self._page(after_id, int(min(left, PAGE)), with_supervision)
-            if not page:
+            ids, page = self._page(after_id, int(min(left, PAGE)), with_supervision)
+            if max(ids, default=0) <= after_id:  # also where ids are damaged themselves
                 return
             yield from page
-            left -= len(page)
-            after_id = page[-1].id
+            left -= len(ids)
+            after_id = max(ids)
 
     def session_messages(self, session: str) -> tuple[Message, ...]:
         """The chat so far of ``session``: the messages of its latest generation and the answer to them.
@@ -128,12 +139,14 @@ class Log:
         Empty where the log has no chat of that session.
         """
         with self._reading() as connection:
-            row = connection.execute(
-                """SELECT messages, text FROM generations
-                WHERE session = ? AND messages != '[]' ORDER BY id DESC LIMIT 1""",
+            rows = connection.execute(
+                "SELECT messages, text FROM generations WHERE session = ? AND messages != '[]' ORDER BY id DESC",
                 (session,),
-            ).fetchone()
-        return () if row is None else (*messages_of(row[0]), Message("assistant", row[1]))
+            )
+            for messages, text in rows:
+                with suppress(DamagedRecordError):  # then the chat up to the answer before
+                    return (*messages_of(messages), Message("assistant", text))
+        return ()
 
     def sessions(self) -> tuple[Session, ...]:
         """Every session, the latest first; ``opening`` is what the person said first."""
@@ -146,7 +159,9 @@ class Log:
             ).fetchall()
         found = []
         for session, generations, first, last, _, _, messages, prompt_text in rows:
-            said = next((m.content for m in messages_of(messages) if m.role == "user"), prompt_text)
+            said = prompt_text
+            with suppress(DamagedRecordError):
+                said = next((m.content for m in messages_of(messages) if m.role == "user"), prompt_text)
             found.append(Session(session, generations, first, last, said))
         return tuple(found)
 
@@ -183,12 +198,13 @@ class Log:
                 GROUP BY generation, drafted, accepted ORDER BY generation, drafted, accepted"""
             )
             rounds = {
-                number: tuple(RoundCount(*row[1:]) for row in rows)
+                number: tuple(RoundCount(*row[1:]) for row in rows if plausible_round(row[1], row[2]))
                 for number, rows in itertools.groupby(counts, key=lambda row: row[0])
             }
         return tuple(
             GenerationFigures(number, session, created, adapter, tokens, seconds, expected, rounds.get(number, ()))
             for number, session, created, adapter, tokens, seconds, expected in heads
+            if plausible(created, tokens, seconds, expected)
         )
 
     def outlines(self) -> tuple[Outline, ...]:
@@ -198,7 +214,7 @@ class Log:
                 """SELECT id, domain, coalesce(sum(drafted), 0), coalesce(sum(accepted), 0)
                 FROM generations LEFT JOIN rounds ON generation = id GROUP BY id ORDER BY id"""
             ).fetchall()
-        return tuple(Outline(*row) for row in rows)
+        return tuple(Outline(*row) for row in rows if plausible(row[2], row[3]))
 
     def plain_steps(self) -> tuple[tuple[int, float], ...]:
         """Mean seconds of a token decoded plainly, for each generation that has such tokens: (id, seconds)."""
@@ -229,7 +245,10 @@ class Log:
     def close(self) -> None:
         """Close the file; a later call opens it again."""
         if self._file is not None:
-            self._file.close()
+            if self._place is not None and self._place.holds():
+                self._file.close()
+            else:
+                abandon(self._file)
             self._file = None
 
     def __enter__(self) -> Log:
@@ -238,22 +257,28 @@ class Log:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _page(self, after_id: int, size: int, with_supervision: bool) -> list[LoggedGeneration]:
+    def _page(self, after_id: int, size: int, with_supervision: bool) -> tuple[list[int], list[LoggedGeneration]]:
+        """The ids of one page of records, and those of them that are whole."""
+        found: list[tuple[tuple[Any, ...], list[Round]]] = []
         with self._reading() as connection, transaction(connection, "DEFERRED"):
-            rows = connection.execute(
-                f"SELECT {select_columns(with_supervision)} FROM generations WHERE id > ? ORDER BY id LIMIT ?",
-                (after_id, size),
-            ).fetchall()
-            rounds: dict[int, list[Round]] = {row[0]: [] for row in rows}
-            if rows:
-                of_page = connection.execute(
-                    """SELECT generation, drafter, drafted, accepted, draft_s, verify_s FROM rounds
-                    WHERE generation BETWEEN ? AND ? ORDER BY generation, idx""",
-                    (rows[0][0], rows[-1][0]),
-                )
-                for number, *values in of_page:
-                    rounds[number].append(Round(*values))
-        return [LoggedGeneration(row[0], generation_of(row, rounds[row[0]])) for row in rows]
+            query = "SELECT id FROM generations WHERE id > ? ORDER BY id LIMIT ?"
+            ids = [row[0] for row in connection.execute(query, (after_id, size))]
+            columns = select_columns(with_supervision)
+            try:
+                found = read_rows(connection, columns, ids)
+            except sqlite3.DatabaseError:  # of one; the others are there when they are asked for by themselves
+                for number in ids:
+                    try:
+                        found += read_rows(connection, columns, [number])
+                    except sqlite3.DatabaseError as error:
+                        self.damaged[number] = f"record {number} is damaged: {error}"
+        page = []
+        for row, rounds in found:
+            try:
+                page.append(LoggedGeneration(row[0], generation_of(row, rounds)))
+            except DamagedRecordError as error:
+                self.damaged[row[0]] = str(error)
+        return ids, page
 
     def _size(self) -> int:
         files = (self.path, self.path.with_name(self.path.name + "-wal"))
@@ -262,17 +287,34 @@ class Log:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """The file's connection, or one to an empty log while there is no file."""
+        if self._file is not None and self._place is not None and not self._place.holds():
+            abandon(self._file)  # moved or replaced while it was open
+            self._file = None
         if self._file is None and self.path.exists():
-            self._file = connect(self.path)
+            self._file, self._place = connect(self.path), Place.of(self.path)
+            self._file.text_factory = _readable
         connection = self._file or _empty()
         try:
             yield connection
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
+            if is_damage(error):
+                raise damaged(self.path, error) from error
             raise AdaptiveError(f"log {self.path} cannot be read now ({error}); try again") from error
-        except sqlite3.DatabaseError as error:
-            raise AdaptiveError(
-                f"log {self.path} is damaged ({error}); move it away and a new one will be started"
-            ) from error
+
+
+def plausible(*numbers: object) -> bool:
+    """Whether these are numbers that a record may hold: damaged bytes may be text, or beyond all bounds."""
+    return all(isinstance(n, (int, float)) and 0 <= n < 1e11 for n in numbers)
+
+
+def plausible_round(drafted: object, accepted: object) -> bool:
+    """Whether a round may have drafted and accepted so much; a damaged one could name billions of tokens."""
+    return isinstance(drafted, int) and isinstance(accepted, int) and 0 <= accepted <= drafted <= LONGEST_DRAFT
+
+
+def _readable(text: bytes) -> str:
+    """A text of the log. Damaged bytes are shown as such; the checksum tells that they are."""
+    return text.decode("utf-8", "replace")
 
 
 def _empty() -> sqlite3.Connection:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Iterable
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from adaptive.errors import AdaptiveError
 from adaptive.records.codec import decode, encode
 from adaptive.types import Generation, Message, Round, SamplingParams, Timings
 
-COLUMNS = (
+# What the checksum is made of, in this order. A column that is added later comes after "checksum".
+CHECKED = (
     "session",
     "created",
     "adapter",
@@ -36,47 +42,26 @@ COLUMNS = (
     "text",
     "prompt",
     "output",
-    "supervision",
 )
-INSERT_GENERATION = f"INSERT INTO generations ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+COLUMNS = (*CHECKED, "checksum", "supervision")
+INSERT_GENERATION = f"INSERT INTO generations (id, {', '.join(COLUMNS)}) VALUES (?{', ?' * len(COLUMNS)})"
 INSERT_ROUND = (
     "INSERT INTO rounds (generation, idx, drafter, drafted, accepted, draft_s, verify_s) VALUES (?, ?, ?, ?, ?, ?, ?)"
 )
 
 
-def insert(connection: sqlite3.Connection, generation: Generation) -> int:
-    """Insert ``generation`` and its rounds; the caller holds the transaction. Returns its id."""
-    rounds, timings = generation.rounds, generation.timings
-    cursor = connection.execute(
-        INSERT_GENERATION,
-        (
-            _storable(generation.session),
-            generation.created,
-            generation.adapter,
-            generation.engine,
-            None if generation.domain is None else _storable(generation.domain),
-            generation.finish_reason,
-            generation.sampling.temperature,
-            generation.sampling.to_json(),
-            timings.prompt_n,
-            timings.cached_n,
-            timings.prompt_s,
-            timings.predicted_n,
-            timings.predicted_s,
-            timings.expected_s,
-            len(rounds),
-            sum(r.drafted for r in rounds),
-            sum(r.accepted for r in rounds),
-            _messages_json(generation.messages),
-            _storable(generation.prompt_text),
-            _storable(generation.text),
-            generation.prompt.astype("<i4").tobytes(),
-            generation.output.astype("<i4").tobytes(),
-            None if generation.supervision is None else encode(generation.supervision),
-        ),
-    )
+class DamagedRecordError(AdaptiveError):
+    """One record cannot be read, or is not what was written; the others are not concerned."""
+
+
+def insert(connection: sqlite3.Connection, generation: Generation, number: int | None = None) -> int:
+    """Insert ``generation`` and its rounds; the caller holds the transaction. Returns its id (``number`` if given)."""
+    values = _values(generation)
+    supervision = None if generation.supervision is None else encode(generation.supervision)
+    cursor = connection.execute(INSERT_GENERATION, (number, *values, checksum(values), supervision))
     number = cursor.lastrowid
     assert number is not None  # an INSERT that did not raise has given one
+    rounds = generation.rounds
     connection.executemany(
         INSERT_ROUND,
         [(number, i, r.drafter, r.drafted, r.accepted, r.draft_s, r.verify_s) for i, r in enumerate(rounds)],
@@ -84,17 +69,130 @@ def insert(connection: sqlite3.Connection, generation: Generation) -> int:
     return number
 
 
+def _values(generation: Generation) -> tuple[object, ...]:
+    """The columns of CHECKED."""
+    rounds, timings = generation.rounds, generation.timings
+    return (
+        _storable(generation.session),
+        generation.created,
+        generation.adapter,
+        generation.engine,
+        None if generation.domain is None else _storable(generation.domain),
+        generation.finish_reason,
+        generation.sampling.temperature,
+        generation.sampling.to_json(),
+        timings.prompt_n,
+        timings.cached_n,
+        timings.prompt_s,
+        timings.predicted_n,
+        timings.predicted_s,
+        timings.expected_s,
+        len(rounds),
+        sum(r.drafted for r in rounds),
+        sum(r.accepted for r in rounds),
+        _messages_json(generation.messages),
+        _storable(generation.prompt_text),
+        _storable(generation.text),
+        generation.prompt.astype("<i4").tobytes(),
+        generation.output.astype("<i4").tobytes(),
+    )
+
+
+def checksum(values: Sequence[object]) -> int:
+    """CRC-32 of the columns of CHECKED as SQLite gives them back. The supervision has one of its own (zlib's)."""
+    return zlib.crc32(b"".join(_bytes(value) for value in values))
+
+
+def _bytes(value: object) -> bytes:
+    if value is None:
+        return b"n"
+    if isinstance(value, bytes):
+        return b"b%d:%b" % (len(value), value)
+    if isinstance(value, str):
+        text = value.encode("utf-8", "replace")
+        return b"s%d:%b" % (len(text), text)
+    return b"f" + struct.pack("<d", value)  # SQLite makes 0.0 of a 0 in a column of REAL
+
+
 def select_columns(with_supervision: bool) -> str:
     """``id`` and every column, in the order that ``generation_of`` expects."""
     return ", ".join(("id", *COLUMNS[:-1], "supervision" if with_supervision else "NULL"))
 
 
+def read_rows(
+    connection: sqlite3.Connection, columns: str, ids: Sequence[int]
+) -> list[tuple[tuple[Any, ...], list[Round]]]:
+    """The rows of these consecutive records, each with its rounds."""
+    if not ids:
+        return []
+    between = (min(ids), max(ids))
+    rows = connection.execute(
+        f"SELECT {columns} FROM generations WHERE id BETWEEN ? AND ? ORDER BY id", between
+    ).fetchall()
+    rounds: dict[int, list[Round]] = {row[0]: [] for row in rows}
+    of_rows = connection.execute(
+        """SELECT generation, drafter, drafted, accepted, draft_s, verify_s FROM rounds
+        WHERE generation BETWEEN ? AND ? ORDER BY generation, idx""",
+        between,
+    )
+    for number, *values in of_rows:
+        if number in rounds:  # else its generation is damaged
+            rounds[number].append(Round(*values))
+    return [(row, rounds[row[0]]) for row in rows]
+
+
 def generation_of(row: sqlite3.Row | tuple[object, ...], rounds: Iterable[Round]) -> Generation:
     """The generation of one row of ``select_columns`` and its rounds.
 
-    Raises AdaptiveError where its supervision is damaged.
+    Raises DamagedRecordError, which names the record, where it is not what was written.
     """
-    values = dict(zip(("id", *COLUMNS), row, strict=True))
+    try:
+        whole = _generation_of(dict(zip(("id", *COLUMNS), row, strict=True)), tuple(rounds))
+    except Exception as error:  # damaged bytes may be anything, and their reading raise anything
+        said = str(error) if isinstance(error, AdaptiveError) else f"{type(error).__name__}: {error}"
+        raise DamagedRecordError(f"record {row[0]} is damaged: {said}") from error
+    return whole
+
+
+def mended(values: dict[str, Any], rounds: Iterable[Round]) -> Generation | None:
+    """What is whole of these COLUMNS: the text at least, else None.
+
+    Rounds that are not all there are left out, and so is damaged supervision.
+    """
+    rounds = tuple(rounds)
+    if not _as_written(values):
+        return None
+    if not _all_there(values, rounds):
+        rounds, values = (), {**values, "rounds_n": 0, "draft_n": 0, "draft_n_accepted": 0}
+    for supervision in (values["supervision"], None):
+        with contextlib.suppress(Exception):  # damaged bytes may be anything, and their reading raise anything
+            return _whole(values, rounds, supervision)
+    return None
+
+
+def _as_written(values: dict[str, Any]) -> bool:
+    """Whether the checksum is that of the columns; rows of before there was one are taken as they are."""
+    return values["checksum"] is None or values["checksum"] == checksum([values[name] for name in CHECKED])
+
+
+def _all_there(values: dict[str, Any], rounds: tuple[Round, ...]) -> bool:
+    told = len(rounds), sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    return told == (values["rounds_n"], values["draft_n"], values["draft_n_accepted"])
+
+
+def _generation_of(values: dict[str, Any], rounds: tuple[Round, ...]) -> Generation:
+    if not _as_written(values):
+        raise AdaptiveError("its checksum is another")
+    if not _all_there(values, rounds):
+        raise AdaptiveError("its rounds are not all there")
+    return _whole(values, rounds, values["supervision"])
+
+
+def _whole(values: dict[str, Any], rounds: tuple[Round, ...], supervision: bytes | None) -> Generation:
+    output = _tokens(values["output"])
+    made = None if supervision is None else decode(supervision)
+    if made is not None and len(made.ids) != len(output):
+        raise AdaptiveError(f"its supervision has {len(made.ids)} positions where the answer has {len(output)}")
     return Generation(
         session=values["session"],
         created=values["created"],
@@ -102,21 +200,24 @@ def generation_of(row: sqlite3.Row | tuple[object, ...], rounds: Iterable[Round]
         prompt_text=values["prompt_text"],
         text=values["text"],
         prompt=_tokens(values["prompt"]),
-        output=_tokens(values["output"]),
+        output=output,
         sampling=SamplingParams.from_json(values["sampling"]),
         adapter=values["adapter"],
         engine=values["engine"],
         domain=values["domain"],
         finish_reason=values["finish_reason"],
-        rounds=tuple(rounds),
+        rounds=rounds,
         timings=Timings(*(values[field.name] for field in dataclasses.fields(Timings))),
-        supervision=None if values["supervision"] is None else decode(values["supervision"]),
+        supervision=made,
     )
 
 
 def messages_of(text: str) -> tuple[Message, ...]:
-    """The chat messages of the ``messages`` column."""
-    return tuple(Message(role=m["role"], content=m["content"]) for m in json.loads(text))
+    """The chat messages of the ``messages`` column. Raises DamagedRecordError where it holds something else."""
+    try:
+        return tuple(Message(role=m["role"], content=m["content"]) for m in json.loads(text))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedRecordError(f"the messages of a record are damaged ({error})") from error
 
 
 def _messages_json(messages: tuple[Message, ...]) -> str:
@@ -130,4 +231,7 @@ def _storable(text: str) -> str:
 
 
 def _tokens(blob: bytes) -> npt.NDArray[np.int32]:
-    return np.frombuffer(blob, "<i4").astype(np.int32)
+    tokens = np.frombuffer(blob, "<i4").astype(np.int32)
+    if len(tokens) and tokens.min() < 0:
+        raise AdaptiveError("a token id is negative")
+    return tokens

@@ -7,7 +7,10 @@ tables for people who query them.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
+import shutil
 import sqlite3
 import stat
 import time
@@ -76,7 +79,35 @@ def add_expected_seconds(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE generations ADD COLUMN expected_s REAL NOT NULL DEFAULT 0")
 
 
-MIGRATIONS = (create_tables, index_session_and_created, add_expected_seconds)
+def add_checksum(connection: sqlite3.Connection) -> None:
+    """Migration 4. What tells a damaged row from a whole one (``rows.checksum``); NULL in older rows."""
+    connection.execute("ALTER TABLE generations ADD COLUMN checksum INTEGER")
+
+
+# Bytes below which SQLite cannot make what it keeps beside a file.
+SQLITE_NEEDS = 256 << 10
+
+# A higher number of a schema is damage, not the work of a newer program.
+MOST_VERSIONS = 1000
+
+# What SQLite says where the machine, and not the file, is the matter (its codes are there from Python 3.11 on only).
+NOT_DAMAGE = ("locked", "busy", "full", "disk i/o", "readonly", "unable to open", "wal mode", "interrupted", "memory")
+
+MIGRATIONS = (create_tables, index_session_and_created, add_expected_seconds, add_checksum)
+
+
+class DamagedLogError(AdaptiveError):
+    """The file of the log is not what SQLite wrote, or is none of ours: ``reason``."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"log {path} is damaged ({reason}); `adaptive records check --repair` keeps what can be read of it"
+        )
+        self.reason = reason
+
+
+class DiskFullError(AdaptiveError):
+    """The disk has no room for the log."""
 
 
 @contextmanager
@@ -100,13 +131,15 @@ def connect(path: Path) -> sqlite3.Connection:
     time. ``synchronous=NORMAL`` syncs at checkpoints only: a commit survives the death of the process
     at any moment, and the last commits before a power cut may be missing, never half there.
 
-    Raises AdaptiveError for a file that is damaged, is not SQLite, is newer than this program, or
-    cannot be opened.
+    Raises DamagedLogError for a file that is damaged or is not a log, AdaptiveError for one that is newer than this
+    program or cannot be opened.
     """
     try:
         _make_private(path)
         connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
+        if no_room(path, error):
+            raise DiskFullError(f"the disk is full ({_reason(error)})") from error
         raise AdaptiveError(
             f"log {path} cannot be opened ({_reason(error)}); check the folder's permissions"
         ) from error
@@ -116,18 +149,45 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("PRAGMA secure_delete=ON")
         _migrate(connection, path)
+        _check_tables(connection, path)
     except AdaptiveError:
         connection.close()
         raise
-    except sqlite3.OperationalError as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         connection.close()
+        if is_damage(error):
+            raise damaged(path, error) from error
+        if no_room(path, error):
+            raise DiskFullError(f"the disk is full ({error})") from error
         raise AdaptiveError(
             f"log {path} cannot be used ({error}); check its permissions and the disk's space"
         ) from error
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        raise AdaptiveError(f"log {path} is damaged ({error}); move it away and a new one will be started") from error
     return connection
+
+
+def no_room(path: Path, error: Exception) -> bool:
+    """Whether this error came of a full disk, which SQLite says in several ways."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    said = str(error).lower()
+    if "full" in said:
+        return True
+    if "disk i/o" not in said and "unable to open" not in said:
+        return False
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(path.parent).free < SQLITE_NEEDS
+    return False
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether this error of SQLite says that the file is damaged, and not that it cannot be used now."""
+    said = str(error).lower()
+    return not isinstance(error, sqlite3.OperationalError) or not any(word in said for word in NOT_DAMAGE)
+
+
+def damaged(path: Path, reason: object) -> DamagedLogError:
+    """The error that says so, and what to do."""
+    return DamagedLogError(path, str(reason))
 
 
 def _reason(error: Exception) -> str:
@@ -171,8 +231,37 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
             connection.execute(f"PRAGMA user_version={number + 1}")
 
 
+def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise DamagedLogError where a table has not the columns that it was made with: their names may be damaged."""
+    found = _tables(connection)
+    for table, columns in _expected_tables().items():
+        missing = columns - found.get(table, frozenset())
+        if missing:
+            raise damaged(path, f"{table} has no {min(missing)}" if table in found else f"it has no table {table}")
+
+
+@functools.cache
+def _expected_tables() -> dict[str, frozenset[tuple[str, str]]]:
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        for migration in MIGRATIONS:
+            migration(connection)
+        return _tables(connection)
+
+
+def _tables(connection: sqlite3.Connection) -> dict[str, frozenset[tuple[str, str]]]:
+    """Names and types of the columns of every table."""
+    names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    return {
+        name: frozenset(connection.execute("SELECT name, type FROM pragma_table_info(?)", (name,)).fetchall())
+        for (name,) in names
+    }
+
+
 def _version(connection: sqlite3.Connection, path: Path) -> int:
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    known = _expected_tables()
+    if not 0 <= version <= MOST_VERSIONS or (version > len(MIGRATIONS) and _tables(connection) == known):
+        raise damaged(path, f"its schema would have number {version}")
     if version > len(MIGRATIONS):
         raise AdaptiveError(
             f"log {path} was written by a newer adaptive (schema {version}, this one knows {len(MIGRATIONS)}); upgrade"

@@ -9,21 +9,37 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
+import dataclasses
+import logging
 import sqlite3
 import threading
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from adaptive.errors import AdaptiveError
+from adaptive.records.recover import (
+    Place,
+    abandon,
+    continue_ids,
+    last_given_id,
+    open_for_writing,
+    remove_beside,
+    replacing,
+)
 from adaptive.records.rows import insert
-from adaptive.records.schema import connect, transaction
+from adaptive.records.schema import DiskFullError, connect, transaction
 from adaptive.types import Generation
 
-# Generations held in memory while the disk does not take them: at about 100 kB each (500 tokens with
-# supervision) this is 25 MB. Lower loses records in a short outage, higher takes memory from the models.
-CAPACITY = 256
+logger = logging.getLogger("adaptive.records")
+
+# Bytes of generations held in memory while the disk does not take them: some 600 of 500 tokens with supervision (100
+# kB each), or several thousand without. Lower loses records in a short outage, higher takes memory from the models.
+MEMORY_BYTES = 64 << 20
+
+# Bytes that a generation takes beside its arrays and texts: objects, and a tuple for each round.
+OBJECTS_BYTES, ROUND_BYTES = 2048, 200
 
 # Seconds between two tries after a failure. Lower wakes a full disk for nothing, higher leaves
 # records in memory (where a crash loses them) for longer than needed.
@@ -37,19 +53,39 @@ ROOM_S = 5.0
 PERMANENT = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
 
 
+@dataclass(frozen=True)
+class WriterState:
+    """Whether the log can be written, how many generations wait in memory, and how many lost their supervision
+    (``stripped``) or were lost since the start."""
+
+    writable: bool
+    waiting: int
+    stripped: int
+    lost: int
+
+
 class LogWriter:
     """The one writer of this process. Safe to call from several threads; also a context manager.
 
-    When the queue is full, ``write`` waits for room up to ROOM_S, unless the disk is failing; then
-    the oldest waiting generation is given up and counted in ``lost``.
+    When the memory for what waits is full, ``write`` waits up to ROOM_S, unless the disk is failing; then the oldest
+    waiting generations lose their supervision (counted in ``stripped``), and when none has any left, the oldest one
+    is given up (``lost``).
     """
 
-    def __init__(self, path: Path, *, capacity: int = CAPACITY, retry_s: float = RETRY_S) -> None:
-        """Open (or create) the log at ``path``. Raises AdaptiveError where that cannot be done."""
+    def __init__(
+        self, path: Path, *, memory_bytes: int = MEMORY_BYTES, retry_s: float = RETRY_S, after: int = 0
+    ) -> None:
+        """Open (or create) the log at ``path``; new ids are above ``after``. A damaged log is replaced (``recover``).
+
+        A full disk is no reason to stop: what is written waits in memory. Raises AdaptiveError where the log
+        cannot be opened for another reason.
+        """
         self.path = path
-        self.lost = 0
-        self._capacity = capacity
+        self.lost = self.stripped = 0
+        self._memory = memory_bytes
+        self._held = 0  # bytes of what waits
         self._retry_s = retry_s
+        self._newest = after
         self._pending: deque[Generation] = deque()
         self._changed = threading.Condition()
         self._handed = self._settled = 0  # generations given to write(), and committed or given up
@@ -58,8 +94,11 @@ class LogWriter:
         self._failure: str | None = None
         self._loss: str | None = None
         self._connection: sqlite3.Connection | None = None
-        self._inode = 0
-        self._open()
+        self._place: Place | None = None
+        try:
+            self._open()
+        except DiskFullError as error:
+            self._failure = str(error)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a daemon thread dies with the program, its queue must not
@@ -73,22 +112,32 @@ class LogWriter:
         with self._changed:
             if self._failure is not None:
                 waiting = self._handed - self._settled
-                return f"the log {self.path} cannot be written ({self._failure}); {waiting} waiting in memory" + (
-                    f", {self.lost} lost" if self.lost else ""
+                return (
+                    f"the log {self.path} cannot be written ({self._failure}); {waiting} waiting in memory"
+                    + (f", {self.stripped} of them or before without supervision" if self.stripped else "")
+                    + (f", {self.lost} lost" if self.lost else "")
                 )
-            return None if not self.lost else f"{self.lost} generations could not be logged ({self._loss})"
+            if self.lost:
+                return f"{self.lost} generations could not be logged ({self._loss})"
+            return f"{self.stripped} generations are logged without supervision" if self.stripped else None
+
+    @property
+    def state(self) -> WriterState:
+        """In figures, what ``problem`` says in words."""
+        with self._changed:
+            return WriterState(self._failure is None, self._handed - self._settled, self.stripped, self.lost)
 
     def write(self, generation: Generation) -> None:
         """Hand over ``generation``; returns at once while there is room (see the class)."""
         with self._changed:
             if self._closing:
                 raise RuntimeError("the log writer is closed")
-            self._changed.wait_for(self._has_room_or_fails, ROOM_S)
-            while len(self._pending) >= self._capacity:
-                self._pending.popleft()
-                self._give_up(self._failure or "the disk is too slow")
+            self._changed.wait_for(lambda: self._has_room_or_fails(size_of(generation)), ROOM_S)
             self._pending.append(generation)
+            self._held += size_of(generation)
             self._handed += 1
+            if self._held > self._memory:
+                self._make_room()
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -124,8 +173,21 @@ class LogWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _has_room_or_fails(self) -> bool:
-        return len(self._pending) < self._capacity or self._failure is not None
+    def _has_room_or_fails(self, size: int) -> bool:
+        return not self._pending or self._held + size <= self._memory or self._failure is not None
+
+    def _make_room(self) -> None:
+        """Drop supervision before text, and of both the oldest first. Called with the lock held."""
+        for place, waiting in enumerate(self._pending):
+            if self._held <= self._memory:
+                return
+            if waiting.supervision is not None:
+                self._pending[place] = dataclasses.replace(waiting, supervision=None)
+                self._held += size_of(self._pending[place]) - size_of(waiting)
+                self.stripped += 1
+        while self._held > self._memory and len(self._pending) > 1:
+            self._held -= size_of(self._pending.popleft())
+            self._give_up(self._failure or "the disk is too slow")
 
     def _run(self) -> None:
         while (generation := self._next()) is not None:
@@ -151,16 +213,20 @@ class LogWriter:
                 return None
             self._attempt += 1
             self._urged = False
-            return self._pending.popleft()
+            generation = self._pending.popleft()
+            self._held -= size_of(generation)
+            return generation
 
     def _store(self, generation: Generation) -> None:
-        if self._connection is None or not self._still_there():
-            self._drop_connection()
+        if self._place is not None and not self._place.holds():
+            self._begin_anew()
+        if self._connection is None:
             self._open()
         connection = self._connection
         assert connection is not None
         with transaction(connection):
-            insert(connection, generation)
+            number = insert(connection, generation)
+        self._newest = max(self._newest, number)
 
     def _conclude(self, generation: Generation, failure: str | None, permanent: str | None) -> bool:
         """Book the outcome of one try. False when a closing writer must stop although something waits."""
@@ -174,6 +240,7 @@ class LogWriter:
                 self._changed.notify_all()
                 return True
             self._pending.appendleft(generation)  # keep the order, so that ids follow time
+            self._held += size_of(generation)
             self._failed_attempt = self._attempt
             self._changed.notify_all()
             if self._closing:
@@ -187,18 +254,40 @@ class LogWriter:
         self._loss = reason
 
     def _open(self) -> None:
-        self._connection = connect(self.path)
-        self._inode = os.stat(self.path).st_ino
+        self._connection, said = open_for_writing(self.path)
+        self._place = Place.of(self.path)
+        if said is not None:
+            logger.warning("%s", said)
+        if self._newest > last_given_id(self._connection):
+            with transaction(self._connection):
+                continue_ids(self._connection, self._newest)
 
-    def _still_there(self) -> bool:
-        """Whether the file we hold is still the one at ``path``: SQLite writes on into a deleted one."""
-        try:
-            return os.stat(self.path).st_ino == self._inode
-        except OSError:
-            return False
+    def _begin_anew(self) -> None:
+        """The file we hold is no longer the one at ``path``: SQLite would write on into it, wherever it is."""
+        self._drop_connection()
+        self._place = None
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with replacing(self.path):
+            if not self.path.exists():
+                remove_beside(self.path)
+                connect(self.path).close()
+                logger.warning("the log %s was moved or deleted; a new one is begun", self.path)
 
     def _drop_connection(self) -> None:
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
-            with contextlib.suppress(sqlite3.Error):  # closing checkpoints, which a full disk refuses
-                connection.close()
+        if self._connection is None:
+            return
+        connection, self._connection = self._connection, None
+        if self._place is not None and not self._place.holds():
+            abandon(connection)
+            return
+        with contextlib.suppress(sqlite3.Error):  # closing checkpoints, which a full disk refuses
+            connection.close()
+
+
+def size_of(generation: Generation) -> int:
+    """About how many bytes of memory a generation takes."""
+    made = generation.supervision
+    arrays = 0 if made is None else made.ids.nbytes + made.logprobs.nbytes
+    texts = [generation.text, generation.prompt_text, *(message.content for message in generation.messages)]
+    arrays += generation.prompt.nbytes + generation.output.nbytes
+    return OBJECTS_BYTES + arrays + sum(map(len, texts)) + ROUND_BYTES * len(generation.rounds)

@@ -1,0 +1,298 @@
+"""Opens the log at a start, whatever state it is in: what is damaged is set aside, and what can be read of it kept.
+
+A damaged file stays beside the new one as ``records.db.damaged`` (with a number where there is one already) until
+records are purged. Every record keeps its id. One process at a time replaces the file, under ``records.lock``; the
+others notice that another file stands in its place (``Place``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptive.errors import AdaptiveError
+from adaptive.records.pages import Pages, committed_beyond
+from adaptive.records.rows import CHECKED, insert, mended
+from adaptive.records.schema import DamagedLogError, connect, is_damage, transaction
+from adaptive.types import Round
+from checkpoints import files
+
+# Largest log, in bytes, whose every page is looked at when it is opened for writing: about 0.7 s from the system's
+# cache. Of a larger one damage is found when it is met, or by ``adaptive records check``.
+CHECKED_AT_START = 1 << 30
+
+# Seconds to wait for another process that replaces the log.
+REPLACE_S = 120.0
+
+# Records copied into the new file at a time.
+BATCH = 256
+
+
+def open_for_writing(path: Path) -> tuple[sqlite3.Connection, str | None]:
+    """The log at ``path``, created where there is none and replaced where it is damaged; and what was done, in words.
+
+    Raises AdaptiveError where it cannot be used for another reason than damage.
+    """
+    if not path.exists() or path.stat().st_size > CHECKED_AT_START:
+        with contextlib.suppress(DamagedLogError):
+            return connect(path), None
+    found = examine(path)
+    if found.connection is not None and found.wrong is None:
+        return found.connection, None
+    found.let_go()
+    said = recover(path)
+    return connect(path), said
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A log that was looked through. ``wrong`` says in words what is, None where the file is sound.
+
+    While something is wrong the connection stays open: to close the last one empties the write-ahead log.
+    """
+
+    connection: sqlite3.Connection | None
+    wrong: str | None
+
+    def let_go(self) -> None:
+        """Leave the file as it is, for ``recover``."""
+        if self.connection is not None:
+            abandon(self.connection)
+
+    def close(self) -> None:
+        """Close it where it is sound, else ``let_go``."""
+        if self.wrong is not None:
+            self.let_go()
+        elif self.connection is not None:
+            self.connection.close()
+
+
+def examine(path: Path) -> Examined:
+    """Whether the file itself is sound; records are not looked into.
+
+    Raises AdaptiveError where it cannot be read now.
+    """
+    wal = path.with_name(path.name + "-wal")
+    written = wal.read_bytes() if wal.exists() else b""
+    try:
+        connection = connect(path)
+    except DamagedLogError as error:
+        return Examined(None, error.reason)
+    try:
+        return Examined(connection, _what_is_wrong(connection, wal, written))
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        if is_damage(error):
+            return Examined(connection, str(error))
+        connection.close()
+        raise AdaptiveError(f"log {path} cannot be read now ({error}); try again") from error
+
+
+def _what_is_wrong(connection: sqlite3.Connection, wal: Path, written: bytes) -> str | None:
+    """``written`` is the write-ahead log as it was before SQLite looked into it."""
+    found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        return str(found).splitlines()[-1]
+    known = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
+    # Not where another process has begun it anew meanwhile.
+    if wal.exists() and _salts(wal) == written[16:24] and committed_beyond(written, known):
+        return "its write-ahead log is cut short"
+    return None
+
+
+def _salts(wal: Path) -> bytes:
+    with wal.open("rb") as file:
+        return file.read(32)[16:24]
+
+
+def recover(path: Path) -> str:
+    """Set the damaged log aside and start a new one with what can be read of it. Says what was done.
+
+    Raises AdaptiveError where the folder cannot be written.
+    """
+    with replacing(path):
+        found = examine(path)
+        if found.wrong is None:
+            found.close()
+            return "the log is sound; another process may just have recovered it"
+        new = files.unfinished(path.parent)
+        try:
+            with _nobody_writes(path):
+                kept = _rebuild(path, new)
+                aside = _set_aside(path)
+                os.replace(new, path)
+                files.flush(path.parent)
+        except (OSError, sqlite3.Error) as error:
+            raise AdaptiveError(
+                f"log {path} is damaged ({found.wrong}) and cannot be replaced ({error}); free some disk space"
+            ) from error
+        finally:
+            found.let_go()
+            files.finished(new)
+    return (
+        f"the log was damaged ({found.wrong}): {kept} records of it are kept in a new one, and the damaged file is set "
+        f"aside as {aside.name}"
+    )
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[None]:
+    """While another file takes the place of the log. Raises AdaptiveError where another process is at it for long."""
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(path.with_name("records.lock"), timeout=REPLACE_S, mode=0o600):
+            yield
+    except Timeout as error:
+        raise AdaptiveError(f"another process has held {path.with_name('records.lock')} for long; end it") from error
+
+
+@contextmanager
+def _nobody_writes(path: Path) -> Iterator[None]:
+    """Hold the write lock of a damaged log, where it is whole enough to be locked."""
+    connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
+    try:
+        with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):
+            connection.execute("BEGIN IMMEDIATE")
+        yield
+    finally:
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        abandon(connection)
+
+
+def _rebuild(path: Path, new: Path) -> int:
+    """Write what can be read of the log at ``path`` into a new one; how many records."""
+    with Pages(path) as pages, contextlib.closing(connect(new)) as connection:
+        names = [row[1] for row in connection.execute("PRAGMA table_info(generations)")]
+        newest = kept = 0
+        with transaction(connection):
+            connection.execute("PRAGMA defer_foreign_keys=ON")
+            for row, values in pages.records():
+                if row is None and _is_round(values):
+                    connection.execute("INSERT OR IGNORE INTO rounds VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+                elif row is not None and len(values) == 2 and values[0] == "generations" and _is_id(values[1]):
+                    newest = max(newest, values[1])  # of sqlite_sequence: ids are never used twice
+            for row, values in pages.records():
+                if row is not None and _is_id(row) and _take(connection, row, dict(zip(names, values, strict=False))):
+                    kept, newest = kept + 1, max(newest, row)
+            connection.execute("DELETE FROM rounds WHERE generation NOT IN (SELECT id FROM generations)")
+            continue_ids(connection, newest)
+        connection.execute("PRAGMA journal_mode=DELETE")  # one file, that can take the other's place
+    return kept
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and 0 < value < 1 << 53
+
+
+def _is_round(values: tuple[object, ...]) -> bool:
+    if len(values) != 7:
+        return False
+    whole = all(isinstance(values[place], int) for place in (0, 1, 3, 4))
+    return whole and isinstance(values[2], str) and all(isinstance(v, (int, float)) for v in values[5:])
+
+
+def _take(connection: sqlite3.Connection, number: int, values: dict[str, object]) -> bool:
+    """Insert a record that was found, with what is whole of it; False where it is none."""
+    if not set(CHECKED) - {"expected_s"} <= set(values):
+        return False
+    query = "SELECT drafter, drafted, accepted, draft_s, verify_s FROM rounds WHERE generation = ? ORDER BY idx"
+    rounds = [Round(*row) for row in connection.execute(query, (number,))]
+    columns = {"expected_s": 0.0, "checksum": None, "supervision": None, **values}
+    generation = mended(columns, rounds)
+    if generation is None or connection.execute("SELECT 1 FROM generations WHERE id = ?", (number,)).fetchone():
+        return False
+    connection.execute("DELETE FROM rounds WHERE generation = ?", (number,))
+    try:
+        insert(connection, generation, number)
+    except (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError):  # a row of before there were checksums
+        return False
+    return True
+
+
+def continue_ids(connection: sqlite3.Connection, newest: int) -> None:
+    """Have ids go on after ``newest``: the adapters name records by them."""
+    connection.execute("DELETE FROM sqlite_sequence WHERE name = 'generations' AND seq < ?", (newest,))
+    connection.execute(
+        "INSERT INTO sqlite_sequence SELECT 'generations', ? WHERE NOT EXISTS "
+        "(SELECT 1 FROM sqlite_sequence WHERE name = 'generations')",
+        (newest,),
+    )
+
+
+def last_given_id(connection: sqlite3.Connection) -> int:
+    """The last id that a record of this log was given, whether it is still there or not; 0 for none."""
+    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'generations'").fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _set_aside(path: Path) -> Path:
+    """Give the log another name, its write-ahead log with it; nothing stands in its place of what is not the file."""
+    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged{number}")
+    for end in ("", "-wal"):
+        old = path.with_name(path.name + end)
+        if old.exists() and (old.stat().st_size or not end):
+            _same_file(old, aside.with_name(aside.name + end))
+    remove_beside(path)
+    return aside
+
+
+def _same_file(old: Path, new: Path) -> None:
+    try:
+        os.link(old, new)
+    except OSError:  # a file system without links
+        shutil.copyfile(old, new)
+        os.chmod(new, 0o600)
+
+
+def remove_beside(path: Path) -> None:
+    """Remove what SQLite keeps beside the log: it belongs to the file that is no longer there."""
+    for end in ("-wal", "-shm"):
+        path.with_name(path.name + end).unlink(missing_ok=True)
+
+
+def set_aside_logs(path: Path) -> list[Path]:
+    """Damaged logs that were set aside beside ``path``, with what belongs to them."""
+    return sorted(path.parent.glob(f"{path.name}.damaged*"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which file stood at the log's path when it was opened."""
+
+    path: Path
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> Place:
+        """The file that is there now. Raises OSError where none is."""
+        found = os.stat(path)
+        return cls(path, found.st_dev, found.st_ino)
+
+    def holds(self) -> bool:
+        """Whether the same file is still there."""
+        try:
+            return Place.of(self.path) == self
+        except OSError:
+            return False
+
+
+def abandon(connection: sqlite3.Connection) -> None:
+    """Let go of a log that was moved or replaced while it was open, with all that was committed in the moved file.
+
+    It is never closed: at a last close SQLite removes the write-ahead log by its name, which another file has by now.
+    """
+    with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))

@@ -1,0 +1,218 @@
+"""A damaged log: a record is passed over, a file is set aside and what can be read of it kept, and each is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from records_factory import generation, same
+from test_history_cli import Run, adaptive  # noqa: F401 - a fixture
+
+from adaptive.records.log import Log
+from adaptive.records.recover import open_for_writing
+from adaptive.records.schema import connect
+from adaptive.records.writer import LogWriter
+from adaptive.types import Generation
+
+COUNT = 60
+
+
+def said(number: int) -> Generation:
+    return generation(number, tokens=40 + 60 * (number % 7), text=f"answer {number} " * (number % 40))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A log of COUNT answers."""
+    place = tmp_path / "home" / "big--small-1234" / "records.db"
+    with LogWriter(place) as writer:
+        for number in range(1, COUNT + 1):
+            writer.write(said(number))
+    return place
+
+
+def flip(file: Path, at: int, bit: int = 3) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1 << bit
+    file.write_bytes(data)
+
+
+def damage_column(path: Path, number: int, column: str, kind: str = "BLOB") -> None:
+    """Turn a bit in the middle of one record's column, as a bad disk does, where SQLite does not see it."""
+    connection = connect(path)
+    (value,) = connection.execute(f"SELECT CAST({column} AS BLOB) FROM generations WHERE id = ?", (number,)).fetchone()
+    changed = bytearray(value)
+    changed[len(changed) // 2] ^= 0x80
+    connection.execute(f"UPDATE generations SET {column} = CAST(? AS {kind}) WHERE id = ?", (bytes(changed), number))
+    connection.close()
+
+
+def whole(path: Path) -> dict[int, Generation]:
+    with Log(path) as log:
+        return {entry.id: entry.generation for entry in log.generations()}
+
+
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [("supervision", "BLOB"), ("output", "BLOB"), ("text", "TEXT"), ("messages", "TEXT"), ("sampling", "TEXT")],
+)
+def test_a_damaged_record_is_passed_over_and_counted(path: Path, column: str, kind: str) -> None:
+    damage_column(path, 7, column, kind)
+    with Log(path) as log:
+        found = {entry.id for entry in log.generations()}
+        assert found == set(range(1, COUNT + 1)) - {7}
+        assert list(log.damaged) == [7]
+        assert "record 7 is damaged" in log.damaged[7]
+        assert log.figures()
+        assert log.sessions()
+        assert [entry.id for entry in log.generations(5, limit=3)] == [6, 8]  # a run of three records, and no more
+
+
+def test_rounds_that_are_gone_make_a_damaged_record(path: Path) -> None:
+    connection = connect(path)
+    connection.execute("DELETE FROM rounds WHERE generation = 9 AND idx = 1")
+    connection.close()
+    assert 9 not in whole(path)
+
+
+def test_what_is_damaged_is_named_and_repaired(path: Path, adaptive: Run) -> None:  # noqa: F811
+    assert adaptive("records", "check")[0] == 0
+    damage_column(path, 7, "supervision")
+    damage_column(path, 8, "text", "TEXT")
+    status, out, _ = adaptive("records", "check")
+    assert status == 1
+    assert "record 7 is damaged" in out
+    assert "record 8 is damaged" in out
+    found = json.loads(adaptive("records", "check", "--json")[1])
+    assert sorted(found["damaged"]) == ["7", "8"]
+    status, out, _ = adaptive("records", "check", "--repair")
+    assert status == 0
+    assert "1 lost what was damaged and keep their text" in out
+    assert "1 deleted" in out
+    assert adaptive("records", "check")[0] == 0
+    now = whole(path)
+    assert set(now) == set(range(1, COUNT + 1)) - {8}
+    assert now[7].supervision is None
+    assert now[7].text == said(7).text
+
+
+def test_an_export_leaves_damaged_records_out_and_says_so(path: Path, adaptive: Run, tmp_path: Path) -> None:  # noqa: F811
+    damage_column(path, 7, "text", "TEXT")
+    status, _, err = adaptive("records", "export", str(tmp_path / "out.jsonl"))
+    assert status == 0
+    assert f"exported {COUNT - 1} generations" in err
+    assert "1 damaged" in err
+
+
+def spoil_schema(path: Path) -> None:
+    data = path.read_bytes()
+    flip(path, data.index(b"predicted_n"), 1)
+
+
+def spoil_schema_text(path: Path) -> None:
+    data = path.read_bytes()
+    flip(path, data.index(b"finish_reason"), 7)
+
+
+def spoil_header(path: Path) -> None:
+    flip(path, 5)
+
+
+def spoil_version(path: Path) -> None:
+    flip(path, 63, 1)
+
+
+def spoil_a_page(path: Path) -> None:
+    size = 4096
+    for number in range(2, path.stat().st_size // size):
+        if path.read_bytes()[number * size] == 0x0D:
+            flip(path, number * size)
+            return
+
+
+@pytest.mark.parametrize("spoil", [spoil_schema, spoil_schema_text, spoil_header, spoil_version, spoil_a_page])
+def test_a_damaged_file_is_set_aside_and_what_can_be_read_is_kept(
+    path: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil(path)
+    before = path.read_bytes()
+    with caplog.at_level(logging.WARNING), LogWriter(path) as writer:
+        writer.write(said(COUNT + 1))
+        assert writer.flush()
+    aside = path.with_name("records.db.damaged")
+    assert aside.read_bytes() == before
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "was damaged" in line
+    assert "set aside as records.db.damaged" in line
+    now = whole(path)
+    assert len(now) >= COUNT - 8
+    assert max(now) == COUNT + 1  # ids go on
+    for number, found in now.items():
+        assert same(found, said(number)), number
+    assert sorted(p.name for p in path.parent.iterdir()) == ["records.db", "records.db.damaged", "records.lock"]
+    with LogWriter(path):
+        pass
+    assert len(caplog.records) == 1  # said once
+
+
+def test_a_damaged_write_ahead_log_does_not_end_before_its_end(path: Path, tmp_path: Path) -> None:
+    writer = LogWriter(path)
+    for number in range(COUNT + 1, COUNT + 21):
+        writer.write(said(number))
+    assert writer.flush()
+    copy = tmp_path / "copy" / "records.db"  # as a killed process leaves it
+    copy.parent.mkdir()
+    for end in ("", "-wal"):
+        shutil.copyfile(f"{path}{end}", f"{copy}{end}")
+    writer.close()
+    flip(copy.with_name("records.db-wal"), 32 + 24 + 1000)
+    connection, recovered = open_for_writing(copy)
+    connection.close()
+    assert recovered is not None
+    assert "write-ahead log is cut short" in recovered
+    assert len(whole(copy)) >= COUNT + 18
+
+
+def test_any_flipped_byte_leaves_a_log_that_opens(path: Path) -> None:
+    rng = random.Random(3)
+    data = path.read_bytes()
+    for _ in range(25):
+        at = rng.choice((rng.randrange(len(data)), rng.randrange(4096)))
+        path.parent.joinpath("records.db.damaged").unlink(missing_ok=True)
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+        with LogWriter(path) as writer:
+            writer.write(said(COUNT + 1))
+            assert writer.flush(), (at, writer.problem)
+        now = whole(path)
+        assert len(now) >= COUNT - 10, at
+        for number, found in now.items():
+            if number <= COUNT:
+                assert same(found, said(number)) or found.supervision is None or not found.rounds, (at, number)
+
+
+@pytest.mark.parametrize("names", [("records.db",), ("records.db", "records.db-wal", "records.db-shm")])
+def test_a_log_that_is_moved_away_is_noticed_by_whoever_has_it_open(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, names: tuple[str, ...]
+) -> None:
+    away = tmp_path / "away"
+    away.mkdir()
+    with caplog.at_level(logging.WARNING), LogWriter(path) as writer, Log(path) as reader:
+        writer.write(said(COUNT + 1))
+        assert writer.flush()
+        assert reader.last_id() == COUNT + 1
+        for name in names:
+            (path.parent / name).rename(away / name)
+        assert reader.count() == 0
+        writer.write(said(COUNT + 2))
+        assert writer.flush()
+        assert [entry.id for entry in reader.generations()] == [COUNT + 2]  # ids go on
+    assert any("moved or deleted" in record.getMessage() for record in caplog.records)
+    assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert sorted(whole(path)) == [COUNT + 2]
+    assert sorted(whole(away / "records.db")) == list(range(1, COUNT + 2))  # and what was moved is whole
