@@ -20,6 +20,7 @@ from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
+from adaptive.records.stats import count_rounds, tokens_per_round
 from adaptive.types import SamplingParams, StopParams
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ def ours(name: str, pair: Pair, policy: LengthPolicy, sampling: SamplingParams, 
         for _ in assistant.chat(prompt.messages, sampling, StopParams(tokens, ignore_eos=not ends)):
             pass
         assert assistant.last is not None
-        rounds = assistant.last.rounds
-        return assistant.last.output, 1 + sum(r.accepted for r in rounds) / max(1, len(rounds))
+        return assistant.last.output, tokens_per_round(count_rounds(assistant.last.rounds))
 
     return Contender(name, answer)
 

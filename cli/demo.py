@@ -65,11 +65,11 @@ class Tally:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens that one pass of the target yields."""
-        from adaptive.records.stats import speculative_stats
+    def tokens_per_round(self) -> float:
+        """Tokens that one pass of the target yields, over all rounds."""
+        from adaptive.records.stats import count_rounds, tokens_per_round
 
-        return speculative_stats(self.rounds).mean_acceptance_length
+        return tokens_per_round(count_rounds(self.rounds)) or 1.0
 
     @property
     def acceptance(self) -> float:
@@ -95,7 +95,7 @@ def figures_table(tallies: list[Tally], title: str) -> Table:
             f"{tally.per_second:.0f}" if tally.seconds else "…",
             f"{tally.per_second / plain:.2f}x" if plain and tally.seconds else "",
             f"{tally.acceptance:.0%}" if speculative else "",
-            f"{tally.mean_acceptance_length:.2f}" if speculative else "",
+            f"{tally.tokens_per_round:.2f}" if speculative else "",
             f"{tally.repeated / tally.grams:.1%}" if tally.grams else "",
         )
     return table
@@ -259,10 +259,10 @@ class Tour:
 
     def _conclude(self, tallies: list[Tally]) -> None:
         plain, before, after, controlled = tallies
-        longer = after.mean_acceptance_length / before.mean_acceptance_length
+        longer = after.tokens_per_round / before.tokens_per_round
         self._say(
-            f"One pass of the target now yields {after.mean_acceptance_length:.2f} tokens instead of "
-            f"{before.mean_acceptance_length:.2f} ({longer:.2f}x) "
+            f"One pass of the target now yields {after.tokens_per_round:.2f} tokens instead of "
+            f"{before.tokens_per_round:.2f} ({longer:.2f}x) "
             f"at draft length {DRAFT_LENGTH}. With the length set by the controller, as it is by default, it decodes "
             f"[bold green]{controlled.per_second / plain.per_second:.2f}x as fast as plain decoding[/] and "
             f"{controlled.per_second / before.per_second:.2f}x as fast as the speculation it began with. What it says "

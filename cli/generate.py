@@ -97,20 +97,19 @@ def keep(assistant: Assistant) -> None:
 
 
 def figures(assistant: Assistant) -> str:
-    """One line on the last answer: speed, acceptance, who drafted."""
-    from adaptive.records.stats import speculative_stats
+    """One line on the last answer: speed, what decoding did and why, tokens a round, acceptance, who drafted."""
+    from adaptive.records.stats import count_rounds, in_words
+    from adaptive.speculation import speculation
 
     done = last(assistant)
-    stats = speculative_stats(done.rounds)
     parts = [f"{len(done.output)} tokens", f"{done.timings.per_second:.0f} tokens/s"]
     if done.cached:
         parts.append(f"{done.cached} prompt tokens from the cache")
-    if stats.num_draft_tokens:
-        parts.append(f"{stats.draft_acceptance_rate:.0%} of drafts accepted")
-        parts.append(f"{stats.mean_acceptance_length:.2f} tokens a round")
-    elif assistant.pair.draft is not None:
-        parts.append("speculation off")
-    parts.append(f"adapter {assistant.adapter}" if assistant.adapter else "no adapter")
+    parts.append(speculation(assistant).sentence)
+    if assistant.pair.draft is not None:
+        if done.rounds:
+            parts.append(in_words(count_rounds(done.rounds)))
+        parts.append(f"adapter {assistant.adapter}" if assistant.adapter else "no adapter")
     return " · ".join(parts)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TABLE_ROWS = 30
 
 # Head of the cells that ``cells`` gives, after the row's key.
-COLUMNS = ("generations", "tokens", "tokens/s", "acceptance", "tokens/round", "first")
+COLUMNS = ("answers", "tokens", "per s", "per round", "accepted", "drafted", "first")
 # Head of the cells that ``position_cells`` gives.
 POSITION_COLUMNS = ("position", "chosen", "observed", "accepted", "acceptance")
 
@@ -168,8 +168,9 @@ def cells(row: Figures) -> tuple[str, ...]:
         f"{row.generations}",
         f"{row.tokens}",
         or_dash(row.tokens_per_second, ".1f"),
+        or_dash(row.tokens_per_round, ".2f"),
         f"{speculation.draft_acceptance_rate:.1%}" if drafted else "–",
-        f"{speculation.mean_acceptance_length:.2f}" if drafted else "–",
+        f"{speculation.num_draft_tokens}",
         "–" if row.first is None else time.strftime("%Y-%m-%d", time.localtime(row.first)),
     )
 
@@ -234,6 +235,7 @@ def _print_csv(found: History, by: Grouping) -> None:
             "tokens_per_second",
             "expected_tokens_per_second",
             "mean_draft_length",
+            "tokens_per_round",
             "first",
             "last",
         ]

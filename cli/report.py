@@ -70,7 +70,7 @@ def _plot(found: History) -> Any:
 
     panels = (
         ("acceptance rate", [p.acceptance_rate for p in found.series]),
-        ("mean acceptance length", [p.mean_acceptance_length for p in found.series]),
+        ("tokens a round, plain ones included", [p.tokens_per_round for p in found.series]),
         ("tokens drafted a round", [p.mean_draft_length for p in found.series]),
         ("tokens per second", [p.tokens_per_second for p in found.series]),
     )

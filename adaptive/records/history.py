@@ -17,9 +17,13 @@ from adaptive.records.stats import (
     acceptance_by_position,
     rounds_by_length,
     stats_of_counts,
+    tokens_per_round,
 )
 
 By = Literal["adapter", "day", "session"]
+
+# Generations that are "the latest": fewer show one answer's chance, more hide what has just changed.
+LATEST = 20
 
 # Points of a time series: more than a terminal has columns for shows nothing new, fewer hides swaps.
 POINTS = 60
@@ -59,7 +63,8 @@ class Figures:
     """The figures of several generations. ``first`` and ``last`` are seconds since the epoch (None
     without generations); ``tokens_per_second`` is None where nothing was timed,
     ``expected_tokens_per_second`` where nothing was forecast, ``mean_draft_length`` (tokens drafted a
-    round, plain rounds counted as 0) where there was no round."""
+    round, plain rounds counted as 0) and ``tokens_per_round`` (a pass of the target, over all rounds) where there
+    was no round."""
 
     key: str
     generations: int
@@ -67,6 +72,7 @@ class Figures:
     tokens_per_second: float | None
     expected_tokens_per_second: float | None
     mean_draft_length: float | None
+    tokens_per_round: float | None
     first: float | None
     last: float | None
     speculation: SpeculativeStats
@@ -89,6 +95,7 @@ class Point:
     tokens_per_second: float | None
     expected_tokens_per_second: float | None
     mean_draft_length: float | None
+    tokens_per_round: float | None
 
 
 @dataclass(frozen=True)
@@ -103,9 +110,11 @@ class Swap:
 
 @dataclass(frozen=True)
 class History:
-    """Everything ``adaptive history`` shows. ``lengths[k]`` counts the rounds that drafted k tokens."""
+    """Everything ``adaptive history`` shows. ``lengths[k]`` counts the rounds that drafted k tokens; ``latest`` are the
+    figures of the last LATEST generations together."""
 
     totals: Figures
+    latest: Figures
     rows: tuple[Figures, ...]
     positions: tuple[PositionAcceptance, ...]
     lengths: tuple[int, ...]
@@ -117,6 +126,7 @@ def history(generations: Sequence[GenerationFigures], by: By = "adapter", points
     """All of it, for generations in the order of their ids."""
     return History(
         totals=summed("all", generations),
+        latest=summed("latest", generations[-LATEST:]),
         rows=grouped(generations, by),
         positions=acceptance_by_position(count for g in generations for count in g.rounds),
         lengths=rounds_by_length(count for g in generations for count in g.rounds),
@@ -129,6 +139,7 @@ def as_object(found: History) -> dict[str, Any]:
     """As ``adaptive history --json`` and the server show it."""
     return {
         "totals": _figures_object(found.totals),
+        "latest": _figures_object(found.latest),
         "rows": [_figures_object(row) for row in found.rows],
         "positions": [
             {**asdict(p), "acceptance": p.acceptance, "rounds": found.lengths[p.position]} for p in found.positions
@@ -154,6 +165,7 @@ def summed(key: str, generations: Sequence[GenerationFigures]) -> Figures:
         tokens_per_second=_tokens_per_second(generations),
         expected_tokens_per_second=_expected(generations),
         mean_draft_length=_mean_draft_length(generations),
+        tokens_per_round=tokens_per_round(count for g in generations for count in g.rounds),
         first=min((g.created for g in generations), default=None),
         last=max((g.created for g in generations), default=None),
         speculation=stats_of_counts(count for g in generations for count in g.rounds),
@@ -255,4 +267,5 @@ def _point(bucket: Sequence[GenerationFigures]) -> Point:
         tokens_per_second=_tokens_per_second(bucket),
         expected_tokens_per_second=_expected(bucket),
         mean_draft_length=_mean_draft_length(bucket),
+        tokens_per_round=tokens_per_round(count for g in bucket for count in g.rounds),
     )

@@ -107,6 +107,33 @@ def stats_of_counts(counts: Iterable[RoundCount]) -> SpeculativeStats:
     )
 
 
+def tokens_per_round(counts: Iterable[RoundCount]) -> float | None:
+    """Tokens that a pass of the target yields, over **all** rounds, plain ones included: 1 + accepted / rounds.
+
+    The headline figure everywhere (tokens a round); None without a round. ``mean_acceptance_length`` leaves the
+    rounds out that drafted nothing, and so says how good a draft is and not what it brought.
+    """
+    rounds = accepted = 0
+    for c in counts:
+        rounds += c.rounds
+        accepted += c.accepted * c.rounds
+    return 1 + accepted / rounds if rounds else None
+
+
+def in_words(counts: Iterable[RoundCount]) -> str:
+    """Tokens a round and acceptance with its n, as one answer or several are reported everywhere."""
+    known = tuple(counts)
+    stats, tokens = stats_of_counts(known), tokens_per_round(known)
+    if tokens is None:
+        return "no rounds"
+    if not stats.num_draft_tokens:
+        return f"{tokens:.2f} tokens a round, nothing drafted"
+    return (
+        f"{tokens:.2f} tokens a round, {stats.draft_acceptance_rate:.0%} of {stats.num_draft_tokens} drafted tokens "
+        "accepted"
+    )
+
+
 def acceptance_by_position(counts: Iterable[RoundCount]) -> tuple[PositionAcceptance, ...]:
     """Conditional acceptance of every draft position, first to the longest draft."""
     rounds = [c for c in counts if c.drafted > 0]

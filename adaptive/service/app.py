@@ -263,6 +263,7 @@ def _state(app: FastAPI, api: Api) -> None:
             "draft": pair.identity.base.id if pair.draft else None,
             "adapter": engine.adapter,
             "draft_length": api.settings.draft_length,
+            "speculation": engine.speculation.as_object(),
             "n_ctx": pair.target.context_length,
             "total_slots": 1,
             "chat_template": api.tokenizer.chat_template,
@@ -279,6 +280,7 @@ def _state(app: FastAPI, api: Api) -> None:
                 "predicted_tokens": slot.predicted_tokens,
                 "seconds": None if slot.began is None else time.perf_counter() - slot.began,
                 "waiting": len(engine.queue),
+                "speculation": engine.speculation.as_object(),
                 "conversations_cached": len(api.session().assistant.conversations),
             }
         ]

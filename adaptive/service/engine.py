@@ -22,9 +22,10 @@ from adaptive.decoding.loop import Decoding
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
 from adaptive.printable import printable_line
-from adaptive.records.stats import speculative_stats
+from adaptive.records.stats import count_rounds, in_words
 from adaptive.service.jobs import Answer, Ask, Done, Failed, FairQueue, Job, Piece
 from adaptive.service.metrics import Metrics
+from adaptive.speculation import Speculation, of_counts, speculation
 from adaptive.state import PairState
 from adaptive.swapper import Swapper
 from adaptive.types import Round, SamplingParams
@@ -100,6 +101,7 @@ class EngineThread:
         self.session: Opened | None = None
         self.adapter: str | None = None
         self.slot = Slot(False, None, 0, 0, None)
+        self.speculation: Speculation = of_counts((), draft=False)  # of the last answer
         self.queue = FairQueue(queue, metrics.abandoned)
         self._open = open_session
         self._metrics = metrics
@@ -146,6 +148,7 @@ class EngineThread:
                     importlib.import_module("peft")
                 self.session = session
                 self.adapter = session.assistant.adapter
+                self.speculation = speculation(session.assistant)
                 session.swapper.on_swap = self._swapped
                 session.assistant.between_rounds = session.swapper.between_rounds
                 if self.state == "loading":
@@ -242,13 +245,14 @@ class EngineThread:
         done = assistant.last
         assert done is not None
         assert done.finish_reason is not None
+        self.speculation = speculation(assistant)
         self._metrics.answered(done.timings, done.rounds, done.finish_reason)
         if assistant.log is not None and ask.record and not assistant.log.flush(FLUSH_S):
             logger.warning("log: %s", assistant.log.problem or "slow; the answer will be there later")
         for adapter, rounds in assistant.rounds_by_adapter:
             for listener in self._listeners:
                 listener.answered(adapter, rounds)
-        logger.info("%s: %s", printable_line(ask.client) or "client", _line(done))
+        logger.info("%s: %s", printable_line(ask.client) or "client", _line(done, self.speculation))
         if done.finish_reason != "cancelled":
             job.emit(
                 Answer(
@@ -275,13 +279,12 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _line(done: Decoding) -> str:
+def _line(done: Decoding, how: Speculation) -> str:
     """One answer in the server's log: no text, only figures."""
-    timings, stats = done.timings, speculative_stats(done.rounds)
-    accepted = f", {stats.draft_acceptance_rate:.0%} of drafts accepted" if stats.num_draft_tokens else ""
+    timings = done.timings
     return (
         f"{timings.prompt_n} prompt tokens and {timings.cached_n} cached, {timings.predicted_n} tokens at "
-        f"{timings.per_second:.0f}/s{accepted}, {done.finish_reason}"
+        f"{timings.per_second:.0f}/s, {done.finish_reason}; {how.sentence}; {in_words(count_rounds(done.rounds))}"
     )
 
 

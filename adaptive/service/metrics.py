@@ -25,6 +25,7 @@ class Metrics:
         def gauge(name: str, what: str, labels: Sequence[str] = ()) -> Gauge:
             return Gauge(f"adaptive:{name}", what, labels, registry=registry)
 
+        self._rounds = counter("decode_rounds", "Rounds of decoding, those that drafted nothing included")
         self._drafts = counter("spec_decode_num_drafts", "Rounds that drafted at least one token")
         self._drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
@@ -66,6 +67,7 @@ class Metrics:
         self._cached_tokens.inc(timings.cached_n)
         self._generated.inc(timings.predicted_n)
         self._requests.labels(finish_reason).inc()
+        self._rounds.inc(len(rounds))
         for outcome in rounds:
             if outcome.drafted:
                 self._drafts.inc()

@@ -1,0 +1,112 @@
+"""What decoding does now, and why, in one sentence that every front end shows.
+
+In: the rounds of the last answer, so that the sentence is right about them, and the draft-length policy's own
+estimate. Out: ``Speculation``, as data and in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength
+from adaptive.records.stats import RoundCount, count_rounds
+
+# Share of an answer's rounds that must have drafted for it to be called drafting. A controller that decodes plainly
+# tries the draft in a few of a hundred rounds, one that drafts decodes plainly in as few.
+MOSTLY = 0.5
+# Speed-ups this near to 1 are given with two digits: 0.96 is no 1.0.
+NEARLY_ONE = 0.1
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How the last answer was decoded. ``rounds`` are all of it, ``drafting_rounds`` those that drafted something,
+    ``drafted`` their tokens; 0 of each before the first answer. ``switched_off`` is a draft length of 0 that was asked
+    for. ``expected_speed_up`` is what the policy expects of drafting now, over plain decoding; None where unknown."""
+
+    draft: bool
+    switched_off: bool
+    rounds: int
+    drafting_rounds: int
+    drafted: int
+    expected_speed_up: float | None
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the answer was drafted, for the most part."""
+        return self.drafting_rounds > 0 and self.drafting_rounds >= MOSTLY * self.rounds
+
+    @property
+    def tokens_ahead(self) -> float:
+        """Tokens drafted a round, over the rounds that drafted; 0 where none did."""
+        return self.drafted / self.drafting_rounds if self.drafting_rounds else 0.0
+
+    @property
+    def sentence(self) -> str:
+        """What the last answer was decoded by, and why."""
+        if not self.draft:
+            return "plain: no draft"
+        if not self.rounds:
+            return "nothing decoded yet"
+        share = f"{self.drafting_rounds} of {self.rounds} rounds"
+        if self.drafting:
+            where = f" in {share}" if self.drafting_rounds < self.rounds else ""
+            return f"drafting {self.tokens_ahead:.1f} tokens ahead{where}{self._how_fast()}"
+        return f"plain{f', but for {share}' if self.drafting_rounds else ''}: {self._why_plain()}"
+
+    def _how_fast(self) -> str:
+        speed = self.expected_speed_up
+        return "" if speed is None else f", {_times(speed)} times as fast as plain"
+
+    def _why_plain(self) -> str:
+        if self.switched_off:
+            return "the draft length is set to 0"
+        if self.expected_speed_up is None:
+            return "what drafting would bring is not known yet"
+        expected = f"drafting would be {_times(self.expected_speed_up)}x here"
+        return f"{expected}, and comes next" if self.expected_speed_up > 1 else expected
+
+    def as_object(self) -> dict[str, Any]:
+        """As the server's JSON has it."""
+        return {
+            "sentence": self.sentence,
+            "mode": "drafting" if self.drafting else "plain",
+            "rounds": self.rounds,
+            "drafting_rounds": self.drafting_rounds,
+            "tokens_ahead": self.tokens_ahead,
+            "expected_speed_up": self.expected_speed_up,
+        }
+
+
+def speculation(assistant: Assistant) -> Speculation:
+    """What ``assistant`` did in its last answer."""
+    rounds = () if assistant.last is None else count_rounds(assistant.last.rounds)
+    policy = assistant.policy
+    return of_counts(
+        rounds,
+        draft=assistant.pair.draft is not None,
+        switched_off=isinstance(policy, FixedLength) and policy.length == 0,
+        expected_speed_up=policy.expected_speed_up,
+    )
+
+
+def of_counts(
+    counts: Iterable[RoundCount], *, draft: bool, switched_off: bool = False, expected_speed_up: float | None = None
+) -> Speculation:
+    """The same of rounds that are already summed up."""
+    rounds = list(counts)
+    return Speculation(
+        draft=draft,
+        switched_off=switched_off,
+        rounds=sum(count.rounds for count in rounds),
+        drafting_rounds=sum(count.rounds for count in rounds if count.drafted),
+        drafted=sum(count.drafted * count.rounds for count in rounds),
+        expected_speed_up=expected_speed_up,
+    )
+
+
+def _times(speed: float) -> str:
+    return f"{speed:.{2 if abs(speed - 1) < NEARLY_ONE else 1}f}"
