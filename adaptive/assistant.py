@@ -167,10 +167,12 @@ class Assistant:
         domain: str | None = None,
         record: bool = True,
         supervise: bool = False,
+        client: str = "",
     ) -> Iterator[Step]:
         """Answer a prompt of token ids, which came from ``messages`` or from a raw ``text``.
 
-        Without a ``session``, where several conversations are kept, the caches tell which one this is.
+        Without a ``session``, where several conversations are kept, how it began and ``client`` tell which one
+        this is.
         ``supervise`` keeps the target's distribution also where nothing is recorded.
         """
         context = self.pair.target.context_length
@@ -185,7 +187,7 @@ class Assistant:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=secrets.randbits(63))
         record = record and self.log is not None
-        conversation = self.conversations.take(prompt)
+        conversation = self.conversations.take(prompt, messages, client, session)
         session = session or (conversation.name if self.conversations.limit else self.session)
         self.policy.begin(Scope(session, sampling.temperature))
         request = Request(prompt, sampling, stop, self._end_set(stop), record or supervise)

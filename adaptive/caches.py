@@ -1,19 +1,26 @@
-"""Caches of several conversations over one set of weights: the least recently used goes first.
+"""Conversations over one set of weights, and their caches: the least recently used give theirs back first.
 
-In: the token ids of a prompt. Out: the conversation whose caches hold the longest useful beginning of it.
+In: a request's tokens, its messages and who asks. Out: the conversation that it goes on in, whose caches hold the
+longest beginning of it that any cache holds.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from adaptive.engines.protocol import Engine
 from adaptive.engines.protocol import Sequence as EngineSequence
+from adaptive.errors import AdaptiveError
+from adaptive.types import Message
 
-# Share of what a conversation holds that a prompt must repeat to go on in it. A prompt that shares only
-# the system message begins another conversation; an edited or repeated last turn goes on in the same.
-SAME_CONVERSATION = 0.5
+# Tokens that another conversation's cache must hold beyond the own one's to be copied. Fewer are computed as quickly
+# as copied.
+WORTH_COPYING = 16
+# Conversations that are remembered without their caches. More find the session of an older one again, and each is
+# compared with every request.
+REMEMBERED = 256
 
 
 class CachedSequence:
@@ -33,14 +40,67 @@ class CachedSequence:
         """Forget everything after the common beginning with ``prompt``, whose last token is always fed anew."""
         self.sequence.rollback(min(self.common(prompt), len(prompt) - 1))
 
+    def copy_prefix(self, other: CachedSequence, prompt: Sequence[int]) -> None:
+        """Hold the beginning of ``prompt`` that ``other`` holds."""
+        length = other.common(prompt)
+        self.sequence.copy_prefix(other.sequence, length)
+        self.tokens = list(prompt[:length])
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The first request of a conversation, which those that go on in it repeat as a whole."""
+
+    client: str
+    messages: tuple[Message, ...]
+    tokens: tuple[int, ...]
+
+    def begins(self, later: Opening) -> bool:
+        """Whether ``later`` goes on in this conversation: more in common than, say, a system message."""
+        if self.client != later.client:
+            return False
+        if not self.messages or not later.messages:  # raw text
+            return self.messages == later.messages and self.tokens == later.tokens[: len(self.tokens)]
+        if self.messages == later.messages:
+            return True
+        asked = any(message.role == "user" for message in self.messages)
+        return asked and self.messages == later.messages[: len(self.messages)]
+
 
 class Conversation:
-    """The target's and the draft's cache of one text. ``name`` serves as a session where none is given."""
+    """The target's and the draft's cache of one text. ``name`` serves as a session where none is given.
 
-    def __init__(self, target: Engine, draft: Engine | None) -> None:
-        self.name = uuid.uuid4().hex[:12]
+    ``opening`` is None for one that its client named: only that name goes on in it.
+    """
+
+    def __init__(self, target: Engine, draft: Engine | None, name: str | None, opening: Opening) -> None:
+        self.name = name or uuid.uuid4().hex[:12]
+        self.opening = None if name else opening
+        self._engines = target, draft
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the caches back."""
+        target, draft = self._engines
         self.target = CachedSequence(target)
         self.draft = CachedSequence(draft) if draft else None
+
+    def forget_draft(self) -> None:
+        """The draft is another one: what its cache holds was made by other weights."""
+        draft = self._engines[1]
+        self.draft = CachedSequence(draft) if draft else None
+
+    def copy_prefix(self, other: Conversation, prompt: Sequence[int]) -> None:
+        """Begin anew with what ``other`` holds of ``prompt``, so that what both share is computed once."""
+        self.forget()
+        self.target.copy_prefix(other.target, prompt)
+        if self.draft is not None and other.draft is not None:
+            self.draft.copy_prefix(other.draft, prompt)
+
+    def take_over(self, other: Conversation) -> None:
+        """Have the caches of ``other``, which begins anew."""
+        self.target, self.draft = other.target, other.draft
+        other.forget()
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +109,7 @@ class Conversation:
 
 
 class Conversations:
-    """The conversations kept, within ``limit`` bytes of caches; the one in use always stays.
+    """The conversations kept, within ``limit`` bytes of caches; those of the one in use always stay.
 
     ``limit`` 0 keeps one conversation, which every prompt goes on in as far as it can.
     """
@@ -60,30 +120,61 @@ class Conversations:
         self._kept: list[Conversation] = []  # the most recently used last
 
     def __len__(self) -> int:
-        return len(self._kept)
+        """Conversations that have a cache."""
+        return sum(conversation.nbytes > 0 for conversation in self._kept)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all caches kept."""
         return sum(conversation.nbytes for conversation in self._kept)
 
-    def take(self, prompt: Sequence[int]) -> Conversation:
-        """The conversation that ``prompt`` goes on in, or a new one; it is now the most recently used."""
-        best = max(self._kept, key=lambda c: c.target.common(prompt), default=None)
-        if best is not None and self.limit:
-            held = min(len(best.target.tokens), best.target.sequence.length)
-            if best.target.common(prompt) < max(1, SAME_CONVERSATION * held):
-                best = None
-        if best is None:
-            best = Conversation(self._target, self._draft)
+    def take(
+        self, prompt: Sequence[int], messages: tuple[Message, ...] = (), client: str = "", name: str | None = None
+    ) -> Conversation:
+        """The conversation that a request goes on in, or a new one; it is now the most recently used.
+
+        ``name`` is the one that the client gave it, if it did; else the request's ``messages`` (or its tokens,
+        without any) and its ``client`` tell.
+        """
+        if not self.limit:
+            if not self._kept:
+                self._kept = [Conversation(self._target, self._draft, None, Opening("", (), ()))]
+            return self._kept[0]
+        opening = Opening(client, messages, tuple(prompt))
+        own = self._find(opening, name) or Conversation(self._target, self._draft, name, opening)
+        self._kept = [*(c for c in self._kept[-REMEMBERED:] if c is not own), own]
+        source = max(self._kept, key=lambda c: c.target.common(prompt))
+        shared = source.target.common(prompt)
+        if source is own or shared < own.target.common(prompt) + WORTH_COPYING:
+            self._make_room(own, 0)
+        elif self._make_room(own, source.nbytes * shared // source.target.sequence.length, source):
+            try:
+                own.copy_prefix(source, prompt)
+            except AdaptiveError:  # no memory for a copy: it is computed, or the answer says what is wrong
+                own.forget()
         else:
-            self._kept.remove(best)
-        self._kept.append(best)
-        while len(self._kept) > 1 and self.nbytes > self.limit:
-            self._kept.pop(0)
-        return best
+            own.take_over(source)
+        return own
 
     def forget_drafts(self) -> None:
-        """The draft is another one: its caches were made by other weights and begin anew."""
+        """The draft is another one: its caches begin anew."""
         for conversation in self._kept:
-            conversation.draft = CachedSequence(self._draft) if self._draft else None
+            conversation.forget_draft()
+
+    def _find(self, opening: Opening, name: str | None) -> Conversation | None:
+        """The conversation of that name, or the one with the longest opening that the request repeats."""
+        if name is not None:
+            return next((c for c in self._kept if c.opening is None and c.name == name), None)
+        found = [c for c in self._kept if c.opening is not None and c.opening.begins(opening)]
+        return max(found, key=lambda c: len(c.opening.tokens) if c.opening else 0, default=None)
+
+    def _make_room(self, own: Conversation, needed: int, source: Conversation | None = None) -> bool:
+        """Have the least recently used give their caches back until ``needed`` bytes are free. False where ``source``
+        would be among them, which keeps its own."""
+        for conversation in self._kept:
+            if self.nbytes + needed <= self.limit or conversation is own:
+                return True
+            if conversation is source:
+                return False
+            conversation.forget()
+        return True

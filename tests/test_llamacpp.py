@@ -16,6 +16,7 @@ from conftest import BUNDLED, save_random_adapter
 from gguf_pair import decode_alone, engine, write_bundled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_conversations import check_copies
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adaptive.assistant import Assistant, encode_chat
@@ -121,6 +122,10 @@ def test_rollback_leaves_what_never_having_seen_the_rest_would(
     fresh = draft.sequence()
     fresh.extend(held, 0)
     torch.testing.assert_close(sequence.extend(probe, 3), fresh.extend(probe, 3), atol=2e-3, rtol=0)
+
+
+def test_a_copied_prefix_is_continued_as_the_text_it_came_from(draft: LlamaCppEngine) -> None:
+    check_copies(draft)
 
 
 def test_logits_are_those_of_transformers_also_in_long_and_grown_passes(draft: LlamaCppEngine) -> None:

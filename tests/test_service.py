@@ -95,6 +95,29 @@ def test_every_turn_finds_the_turns_before_in_the_cache(client: openai.OpenAI) -
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
 
 
+def test_the_same_request_again_finds_its_cache_and_stays_one_session(server: Server, client: openai.OpenAI) -> None:
+    said = [{"role": "user", "content": "What swims?"}]
+    answers = [ask(client, messages=said, max_tokens=60, extra_body={"ignore_eos": True}, n=n) for n in (1, 1, 4)]
+    read = answers[0].usage.prompt_tokens
+    assert [answer.usage.prompt_tokens_details.cached_tokens for answer in answers[1:]] == [read - 1, 4 * (read - 1)]
+    with Log(server.records) as log:
+        assert log.sessions()[0].generations == 6
+
+
+def test_chats_behind_one_system_message_are_two_sessions(server: Server, client: openai.OpenAI) -> None:
+    system = {"role": "system", "content": "You are a patient teacher of small children. " * 12}
+    chats: list[list[Any]] = [[system, {"role": "user", "content": f"What is {thing}?"}] for thing in ("ice", "rain")]
+    for _ in range(2):
+        for chat in chats:
+            answer = ask(client, messages=chat)
+            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            chat += [said, {"role": "user", "content": "And then?"}]
+            cached, read = answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens
+    assert cached > read - 40  # the last of them: all turns before
+    with Log(server.records) as log:
+        assert [one.generations for one in log.sessions()[:2]] == [2, 2]
+
+
 def test_nothing_is_said_from_a_stop_string_on(client: openai.OpenAI) -> None:
     plain = ask(client).choices[0].message.content
     stop = plain[len(plain) // 2 :][:4]

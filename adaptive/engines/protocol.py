@@ -66,6 +66,12 @@ class Sequence(Protocol):
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens. Copies nothing."""
 
+    def copy_prefix(self, other: Sequence, length: int) -> None:
+        """Hold the first ``length`` tokens of ``other``, a sequence of the same engine, instead of what is held.
+
+        Raises AdaptiveError where there is no memory; nothing is held then.
+        """
+
 
 class Engine(Protocol):
     """A model that can score tokens in the context of a sequence.

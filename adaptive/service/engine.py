@@ -225,6 +225,7 @@ class EngineThread:
             session=ask.session,
             record=ask.record,
             supervise=ask.supervise,
+            client=ask.client,
         )
         began = last = time.perf_counter()
         count = 0

@@ -66,6 +66,13 @@ class LeanCache:
         """Forget all tokens after the first ``length``."""
         self.length = min(length, self.length)
 
+    @torch.inference_mode()
+    def copy_prefix(self, other: LeanCache, length: int) -> None:
+        """Hold the first ``length`` tokens of ``other``; there is room for them."""
+        whole = min(-(-length // GROWTH) * GROWTH, other.capacity)  # whole panels
+        self._buffer[:, :, :, :whole] = other._buffer[:, :, :, :whole]
+        self.length = length
+
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer."""

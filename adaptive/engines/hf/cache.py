@@ -75,6 +75,18 @@ class RollbackLayer(CacheLayerMixin):
             self.keys, self.values = buffers
         self.capacity = capacity
 
+    def copy_prefix(self, other: RollbackLayer, length: int) -> None:
+        """Hold the first ``length`` tokens of ``other``; there is room for them."""
+        if other.keys is None or other.values is None:
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(other.keys, other.values)
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[:, :, :length] = other.keys[:, :, :length]
+        self.values[:, :, :length] = other.values[:, :, :length]
+        self.length = length
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,6 +207,12 @@ class RollbackCache(Cache):
         length = min(length, *(layer.length for layer in self.layers))
         for layer in self.layers:
             layer.length = length
+
+    @torch.inference_mode()
+    def copy_prefix(self, other: RollbackCache, length: int) -> None:
+        """Hold the first ``length`` tokens of ``other``; there is room for them."""
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            layer.copy_prefix(source, length)
 
     @property
     def nbytes(self) -> int:

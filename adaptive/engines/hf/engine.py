@@ -16,6 +16,7 @@ from adaptive.engines.cpu.kernels import Rule
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.graphs import RecordedPasses
 from adaptive.engines.hf.lora import MergedAdapter
+from adaptive.engines.protocol import Sequence
 from adaptive.errors import AdaptiveError
 from adaptive.tokens import Ids, Rows, as_tensor, moved
 from adaptive.types import SamplingParams
@@ -95,6 +96,13 @@ class TransformersSequence:
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""
         self.cache.rollback(length)
+
+    def copy_prefix(self, other: Sequence, length: int) -> None:
+        """Hold the first ``length`` tokens of another sequence; see the protocol."""
+        assert isinstance(other, TransformersSequence)
+        self.cache.rollback(0)
+        self.reserve(length)
+        self.cache.copy_prefix(other.cache, length)  # type: ignore[arg-type]  # one engine's caches are of one kind
 
 
 class TransformersEngine:

@@ -22,6 +22,7 @@ import torch
 from adaptive.engines.llamacpp.adapter import LlamaAdapter
 from adaptive.engines.llamacpp.merged import PASSES, Merging
 from adaptive.engines.llamacpp.model import LlamaModel, complaint
+from adaptive.engines.protocol import Sequence
 from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError
 from adaptive.tokens import Ids, of_array
@@ -97,13 +98,7 @@ class LlamaCppSequence:
     def _replace(self, capacity: int) -> None:
         """A new context with room for ``capacity`` tokens, which takes over what the old one holds."""
         self.rollback(self.length)
-        library = self.engine.llama.library
-        state, size = None, 0
-        if self.length:
-            pointer = self._pointer
-            size = library.llama_state_seq_get_size(pointer, 0)
-            state = (ctypes.c_uint8 * size)()
-            size = library.llama_state_seq_get_data(pointer, state, size, 0)
+        state = self._state() if self.length else None
         self.close()
         try:
             self._context = Context(self.engine, capacity)
@@ -115,7 +110,20 @@ class LlamaCppSequence:
         self.capacity = capacity
         if self._context.model is self.engine.llama:
             self.engine.adapter.use(self._pointer)
-        if state is not None and library.llama_state_seq_set_data(self._pointer, state, size, 0) != size:
+        if state is not None:
+            self._restore(state)
+
+    def _state(self) -> Any:
+        """What the library holds of this text, as its own bytes."""
+        library = self.engine.llama.library
+        state = (ctypes.c_uint8 * library.llama_state_seq_get_size(self._pointer, 0))()
+        size = library.llama_state_seq_get_data(self._pointer, state, len(state), 0)
+        return state if size == len(state) else (ctypes.c_uint8 * size).from_buffer(state)
+
+    def _restore(self, state: Any) -> None:
+        """Have the library hold what another context gave as ``_state``."""
+        size = len(state)
+        if self.engine.llama.library.llama_state_seq_set_data(self._pointer, state, size, 0) != size:
             self.length = self._written = 0
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp could not move its cache; give the prompt again")
 
@@ -183,6 +191,16 @@ class LlamaCppSequence:
             view = of_array(np.ctypeslib.as_array(buffer).reshape(rows, -1))
             self._views[address, rows] = view
         return view
+
+    def copy_prefix(self, other: Sequence, length: int) -> None:
+        """Hold the first ``length`` tokens of another sequence; see the protocol."""
+        assert isinstance(other, LlamaCppSequence)
+        self.rollback(0)
+        self.reserve(max(length, other.length))  # the library moves a whole text
+        other.rollback(other.length)
+        self._restore(other._state())
+        self.length = self._written = other.length
+        self.rollback(length)
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

@@ -1,0 +1,147 @@
+"""Chats that begin alike are told apart, what they share is computed once, and repeating a request finds its cache."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BUNDLED, save_random_pair
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from adaptive.caches import Conversations
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.protocol import Engine
+from adaptive.records.log import Log
+from adaptive.settings import load_settings
+from adaptive.types import Message, SamplingParams, StopParams
+from cli.session import Session, open_session
+
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+SYSTEM = Message("system", "You are a patient teacher of small children, and you answer in short sentences. " * 6)
+SHORT, LONG = StopParams(12, ignore_eos=True), StopParams(80, ignore_eos=True)
+
+
+@pytest.fixture
+def session(own_home: Path) -> Iterator[Session]:
+    settings = load_settings({"dtype": "float32", "draft_length": "3"})
+    with open_session(settings, Console(file=io.StringIO()), cache_bytes=200_000_000) as opened:
+        yield opened
+
+
+def ask(session: Session, *messages: Message, stop: StopParams = SHORT, client: str = "me") -> tuple[str, int, int]:
+    """The answer's text, how many tokens of the prompt a cache held, and how many it has."""
+    assistant = session.assistant
+    chat = [{"role": m.role, "content": m.content} for m in messages]
+    text = str(session.pair.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    prompt = session.pair.tokenizer.encode(text, add_special_tokens=False)
+    for _ in assistant.answer(prompt, messages, "", GREEDY, stop, client=client):
+        pass
+    assert assistant.last is not None
+    return assistant.last.text, assistant.last.timings.cached_n, len(prompt)
+
+
+def sessions(session: Session) -> list[int]:
+    """Answers in each session of the log, the latest first."""
+    assert session.assistant.log is not None
+    session.assistant.log.flush()
+    with Log(session.state.records) as log:
+        return [found.generations for found in log.sessions()]
+
+
+def test_chats_that_share_a_long_system_message_are_two_and_compute_it_once(session: Session) -> None:
+    one, other = Message("user", "What is a boat?"), Message("user", "Why is the sky blue?")
+    first, cached, read = ask(session, SYSTEM, one)
+    assert cached == 0
+    second, cached, whole = ask(session, SYSTEM, other)
+    assert cached > 0.8 * read  # the system message
+    for said, question in ((first, one), (second, other), (first, one)):
+        again = (SYSTEM, question, Message("assistant", said), Message("user", "And then?"))
+        _, cached, _ = ask(session, *again)
+        assert cached >= whole - 10  # everything before the new question
+    assert sessions(session) == [3, 2]
+    with Log(session.state.records) as log:
+        log.purge(session=log.sessions()[0].id)
+        assert log.count() == 2
+
+
+def test_asking_the_same_again_finds_its_cache_and_is_one_session(session: Session) -> None:
+    question = Message("user", "Tell me a long story, please.")
+    texts = set()
+    for number in range(4):
+        text, cached, read = ask(session, question, stop=LONG)
+        texts.add(text)
+        assert cached == (read - 1 if number else 0)
+    assert len(texts) == 1
+    assert sessions(session) == [4]
+
+
+def test_examples_before_a_question_and_other_clients_make_no_common_session(session: Session) -> None:
+    examples = (SYSTEM, Message("user", "1 + 1"), Message("assistant", "2"))
+    ask(session, *examples, Message("user", "2 + 2"))
+    ask(session, *examples, Message("user", "3 + 3"))
+    ask(session, *examples, Message("user", "3 + 3"), client="another")
+    ask(session, SYSTEM)  # as some clients do to warm the cache
+    ask(session, *examples, Message("user", "4 + 4"))
+    assert sessions(session) == [1, 1, 1, 1, 1]
+
+
+def test_text_is_the_targets_own_whatever_was_copied(session: Session) -> None:
+    chats = [(SYSTEM, Message("user", f"Question {n}: what floats?")) for n in range(3)]
+    copied = [ask(session, *chat, stop=LONG)[0] for chat in chats]
+    alone = []
+    for chat in chats:
+        session.assistant.conversations = Conversations(session.pair.target, session.pair.draft, 1)
+        alone.append(ask(session, *chat, stop=LONG)[0])
+    assert copied == alone
+
+
+def test_caches_stay_within_their_limit_and_a_conversation_keeps_its_session(session: Session) -> None:
+    questions = [Message("user", f"Question {n}: what floats?") for n in range(4)]
+    ask(session, SYSTEM, questions[0])
+    conversations = session.assistant.conversations
+    conversations.limit = conversations.nbytes  # one conversation
+    for question in questions[1:]:
+        _, cached, read = ask(session, SYSTEM, question)
+        assert cached > 0.8 * read  # taken over, not copied
+        assert len(conversations) == 1
+    ask(session, SYSTEM, questions[0])
+    assert sessions(session) == [2, 1, 1, 1]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt_neox"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "llama":
+        return BUNDLED / "target"
+    return save_random_pair(tmp_path_factory.mktemp("neox"), "gpt_neox")[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copied_prefix_is_continued_as_the_text_it_came_from(folder: Path, dtype: torch.dtype, products: str) -> None:
+    check_copies(TransformersEngine(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)))
+
+
+def check_copies(engine: Engine) -> None:
+    """Copies of several lengths, into an empty sequence and over another text."""
+    tokens = [5 + 7 * n % 1000 for n in range(700)]
+    one, other = engine.sequence(), engine.sequence()
+    one.extend(tokens, 1)
+    for length in (650, 513, 512, 37, 0):
+        other.copy_prefix(one, length)
+        assert other.length == length
+        expected = engine.sequence()
+        if length:
+            expected.extend(tokens[:length], 1)
+        assert torch.allclose(
+            other.extend(tokens[length : length + 3], 3).float(),
+            expected.extend(tokens[length : length + 3], 3).float(),
+            atol=0.15,
+            rtol=0.02,
+        )
+    assert one.length == 700
+    again = one.extend([3], 1).clone()
+    one.rollback(700)
+    assert torch.equal(one.extend([3], 1), again)
