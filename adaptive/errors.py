@@ -1,13 +1,5 @@
-"""The one exception that is shown to people: what is wrong, where, and what to do, on one line."""
+"""The one exception that is shown to people. It stands in ``checkpoints``, which raises it and imports nobody."""
 
-from __future__ import annotations
+from checkpoints.errors import AdaptiveError, first_line
 
-
-class AdaptiveError(Exception):
-    """A mistake the user can mend. The command line prints its text on one line and exits with 2."""
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, or its kind where it says nothing: for a message of one line."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+__all__ = ["AdaptiveError", "first_line"]

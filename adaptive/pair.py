@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
-from adaptive.engines.load import compile_pair, lacks_kernels, load_engine, load_model, weight_bytes, weights_progress
+from adaptive.engines.load import Source, lacks_kernels, load_engine, load_model, weight_bytes, weights_progress
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Quantisation, Settings
 from checkpoints.manifest import BaseDraft
@@ -22,26 +22,12 @@ from checkpoints.manifest import BaseDraft
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from adaptive.engines.cpu.compiled import Compilation
     from adaptive.engines.protocol import Engine
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
 # Bytes read at either end of a weights file for its identity: enough for the whole safetensors header
 # of any model here, and two checkpoints that differ only in the middle do not occur by training.
 IDENTITY_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where one model comes from. ``id`` is what the user typed, ``folder`` where it lies on disk.
-
-    ``gguf`` is the file for llama.cpp, None for a checkpoint for transformers.
-    """
-
-    id: str
-    folder: Path
-    quantize: Quantisation
-    gguf: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -54,17 +40,13 @@ class PairIdentity:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two loaded engines, their tokenizer, and what the user should know about the combination.
-
-    ``compilation`` is under way or done where ``--compile`` asked for it.
-    """
+    """Two loaded engines, their tokenizer, and what the user should know about the combination."""
 
     identity: PairIdentity
     target: Engine
     draft: Engine | None
     tokenizer: PreTrainedTokenizerBase
     warnings: tuple[str, ...]
-    compilation: Compilation | None = None
 
 
 def sources(settings: Settings) -> tuple[Source, Source | None]:
@@ -271,7 +253,6 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
         if trained is not None and trained is not draft:
             tell("checkpoint", 1.0)
             _check_checkpoint(settings, identity, draft_engine, trained)
-    compilation = compile_pair(settings, target_engine, draft_engine) if settings.compile else None
     tell("ready", 1.0)
     warnings = []
     if sizes[1] > sizes[0]:
@@ -284,16 +265,12 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             f"the draft {draft.id} decodes but cannot learn; name the Hugging Face checkpoint it was made from with "
             "--draft-checkpoint"
         )
-    if settings.compile and compilation is None:
-        warnings.append(
-            "--compile changes nothing here: this installation's own kernels are faster than what it would compile"
-        )
     if lacks_kernels(target_engine):
         warnings.append(
             "this installation was built without a C++ compiler, and decoding on this processor is more than twice "
             "as fast with what is compiled then; install one (g++ or clang++), and run pip install once more"
         )
-    return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings), compilation)
+    return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings))
 
 
 def _check_checkpoint(settings: Settings, identity: PairIdentity, engine: Engine, trained: Source) -> None:

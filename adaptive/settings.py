@@ -43,7 +43,7 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     quantize: Quantisation = "none"
     draft_quantize: DraftQuantisation = "auto"
-    compile: bool = False
+    cuda_graphs: Literal["auto", "off"] = "off"
     revision: str | None = None
     draft_revision: str | None = None
     trust_remote_code: bool = False

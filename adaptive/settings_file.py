@@ -20,7 +20,7 @@ from adaptive.errors import AdaptiveError
 # setting is not among them until somebody has thought about it.
 HARMLESS = frozenset(
     {
-        "device", "draft_device", "dtype", "quantize", "draft_quantize", "compile", "draft_length", "seed",
+        "device", "draft_device", "dtype", "quantize", "draft_quantize", "cuda_graphs", "draft_length", "seed",
         "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "record", "port", "queue", "max_body_mb", "cache_mb", "threads", "distill",
         "distill_after", "distill_idle_seconds", "distill_seconds", "distill_nice",

@@ -67,7 +67,6 @@ def main() -> None:
     parser.add_argument("--lengths", default="4")
     parser.add_argument("--adapter", type=Path)
     parser.add_argument("--merged", help="checkpoint of the draft with an adapter in its weights")
-    parser.add_argument("--compile", action="store_true", help="also the same pair with --compile")
     parser.add_argument("--only-ours", action="store_true", help="leave transformers' own decoding out")
     parser.add_argument("--brief", action="store_true", help="of transformers' only plain and at the same lengths")
     parser.add_argument("--ends", action="store_true", help="answers may end before --tokens")
@@ -114,16 +113,6 @@ def main() -> None:
             learned.draft.apply_adapter(args.adapter)
         field += [mine(f"{name}, distilled", learned, policy) for name, policy in policies(lengths).items()]
         field.append(mine("ours, controller, distilled", learned, controller(learned, sampling)))
-    if args.compile:
-        compiled = load_pair(settings.model_copy(update={"compile": True}))
-        if compiled.compilation is None:
-            parser.error("--compile changes nothing here: our own kernels are in use, and faster")
-        compiled.compilation.wait()
-        field.append(mine("ours compiled, plain", compiled, FixedLength(0)))
-        field += [
-            mine(name.replace("ours", "ours compiled"), compiled, policy) for name, policy in policies(lengths).items()
-        ]
-        field.append(mine("ours compiled, controller", compiled, controller(compiled, sampling)))
     turns = race(field, prompts, args.tokens, time.process_time if args.processor_time else time.perf_counter)
     console = Console(stderr=True)
     results = []

@@ -1,12 +1,11 @@
 """What this machine allows, and how near decoding comes to it.
 
-    python benchmarks/limit.py [--target DIR --draft DIR] [--length 4] [--prompts FILE] [--compile]
+    python benchmarks/limit.py [--target DIR --draft DIR] [--length 4] [--prompts FILE]
 
 Prints the memory's bandwidth; for each model the bytes that a pass reads, the time that reading them
 takes (the floor), and the time of bare passes over 1 to 8 tokens; where the time of a speculative round
 goes, and the share of it that is neither model's forward; how a round grows with the context; memory
-over many tokens; and the time to the first token of a second turn. With --compile alone: compiled passes
-beside eager ones, and how long both starts take.
+over many tokens; and the time to the first token of a second turn.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -26,7 +24,7 @@ from timing import REPEATS, bare, count_processor_time, filled, seconds, settle
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
 from adaptive.engines.hf.engine import TransformersEngine
-from adaptive.engines.load import compile_passes
+from adaptive.engines.load import forward_of
 from adaptive.engines.protocol import Engine
 from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.settings import Settings, load_settings
@@ -69,14 +67,11 @@ def show_model(name: str, engine: Engine, speed: float) -> None:
         for count, seen in found.items():
             seen.append(bare(sequence, count, repeats=1))
     times = {count: statistics.median(seen) for count, seen in found.items()}
-    lean = getattr(engine, "lean", None)
-    print(
-        f"{name}: reads {size / 1e6:.1f} MB a pass, floor {size / speed * 1e3:.3f} ms; "
-        f"{'lean forward' if lean else 'its own forward'}"
-    )
+    own = getattr(engine, "cpu_forward", None)
+    print(f"{name}: reads {size / 1e6:.1f} MB a pass, floor {size / speed * 1e3:.3f} ms; {forward_of(engine).value}")
     for count, taken in times.items():
         share = f"{taken / times[1]:.2f} of one, {size / speed / taken:.0%} of the limit"
-        threads = f", {lean.threads.best(count)} thread(s)" if lean else ""
+        threads = f", {own.threads.best(count)} thread(s)" if own else ""
         print(f"  {count} token(s): {taken * 1e3:8.3f} ms, {share}{threads}")
 
 
@@ -100,16 +95,16 @@ def attention_alone(pair: Pair, context: int, length: int) -> float:
     """Seconds of the attention of one round's forwards, over keys and values of every layer."""
     total = 0.0
     for engine, rows, passes in ((pair.draft, 1, length), (pair.target, length + 1, 1)):
-        lean = getattr(engine, "lean", None)
-        if lean is None:
+        own = getattr(engine, "cpu_forward", None)
+        if own is None:
             return float("nan")
-        p, cache = lean.plan, lean.cache()
+        p, cache = own.plan, own.cache()
         keys, values, _ = cache.views(context + rows)
         shape = (1, p.key_heads, rows * p.heads // p.key_heads, p.head_size)
         q = torch.randn(shape, dtype=p.dtype)
         mask = torch.zeros(shape[2], context + rows, dtype=p.dtype) if rows > 1 else None
         given = torch.get_num_threads()
-        torch.set_num_threads(lean.threads.best(rows))
+        torch.set_num_threads(own.threads.best(rows))
 
         def call(q=q, keys=keys, values=values, mask=mask) -> None:  # type: ignore[no-untyped-def]
             for k, v in zip(keys, values, strict=True):
@@ -165,45 +160,6 @@ def show_int8(pair: Pair, settings: Settings, prompts: list[Prompt]) -> None:
         )
 
 
-def show_compiled(settings: Settings) -> None:
-    """Eager and compiled passes in turn, and the seconds until all are in use at a first and at a second start."""
-    settings = settings.model_copy(update={"compile": False, "draft_quantize": "none"})
-    for _ in range(2):
-        began = time.perf_counter()
-        compiled = load_pair(settings)
-        assert isinstance(compiled.target, TransformersEngine)
-        assert isinstance(compiled.draft, TransformersEngine)
-        compilation = compile_passes(compiled.target, compiled.draft, settings.state_dir / "compiled")
-        loaded = time.perf_counter() - began
-        compilation.wait()
-        print(
-            f"start: {compilation.missing} passes to compile; models loaded after {loaded:.1f} s, "
-            f"all in use after {time.perf_counter() - began:.1f} s {compilation.problem or ''}"
-        )
-    compiled.target.weights += "+compiled"
-    compiled.draft.weights += "+compiled"
-    eager = load_pair(settings)
-    int8 = load_pair(settings.model_copy(update={"draft_quantize": "int8"}))
-    drafts: list[Any] = [int8.draft, eager.draft, compiled.draft]
-    for name, engines, passes in (
-        ("target", [eager.target, compiled.target], ((1, 1), (2, 2), (5, 5), (9, 9))),
-        ("draft", drafts, ((1, 1), (2, 1))),
-    ):
-        for context in (200, 1500):
-            sequences = [filled(engine, context) for engine in engines]
-            for count, rows in passes:
-                times: list[list[float]] = [[] for _ in engines]
-                for _ in range(REPEATS):
-                    for found, sequence in zip(times, sequences, strict=True):
-                        found.append(bare(sequence, count, rows, 5))
-                said = ", ".join(
-                    f"{engine.weights} {statistics.median(found) * 1e3:.3f} ms "
-                    f"({statistics.median(a / b for a, b in zip(found, times[-1], strict=True)):.2f})"
-                    for engine, found in zip(engines, times, strict=True)
-                )
-                print(f"{name}, {count} token(s) after {context}: {said}")
-
-
 def show_second_turn(pair: Pair, length: int) -> None:
     """First token of a second turn of a long conversation, against a pass over its new tokens alone."""
     ratios = []
@@ -240,7 +196,6 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--passes-only", action="store_true", help="bandwidth, floors and bare passes, no more")
     parser.add_argument("--memory-tokens", type=int, default=10_000)
-    parser.add_argument("--compile", action="store_true", help="compiled passes beside eager ones, no more")
     parser.add_argument(
         "--processor-time",
         action="store_true",
@@ -253,9 +208,6 @@ def main() -> None:
         count_processor_time()
     named = {name: value for name in ("target", "draft", "dtype") if (value := getattr(args, name))}
     settings = load_settings(named)
-    if args.compile:
-        show_compiled(settings)
-        return
     pair = load_pair(settings)
     assert pair.draft is not None
     prompts = read_prompts(args.prompts)[: args.count]

@@ -48,8 +48,8 @@ class Timed:
         return self._timed(lambda: self.inner.extend(tokens, rows))  # type: ignore[no-any-return]
 
     @property
-    def at_once(self) -> Timed | None:
-        return self if self.inner.at_once is not None else None
+    def fused(self) -> Timed | None:
+        return self if self.inner.fused is not None else None
 
     def draft(self, tokens: list[int], choice: Choice) -> list[int]:
         return self._timed(lambda: self.inner.draft(tokens, choice))  # type: ignore[no-any-return]
@@ -98,7 +98,7 @@ class Rounds:
         timed: Any = {"target": self._target, "draft": self._draft}
         self._assistant = Assistant(dataclasses.replace(pair, **timed), FixedLength(length), None)
         self._row_s, self._draw_s = seconds_of_choice(pair, sampling)
-        self._whole = [pair.draft.sequence().at_once, pair.target.sequence().at_once]  # type: ignore[union-attr]
+        self._whole = [pair.draft.sequence().fused, pair.target.sequence().fused]  # type: ignore[union-attr]
 
     def answer(self, prompt: Prompt) -> tuple[float, float]:
         """Answer one; how many rounds that took, and seconds a token."""

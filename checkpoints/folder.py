@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from adaptive.errors import AdaptiveError
 from checkpoints import files
+from checkpoints.errors import AdaptiveError
 from checkpoints.manifest import Manifest, Status
 
 MANIFEST = "manifest.json"

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaptive.errors import AdaptiveError
 from checkpoints import files
+from checkpoints.errors import AdaptiveError
 from checkpoints.folder import MANIFEST, DamagedAdapter, check_destination, check_written, read_manifest, verify_folder
 from checkpoints.manifest import BaseDraft, HeldOut, Manifest, Status, TrainedOn
 

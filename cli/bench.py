@@ -62,7 +62,7 @@ def bench(
 
     settings = settings.model_copy(update={"record": False, "draft_length": "auto"})
     elsewhere = other_settings(settings, other_target, other_draft)
-    with open_session(settings, console, measuring=True) as session:
+    with open_session(settings, console) as session:
         other = load_other(elsewhere, session, console) if elsewhere is not None else None
         rows = run(settings, session, asked, tokens, numbers, only_ours, peer, console, other)
         adapter = session.assistant.adapter

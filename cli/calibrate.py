@@ -108,7 +108,7 @@ def calibrate(
     elsewhere = other_settings(settings, other_target, other_draft)
     verdict = None
     unrecorded = settings.model_copy(update={"record": False, "draft_length": "0"})
-    with open_session(unrecorded, console, measuring=True) as session:
+    with open_session(unrecorded, console) as session:
         if session.pair.draft is None:
             raise AdaptiveError("there is no draft to calibrate; name one with --draft")
         from adaptive.assistant import sampling_params

@@ -256,7 +256,7 @@ def _llama_cpp(settings: Settings) -> Finding:
 
 def _used(settings: Settings) -> Iterator[Finding]:
     """What a run with these settings would take, as far as it is known without loading or fetching a model."""
-    from adaptive.devices import choose_device, choose_dtype
+    from adaptive.devices import choose_device
     from adaptive.engines.llamacpp.files import is_gguf_name
     from adaptive.pair import BUNDLED, pair_identity
 
@@ -291,25 +291,29 @@ def _used(settings: Settings) -> Iterator[Finding]:
     if target is None or not local:
         return
     try:
-        pair = pair_identity(settings).id
-        if is_gguf_name(target):
-            yield Finding("used", "pair", "ok", pair)
-            return
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(target)
-        dtype = str(choose_dtype(settings.dtype, choose_device(settings.device), config)).removeprefix("torch.")
+        yield Finding("used", "pair", "ok", pair_identity(settings).id)
+        yield from _forwards(settings)
     except AdaptiveError as error:
         yield Finding("used", "pair", "broken", str(error), "choose other models with --target and --draft")
-    except Exception as error:
-        yield Finding(
-            "used", "target", "broken", first_line(error), "its config.json cannot be read; fetch the model again"
-        )
-    else:
-        measured = " (the faster one here)" if settings.dtype == "auto" else ""
-        yield Finding("used", "pair", "ok", pair)
-        yield Finding("used", "dtype", "ok", f"{dtype}{measured}")
-        yield Finding("used", "quantisation", "ok", f"target {settings.quantize}, draft {settings.draft_quantize}")
+
+
+def _forwards(settings: Settings) -> Iterator[Finding]:
+    """Which forward will serve each model of the pair, in what numbers."""
+    from adaptive.engines.load import choose_forward
+    from adaptive.pair import sources
+
+    target, draft = sources(settings)
+    measured = " (the faster one here)" if settings.dtype == "auto" else ""
+    for role, source in (("target", target), ("draft", draft)):
+        if source is None:
+            continue
+        is_draft = role == "draft"
+        device = (settings.draft_device or settings.device) if is_draft else settings.device
+        chosen = choose_forward(source, settings, device, draft=is_draft)
+        if chosen.dtype is not None and not is_draft:
+            yield Finding("used", "dtype", "ok", f"{str(chosen.dtype).removeprefix('torch.')}{measured}")
+        quantised = f", {chosen.quantize} by bitsandbytes" if chosen.quantize != "none" else ""
+        yield Finding("used", f"{role} forward", "ok", f"{chosen.forward.value} ({chosen.weights}{quantised})")
 
 
 def _gguf_file(role: str, name: str) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from cli.cells import COLUMNS, POSITION_COLUMNS, cells, or_dash, position_cells
 from cli.options import shared_options
 
 if TYPE_CHECKING:
@@ -19,16 +19,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from adaptive.records.history import By, Figures, History
+    from adaptive.records.history import By, History
     from adaptive.settings import Settings
 
 # Rows of the table: a year of days or sessions would scroll the plot away. --json and --csv have all.
 TABLE_ROWS = 30
-
-# Head of the cells that ``cells`` gives, after the row's key.
-COLUMNS = ("answers", "tokens", "per s", "per round", "accepted", "drafted", "first")
-# Head of the cells that ``position_cells`` gives.
-POSITION_COLUMNS = ("position", "chosen", "observed", "accepted", "acceptance")
 
 
 class Grouping(str, Enum):
@@ -160,21 +155,6 @@ def _table_of_rows(found: History, title: str, by: Grouping) -> Table:
     return table
 
 
-def cells(row: Figures) -> tuple[str, ...]:
-    """The cells of COLUMNS for one row; a dash where nothing was measured."""
-    speculation = row.speculation
-    drafted = speculation.num_spec_steps > 0
-    return (
-        f"{row.generations}",
-        f"{row.tokens}",
-        or_dash(row.tokens_per_second, ".1f"),
-        or_dash(row.tokens_per_round, ".2f"),
-        f"{speculation.draft_acceptance_rate:.1%}" if drafted else "–",
-        f"{speculation.num_draft_tokens}",
-        "–" if row.first is None else time.strftime("%Y-%m-%d", time.localtime(row.first)),
-    )
-
-
 def _table_of_positions(found: History, title: str) -> Table:
     table = _table(title, *POSITION_COLUMNS[:1], POSITION_COLUMNS[1:])
     for cells_of_row in position_cells(found):
@@ -191,22 +171,6 @@ def _about_positions(found: History) -> str:
         f"{or_dash(totals.tokens_per_second, '.1f')} tokens/s, "
         f"{or_dash(totals.expected_tokens_per_second, '.1f')} expected by the controller"
     )
-
-
-def position_cells(found: History) -> list[tuple[str, ...]]:
-    """The cells of POSITION_COLUMNS: plain decoding first, then every draft position."""
-    rounds = sum(found.lengths)
-    chosen = [f"{count / rounds:.1%}" for count in found.lengths]
-    rows: list[tuple[str, ...]] = [("0", chosen[0], "–", "–", "–")] if chosen else []
-    for p in found.positions:
-        accepted = or_dash(p.acceptance, ".1%")
-        rows.append((f"{p.position}", chosen[p.position], f"{p.observed}", f"{p.accepted}", accepted))
-    return rows
-
-
-def or_dash(value: float | None, form: str) -> str:
-    """``value`` in the format ``form``, or a dash for None."""
-    return "–" if value is None else format(value, form)
 
 
 def _print_json(found: History, pair: str, by: Grouping) -> None:

@@ -59,6 +59,9 @@ def run() -> None:
     wait()
     keep_buffers()
     debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))
+    if debug:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+        logging.getLogger("adaptive").setLevel(logging.INFO)
     # It warns of a kernel for 4-bit weights that nothing here needs.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:

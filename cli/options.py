@@ -51,13 +51,9 @@ SHARED: dict[str, Any] = {
     "draft_quantize": Annotated[
         Optional[str], typer.Option(help="Draft's weights: auto, none, int8, nf4.", rich_help_panel=MODELS)
     ],
-    "compile": Annotated[
-        Optional[bool],
-        typer.Option(
-            "--compile/--no-compile",
-            help="Compile short passes in the background (CPU), or record them (CUDA).",
-            rich_help_panel=MODELS,
-        ),
+    "cuda_graphs": Annotated[
+        Optional[str],
+        typer.Option(help="auto replays short passes on CUDA as graphs; off does not.", rich_help_panel=MODELS),
     ],
     "revision": Annotated[Optional[str], typer.Option(help="Hub revision of the target.", rich_help_panel=MODELS)],
     "draft_revision": Annotated[Optional[str], typer.Option(help="Hub revision of the draft.", rich_help_panel=MODELS)],
@@ -92,7 +88,10 @@ SHARED: dict[str, Any] = {
     "config": Annotated[
         Optional[Path], typer.Option(help="Settings file, instead of adaptive.toml.", rich_help_panel=RUNNING)
     ],
-    "debug": Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=RUNNING)],
+    "debug": Annotated[
+        bool,
+        typer.Option("--debug", help="Show what is logged, and the traceback of an error.", rich_help_panel=RUNNING),
+    ],
 }
 
 

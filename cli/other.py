@@ -38,8 +38,7 @@ def other_settings(settings: Settings, target: str | None, draft: str | None) ->
         here = settings.draft_checkpoint or (settings.draft if settings.target is not None else _bundled_draft())
         checkpoint = here if here is not None and not is_gguf_name(here) else None
     names = {"target": target, "draft": draft, "draft_checkpoint": checkpoint}
-    compiled = settings.compile and not is_gguf_name(target)
-    return settings.model_copy(update={**names, "quantize": "none", "draft_quantize": "none", "compile": compiled})
+    return settings.model_copy(update={**names, "quantize": "none", "draft_quantize": "none"})
 
 
 def _bundled_draft() -> str:
@@ -50,10 +49,9 @@ def _bundled_draft() -> str:
 
 def load_other(settings: Settings, session: Session, console: Any) -> Pair:
     """The other pair, with the adapter that is in use here. Raises AdaptiveError where that does not fit its draft."""
-    from cli.session import await_compiled, load_with_progress
+    from cli.session import load_with_progress
 
     pair = load_with_progress(settings, console)
-    await_compiled(pair, console)
     adapter = session.assistant.adapter
     if pair.draft is not None and adapter is not None:
         if pair.identity.base.weights != session.pair.identity.base.weights:

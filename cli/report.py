@@ -12,7 +12,7 @@ from typing import Any
 from adaptive.errors import AdaptiveError
 from adaptive.printable import printable_line
 from adaptive.records.history import History
-from cli.history import COLUMNS, POSITION_COLUMNS, cells, position_cells
+from cli.cells import COLUMNS, POSITION_COLUMNS, cells, position_cells
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">

@@ -42,25 +42,14 @@ def load_with_progress(settings: Settings, console: Console) -> Pair:
         pair = load_pair(settings, lambda what, share: progress.update(task, description=what, completed=share))
     for warning in pair.warnings:
         console.print(f"[yellow]warning:[/] {warning}")
-    if pair.compilation is not None and pair.compilation.missing:
-        console.print(f"compiling {pair.compilation.missing} passes in the background, once for this machine")
     return pair
 
 
-def await_compiled(pair: Pair, console: Console) -> None:
-    """Until what ``--compile`` compiles is in use."""
-    if pair.compilation is not None and not pair.compilation.ready:
-        with console.status("compiling, once for this machine"):
-            pair.compilation.wait()
-
-
 @contextlib.contextmanager
-def open_session(
-    settings: Settings, console: Console, cache_bytes: int = 0, measuring: bool = False
-) -> Iterator[Session]:
+def open_session(settings: Settings, console: Console, cache_bytes: int = 0) -> Iterator[Session]:
     """Everything a command needs to answer prompts; what was said is in the log when it ends.
 
-    ``cache_bytes`` as in ``Assistant``. ``measuring`` waits until all that ``--compile`` compiles is in use.
+    ``cache_bytes`` as in ``Assistant``.
     """
     from adaptive.pair import pair_identity
     from adaptive.state import open_state
@@ -70,8 +59,6 @@ def open_session(
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
     pair = load_with_progress(settings, console)
-    if measuring:
-        await_compiled(pair, console)
 
     from adaptive.assistant import Assistant, length_policy, sampling_params
     from adaptive.control.costs import CostModel

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
-from adaptive import devices
-from adaptive.devices import choose_dtype
-from adaptive.engines.cpu import weights
+from adaptive.engines.cpu import dtype, weights
+from adaptive.engines.load import choose_dtype
 
 
 def config(kind: type[PreTrainedConfig], architecture: str) -> PreTrainedConfig:
@@ -20,8 +19,8 @@ def config(kind: type[PreTrainedConfig], architecture: str) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("multiplied", [True, False])
 def test_bfloat16_is_for_what_is_multiplied_in_it(multiplied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "packs", lambda dtype, device: multiplied)
-    monkeypatch.setattr(devices, "fastest_cpu_dtype", lambda width: torch.bfloat16)
+    monkeypatch.setattr(weights, "packs", lambda kind, device: multiplied)
+    monkeypatch.setattr(dtype, "fastest_dtype", lambda width: torch.bfloat16)
     known, unknown = config(LlamaConfig, "LlamaForCausalLM"), config(GPT2Config, "GPT2LMHeadModel")
     assert choose_dtype("auto", "cpu", known) == torch.bfloat16
     assert choose_dtype("auto", "cpu", unknown) == (torch.bfloat16 if multiplied else torch.float32)

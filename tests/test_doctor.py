@@ -11,6 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from adaptive.engines.cpu import kernels
+from adaptive.engines.load import forward_of, load_engine
+from adaptive.pair import sources
+from adaptive.settings import load_settings
 from cli.main import app
 
 runner = CliRunner()
@@ -42,6 +45,19 @@ def test_a_working_machine_is_described_and_passes(pair: list[str]) -> None:
     assert found["device"]["value"] in ("cpu", "mps", "cuda:0")
     assert found["dtype"]["value"].split()[0] in ("float32", "bfloat16", "float16")
     assert found["peft"]["group"] == "packages"
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "float64"}, {"quantize": "nf4"}])
+def test_the_forward_that_will_serve_each_model_is_told(pair: list[str], options: dict[str, str]) -> None:
+    settings = load_settings({"device": "cpu", "target": pair[1], "draft": pair[3], **options})
+    given = [part for name, value in options.items() for part in (f"--{name}", value)]
+    _, found = findings(*pair, "--device", "cpu", *given)
+    for role, source in zip(("target", "draft"), sources(settings), strict=True):
+        assert source is not None
+        engine = load_engine(source, settings, "cpu", lambda share: None, draft=role == "draft")
+        told = found[f"{role} forward"]["value"]
+        assert told.startswith(f"{forward_of(engine).value} (")
+        assert engine.weights in told
 
 
 def test_kernels_that_were_not_built_are_a_note(

@@ -84,7 +84,7 @@ def test_it_is_said_where_they_were_not_built(monkeypatch: pytest.MonkeyPatch, t
         assert ("pip install" in " ".join(pair.warnings)) == bool(runnable())
         # And decoding goes on with torch's.
         assert isinstance(pair.target, TransformersEngine)
-        assert pair.target.lean is None or not pair.target.lean.plan.head.ours
+        assert pair.target.cpu_forward is None or not pair.target.cpu_forward.plan.lm_head.native
         assert pair.target.sequence().extend([5, 6, 7], 1).shape == (1, pair.target.vocab_size)
     finally:
         library.cache_clear()
@@ -160,11 +160,11 @@ def test_many_rows_are_torchs_where_it_has_tiles(monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     module = nn.Linear(70, 50).bfloat16()
     x, out = torch.randn(40, 70), torch.randn(40, 50)
-    monkeypatch.setattr(packing, "has_tiles", lambda: False)
+    monkeypatch.setattr(packing, "has_amx", lambda: False)
     ours = packing.of_module(module)
-    monkeypatch.setattr(packing, "has_tiles", lambda: True)
+    monkeypatch.setattr(packing, "has_amx", lambda: True)
     theirs = packing.of_module(module)
-    if not ours.ours:
+    if not ours.native:
         pytest.skip("there are no products of our own here")
     with torch.inference_mode():
         assert torch.equal(ours(x[:30]), theirs(x[:30]))

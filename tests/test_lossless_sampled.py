@@ -175,7 +175,7 @@ def test_a_broken_acceptance_rule_fails_the_same_test(
         return broken(transform(logits), drafted, [] if q is None else q, uniform)
 
     monkeypatch.setattr(loop, "verify_logits", instead)
-    monkeypatch.setattr(TransformersSequence, "at_once", None)  # which would not come there
+    monkeypatch.setattr(TransformersSequence, "fused", None)  # which would not come there
     params = SamplingParams(temperature=1.3)
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) < 0.001
 

@@ -20,8 +20,8 @@ from test_trainer import small_draft, speak, target, write_log
 from test_trainer_command import tokenizer
 
 from adaptive.pair import pair_identity
+from adaptive.pipe import BUSY, Order, Report
 from adaptive.records.log import Log
-from adaptive.service.pipe import BUSY, Order, Report
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
 from adaptive.state import PairState, open_state

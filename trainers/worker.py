@@ -1,7 +1,7 @@
 """One round of distillation in a process of its own: ``python -m trainers.worker``.
 
 ``adaptive serve`` and ``adaptive chat`` start it at low priority and speak with it over its pipes
-(``adaptive.service.pipe``). When told ``busy`` it stands still at once, in the middle of a pass, where the
+(``adaptive.pipe``). When told ``busy`` it stands still at once, in the middle of a pass, where the
 system can end it with its parent (Linux), and before its next pass elsewhere. It ends when its parent is gone,
 and leaves the log and the store valid however it ends.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from adaptive.errors import AdaptiveError
-from adaptive.service.pipe import BUSY, IDLE, Order, Report
+from adaptive.pipe import BUSY, IDLE, Order, Report
 from adaptive.settings import Settings
 from adaptive.state import PairState
 

@@ -16,7 +16,7 @@ import torch
 from adaptive.control.policy import Adviser, LengthPolicy
 from adaptive.decoding.supervision import SupervisionTape
 from adaptive.decoding.text import TextStream
-from adaptive.decoding.verify import Verdict, verify_at_once, verify_greedy, verify_logits
+from adaptive.decoding.verify import Verdict, verify_fused, verify_greedy, verify_logits
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import Drafter
 from adaptive.engines.protocol import Sequence
@@ -74,9 +74,9 @@ class TargetSampler:
     def verify(self, target: Sequence, fed: list[int], proposal: Proposal | None) -> tuple[Verdict, torch.Tensor]:
         """Feed the target ``fed`` and the K tokens of a proposal in one pass. What stands of them, and the target's raw
         logits (K + 1, vocab) after the last token of ``fed`` and after each of the K."""
-        at_once, rule, drafted = target.at_once, self.transform.rule, [] if proposal is None else proposal.tokens
-        if at_once is not None and rule is not None and isinstance(drafted, list) and not self.adjusts:
-            return verify_at_once(at_once, rule, fed, proposal, self.uniform)
+        fused, rule, drafted = target.fused, self.transform.rule, [] if proposal is None else proposal.tokens
+        if fused is not None and rule is not None and isinstance(drafted, list) and not self.adjusts:
+            return verify_fused(fused, rule, fed, proposal, self.uniform)
         raw = logits = target.extend(join([fed, drafted]), 1 + len(drafted))
         if self.adjusts:
             logits = self.penalties.apply(logits, as_tensor(drafted).to(logits.device))

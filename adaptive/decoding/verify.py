@@ -18,7 +18,7 @@ import torch
 
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.cpu.kernels import Rule
-from adaptive.engines.protocol import AtOnce
+from adaptive.engines.protocol import FusedCalls
 from adaptive.errors import AdaptiveError
 from adaptive.sampling import Transform, Uniform, draw_on_device, pick
 from adaptive.tokens import Distributions, Ids, as_array, as_tensor
@@ -80,8 +80,8 @@ def verify_logits(
     return verdict(rule, accepted, proposed, uniform)
 
 
-def verify_at_once(
-    target: AtOnce, rule: Rule, fed: list[int], proposal: Proposal | None, uniform: Uniform
+def verify_fused(
+    target: FusedCalls, rule: Rule, fed: list[int], proposal: Proposal | None, uniform: Uniform
 ) -> tuple[Verdict, torch.Tensor]:
     """Feed the target ``fed`` and what is proposed, and judge it in the same call; the verdict and the logits."""
     proposed: list[int] = [] if proposal is None else proposal.tokens  # type: ignore[assignment]

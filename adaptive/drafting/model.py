@@ -40,7 +40,7 @@ class ModelDrafter:
         self._adjusts = penalties.active or penalties.bias is not None
         # How tokens are chosen where a whole proposal is one call.
         self._choice: Choice | None = None
-        if sequence.at_once is not None and not self._adjusts:
+        if sequence.fused is not None and not self._adjusts:
             self._choice = Choice(min(engine.vocab_size, target_vocab), self.transform.cuts)
 
     def limit(self, committed: int) -> int:
@@ -61,11 +61,11 @@ class ModelDrafter:
             # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
             feed = [min(token, self.engine.vocab_size - 1) for token in feed]
         if self._choice is not None:
-            return self._propose_at_once(feed, length, advise, self._choice)
+            return self._propose_fused(feed, length, advise, self._choice)
         return self._propose_by_token(feed, length, advise)
 
-    def _propose_at_once(self, feed: list[int], length: int, advise: Adviser | None, choice: Choice) -> Proposal | None:
-        drafts, greedy = self.sequence.at_once, self.params.greedy
+    def _propose_fused(self, feed: list[int], length: int, advise: Adviser | None, choice: Choice) -> Proposal | None:
+        drafts, greedy = self.sequence.fused, self.params.greedy
         assert drafts is not None
         shares = None if greedy else self.uniform.ahead(length)
         if isinstance(advise, Stopping):

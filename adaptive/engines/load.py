@@ -1,108 +1,198 @@
-"""The engines of a pair: loading their weights, and what is compiled for them.
+"""Which engine and which forward serve a checkpoint on this machine, decided here; and loading its weights.
 
-In: a ``Source`` and the settings. Out: an engine for this kind of file, on the kernels that there are here.
+In: a ``Source`` and the settings. Out: an engine. The table in docs/architecture.md has a row for each ``Forward``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaptive.devices import choose_device, choose_dtype, quantisation
+from adaptive.devices import choose_device, quantisation
 from adaptive.engines.llamacpp.files import load_gguf
 from adaptive.errors import AdaptiveError, first_line
-from adaptive.settings import Settings
+from adaptive.settings import Quantisation, Settings
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
-    from adaptive.engines.cpu.compiled import Compilation
     from adaptive.engines.protocol import Engine
-    from adaptive.pair import Source
 
-# Bytes of a draft's weights below which, where there are no kernels of our own, `auto` compiles it in its own dtype
-# rather than run it in int8, which cannot be compiled. The small operations that compiling saves took 0.1 ms of a pass,
-# in which some 8 MB are read.
-SMALL_DRAFT = 8_000_000
+logger = logging.getLogger("adaptive.engines")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one model comes from. ``id`` is what the user typed, ``folder`` where it lies on disk.
+
+    ``gguf`` is the file for llama.cpp, None for a checkpoint for transformers.
+    """
+
+    id: str
+    folder: Path
+    quantize: Quantisation
+    gguf: Path | None = None
+
+
+class Forward(Enum):
+    """What computes the logits of a model."""
+
+    LLAMA_CPP = "llama.cpp"
+    CPU_FUSED = "our own on a CPU, a pass in one native call"
+    CPU_NATIVE = "our own on a CPU, native linear layers"
+    CPU_TORCH = "our own on a CPU, torch's operations over packed weights"
+    CUDA_GRAPHS = "transformers' own, short passes replayed as CUDA graphs"
+    TRANSFORMERS = "transformers' own"
+
+
+OWN = {"fused": Forward.CPU_FUSED, "native": Forward.CPU_NATIVE, "torch": Forward.CPU_TORCH}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a model is to run. ``dtype`` is None for a GGUF file; ``int8`` is that of our own linear layers, ``quantize``
+    what bitsandbytes does."""
+
+    forward: Forward
+    device: str
+    dtype: torch.dtype | None = None
+    int8: bool = False
+    quantize: Quantisation = "none"
+
+    @property
+    def weights(self) -> str:
+        """In what numbers the weights are, as the engine will say."""
+        if self.dtype is None:
+            return "gguf"
+        return "int8" if self.int8 else str(self.dtype).removeprefix("torch.")
+
+
+def choose_forward(source: Source, settings: Settings, device: str, draft: bool = False) -> Choice:
+    """Which forward serves this model here, as target or as ``draft``; known without reading its weights.
+
+    Where memory is short for the packed copy of the weights that our own forwards keep, and for a model that is hooked
+    or whose weights differ in dtype, it is transformers' own instead (``forward_of`` says what it became). Raises
+    AdaptiveError for a device that is not there or a config that cannot be read.
+    """
+    if source.gguf is not None:
+        return Choice(Forward.LLAMA_CPP, device)
+    import torch
+
+    from adaptive.engines.cpu.plan import forward_kind
+    from adaptive.engines.cpu.weights import fast_int8
+
+    where, config = choose_device(device), read_config(source, settings)
+    dtype, name = choose_dtype(settings.dtype, where, config), class_name(config)
+    small = draft and where == "cpu" and settings.draft_quantize in ("auto", "int8")
+    if small and (settings.draft_quantize == "int8" or (settings.dtype == "auto" and fast_int8())):
+        # A draft's int8 is our own: bitsandbytes' is for the memory it saves, not for speed.
+        kind = forward_kind(name, config, dtype, torch.device(where), int8=True)
+        if kind is not None:
+            return Choice(OWN[kind], where, dtype, int8=True)
+    if small or source.quantize == "none":
+        kind = forward_kind(name, config, dtype, torch.device(where))
+        if kind is not None:
+            return Choice(OWN[kind], where, dtype)
+    # bitsandbytes' int8 waits for the device within a pass, which cannot be captured.
+    graphs = settings.cuda_graphs == "auto" and where.startswith("cuda") and source.quantize != "int8"
+    forward = Forward.CUDA_GRAPHS if graphs else Forward.TRANSFORMERS
+    return Choice(forward, where, dtype, quantize=source.quantize)
+
+
+def forward_of(engine: Engine) -> Forward:
+    """Which forward a loaded engine runs."""
+    from adaptive.engines.hf.engine import TransformersEngine
+
+    if not isinstance(engine, TransformersEngine):
+        return Forward.LLAMA_CPP
+    if engine.cpu_forward is not None:
+        return OWN[engine.cpu_forward.kind]
+    return Forward.TRANSFORMERS if engine.recorded is None else Forward.CUDA_GRAPHS
+
+
+def choose_dtype(name: str, device: str, config: Any) -> torch.dtype:
+    """The dtype of that name; ``auto`` is bfloat16 (or float16) on a GPU and measured on a CPU."""
+    import torch
+
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.startswith("cuda"):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if device == "mps":
+        return torch.float16
+    from adaptive.engines.cpu.dtype import fastest_dtype
+    from adaptive.engines.cpu.plan import FAMILIES
+    from adaptive.engines.cpu.weights import packs
+
+    # Where only the native kernels multiply bfloat16, a model that they do not run would be emulated, and crawl.
+    if not packs(torch.bfloat16, torch.device("cpu")) and class_name(config) not in FAMILIES:
+        return torch.float32
+    return fastest_dtype(config.get_text_config().hidden_size)
+
+
+def class_name(config: Any) -> str:
+    """The class that transformers makes of a checkpoint of this config; empty for one of no causal language model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    return str(known[type(config)].__name__) if type(config) in known else ""
+
+
+def read_config(source: Source, settings: Settings) -> Any:
+    """A checkpoint's config. Raises AdaptiveError where it cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=settings.trust_remote_code)
+    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
+        raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
 
 
 def lacks_kernels(engine: Engine) -> bool:
-    """Whether this processor could run the engine faster with products that were not built."""
+    """Whether this processor could run the engine faster with native kernels that were not built."""
     from adaptive.engines.cpu import kernels
-    from adaptive.engines.hf.engine import TransformersEngine
 
-    if not isinstance(engine, TransformersEngine) or engine.device.type != "cpu":
-        return False
-    return engine.weights in ("float32", "bfloat16") and bool(kernels.runnable()) and kernels.library() is None
-
-
-def compile_pair(settings: Settings, target: Engine, draft: Engine | None) -> Compilation | None:
-    """Begin to compile, or on CUDA to record, what can be of a pair; None where our own kernels are in use, which are
-    faster than what would be compiled. Raises AdaptiveError where there is nothing of all that."""
-    from adaptive.engines.cpu.compiled import compilable
-    from adaptive.engines.hf.engine import TransformersEngine
-
-    wanted, recorded, ours = [], 0, 0
-    for engine in (target, draft):
-        if not isinstance(engine, TransformersEngine):
-            continue
-        if engine.lean is not None and engine.lean.plan.head.ours:
-            ours += 1
-        elif engine.lean is not None and compilable(engine.lean.plan):
-            wanted.append(engine)
-            engine.weights += "+compiled"
-        elif engine.device.type == "cuda" and not engine.weights.endswith("-int8"):  # which waits for the device
-            engine.record()
-            engine.weights += "+recorded"
-            recorded += 1
-    if wanted or recorded:
-        return compile_passes(
-            target if target in wanted else None, draft if draft in wanted else None, settings.state_dir / "compiled"
-        )
-    if ours:
-        return None
-    raise AdaptiveError(
-        "--compile is for checkpoints, of known architectures and not quantised by bitsandbytes on the CPU, of any "
-        "on CUDA, and nothing here is one; leave it out"
+    return (
+        forward_of(engine) in (Forward.CPU_TORCH, Forward.TRANSFORMERS)
+        and engine.device.type == "cpu"
+        and engine.weights in ("float32", "bfloat16")
+        and bool(kernels.runnable())
+        and kernels.library() is None
     )
-
-
-def compile_passes(target: Engine | None, draft: Engine | None, folder: Path) -> Compilation:
-    """Begin to compile the passes of models whose plans are ``compilable``, whatever they run on now."""
-    from adaptive.engines.cpu.compiled import OF_DRAFT, OF_TARGET, Compilation
-    from adaptive.engines.hf.engine import TransformersEngine
-
-    wanted = [
-        (engine.lean, passes)
-        for engine, passes in ((target, OF_TARGET), (draft, OF_DRAFT))
-        if isinstance(engine, TransformersEngine) and engine.lean is not None
-    ]
-    return Compilation(wanted, folder)
 
 
 def load_engine(
     source: Source, settings: Settings, device: str, tell: Callable[[float], None], draft: bool = False
 ) -> Engine:
     """The engine that runs this kind of file, as target or as ``draft``."""
+    chosen = choose_forward(source, settings, device, draft)
+    engine = _loaded(source, settings, chosen, tell)
+    logger.info("%s: %s, %s, on %s", source.id, forward_of(engine).value, engine.weights, engine.device)
+    return engine
+
+
+def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[float], None]) -> Engine:
     if source.gguf is not None:
-        return load_gguf(source.gguf, settings, device, tell)
-    from adaptive.engines.cpu.kernels import library
-    from adaptive.engines.cpu.weights import fast_int8
+        return load_gguf(source.gguf, settings, chosen.device, tell)
     from adaptive.engines.hf.engine import TransformersEngine
 
     with weights_progress(tell):
-        if draft and settings.draft_quantize in ("auto", "int8") and choose_device(device) == "cpu":
-            # A draft's int8 products of our own: bitsandbytes' are for the memory they save, not for speed.
-            plain = dataclasses.replace(source, quantize="none")
-            small = settings.compile and library() is None and weight_bytes(source) < SMALL_DRAFT
-            wanted = settings.draft_quantize == "int8" or (settings.dtype == "auto" and fast_int8() and not small)
-            engine = TransformersEngine(load_model(plain, settings, device), int8=wanted)
-            if source.quantize == "none" or engine.lean is not None:
-                return engine
-        return TransformersEngine(load_model(source, settings, device))
+        plain = dataclasses.replace(source, quantize=chosen.quantize)
+        engine = TransformersEngine(load_model(plain, settings, chosen.device, chosen.dtype), int8=chosen.int8)
+        if engine.cpu_forward is None and source.quantize != chosen.quantize:  # no memory for our own
+            engine = TransformersEngine(load_model(source, settings, chosen.device, chosen.dtype))
+    if chosen.forward is Forward.CUDA_GRAPHS:
+        engine.record()
+        engine.weights += "+graphs"
+    return engine
 
 
 @contextlib.contextmanager
@@ -138,14 +228,14 @@ def weight_bytes(source: Source | None) -> int:
     return sum(file.stat().st_size for file in source.folder.glob("*.safetensors")) if source else 0
 
 
-def load_model(source: Source, settings: Settings, device: str) -> PreTrainedModel:
-    """A checkpoint in the dtype and on the device asked for. Raises AdaptiveError where it cannot be loaded."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def load_model(source: Source, settings: Settings, device: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A checkpoint on the device asked for, in ``dtype`` or else the one that the settings name. Raises AdaptiveError
+    where it cannot be loaded."""
+    from transformers import AutoModelForCausalLM
 
-    where = choose_device(device)
+    where, config = choose_device(device), read_config(source, settings)
+    dtype = choose_dtype(settings.dtype, where, config) if dtype is None else dtype
     try:
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=settings.trust_remote_code)
-        dtype = choose_dtype(settings.dtype, where, config)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,

@@ -19,7 +19,7 @@ from adaptive.tokens import Ids
 from adaptive.types import SamplingParams
 
 
-class AtOnce(Protocol):
+class FusedCalls(Protocol):
     """A sequence of an engine that does in one call what ``extend`` and a choice do token by token, and what it and the
     acceptance rule do. What runs between two passes finds the processor's caches full of weights."""
 
@@ -36,11 +36,11 @@ class AtOnce(Protocol):
 class Sequence(Protocol):
     """The cached context of one text. Its length is how many tokens the cache holds.
 
-    ``at_once`` is the same sequence where its engine is one for that.
+    ``fused`` is the same sequence where its engine offers that.
     """
 
     @property
-    def at_once(self) -> AtOnce | None:
+    def fused(self) -> FusedCalls | None:
         """See above."""
 
     @property

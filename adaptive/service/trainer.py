@@ -21,10 +21,10 @@ from adaptive import isolated
 from adaptive.devices import free_bytes
 from adaptive.errors import AdaptiveError
 from adaptive.pair import trained_draft
+from adaptive.pipe import BUSY, IDLE, LAST, STOP, Order, Report
 from adaptive.records.log import Log
 from adaptive.records.stats import count_rounds
 from adaptive.service.doubts import Doubts
-from adaptive.service.pipe import BUSY, IDLE, LAST, STOP, Order, Report
 from adaptive.service.watch import Watch
 from adaptive.settings import Settings, training_window
 from adaptive.state import PairState

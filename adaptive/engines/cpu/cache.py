@@ -1,7 +1,7 @@
-"""The key-value cache of the lean forward: one buffer for all layers, and a length.
+"""The key-value cache of our forward: one buffer for all layers, and a length.
 
-Keys lie there as the rotation writes them: every pair of numbers is one complex number; or where attention is
-our own, in panels of several keys (``native/attention.h``). A step writes its own tokens in place, a rollback
+Keys lie there as the rotary embedding writes them: every pair of numbers is one complex number; or where attention is
+native, in panels of several keys (``native/attention.h``). A step writes its own tokens in place, a rollback
 is an assignment, and the views that all layers need are taken in one call.
 """
 
@@ -16,7 +16,7 @@ import torch
 GROWTH = 512
 
 
-class LeanCache:
+class CpuCache:
     """Keys and values (layers, 2, heads, capacity, head size) of one text."""
 
     def __init__(self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class LeanCache:
         self.length = min(length, self.length)
 
     @torch.inference_mode()
-    def copy_prefix(self, other: LeanCache, length: int) -> None:
+    def copy_prefix(self, other: CpuCache, length: int) -> None:
         """Hold the first ``length`` tokens of ``other``; there is room for them."""
         whole = min(-(-length // GROWTH) * GROWTH, other.capacity)  # whole panels
         self._buffer[:, :, :, :whole] = other._buffer[:, :, :, :whole]

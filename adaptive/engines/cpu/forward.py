@@ -3,8 +3,8 @@
 transformers' modules spend more time in Python and in small operations than in arithmetic when one
 or a few tokens pass through. Here the same function is computed with weights packed once, buffers
 and views made once per number of tokens, and no wrapper in the loop. It equals the model's own
-forward to rounding (``tests/test_lean.py`` holds it to that for every architecture that
-``lean_plan`` recognises); models that it does not recognise keep their own forward.
+forward to rounding (``tests/test_cpu_forward.py`` holds it to that for every architecture that
+``plan.py`` recognises); models that it does not recognise keep their own forward.
 
 Activations between matrix products are float32 (float64 for a float64 model) also where the weights
 are bfloat16: attention over a float32 cache is several times faster on a CPU, and closer to the truth.
@@ -12,22 +12,19 @@ are bfloat16: attention over a float32 cache is several times faster on a CPU, a
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from adaptive.engines.cpu.cache import LeanCache
-from adaptive.engines.cpu.compiled import CompiledPass, constants
+from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.decoder import Choice, Decoder
 from adaptive.engines.cpu.fused import decoder, fits
 from adaptive.engines.cpu.kernels import Attention, Rule
-from adaptive.engines.cpu.layers import Map
-from adaptive.engines.cpu.plan import Layer, Plan, read_plan
+from adaptive.engines.cpu.layers import RmsNorm, TensorFunction
+from adaptive.engines.cpu.plan import Kind, Layer, Plan, read_plan
 from adaptive.engines.cpu.weights import PackedLinear
 from adaptive.engines.threads import FEW as TIMED
 from adaptive.engines.threads import ThreadChoice
@@ -36,12 +33,12 @@ from adaptive.engines.threads import ThreadChoice
 # product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
 # are made anew and forgotten.
 FEW = 32
-# Tokens in one call of ours. More reads the weights less often, which arithmetic hides from some twenty on; fewer needs
-# less room for what lies between two layers, and looks for ctrl-C more often.
+# Tokens in one native call. More reads the weights less often, which arithmetic hides from some twenty on; fewer needs
+# less memory for activations, and looks for ctrl-C more often.
 MANY = 128
-# Where products are oneDNN's, a prompt is filled up to a multiple of so many tokens: it makes a kernel for every number
-# of rows and keeps it, on the bundled target 1.6 MB a number and 250 MB after 160 prompts. Higher computes more rows
-# for nothing.
+# Where linear layers are oneDNN's, a prompt is filled up to a multiple of so many tokens: oneDNN makes a kernel for
+# every number of rows and keeps it, on the bundled target 1.6 MB a number and 250 MB after 160 prompts. Higher
+# computes more rows for nothing.
 STEP = 16
 
 
@@ -49,24 +46,25 @@ STEP = 16
 class Workspace:
     """Buffers for a pass over n tokens, and the views of them that every layer uses.
 
-    ``mixed`` (n, qkv) takes the product of the fused projection; ``queries``, ``both`` are complex views
-    of its query part (n, key heads, group, size / 2) and of keys and values (2, key heads, n, size / 2).
-    ``rotated`` and ``rows`` are two views of the rotated queries, the second as attention wants them.
-    ``heads`` and ``flat`` are two views of attention's result, the second as the next product wants it.
+    ``qkv`` (n, (heads + 2 * key heads) * size) takes the result of the fused projection, ``qk`` is its queries and
+    keys by head. ``queries`` (n, key heads, group, size / 2) and ``keys_values`` (2, key heads, n, size / 2) are
+    complex views of it. ``rotated`` and ``query_rows`` are two views of the rotated queries, the second as attention
+    wants them. ``attended`` and ``attended_rows`` are two views of attention's result, the second as the next linear
+    layer wants it. ``grouped``: the queries of one key head are rows of one matrix.
     """
 
-    mixed: torch.Tensor
-    normed: torch.Tensor
+    qkv: torch.Tensor
+    qk: torch.Tensor
     queries: torch.Tensor
-    both: torch.Tensor
+    keys_values: torch.Tensor
     rotated: torch.Tensor
-    rows: torch.Tensor
-    heads: torch.Tensor
-    flat: torch.Tensor
+    query_rows: torch.Tensor
+    attended: torch.Tensor
+    attended_rows: torch.Tensor
     grouped: bool
 
 
-class LeanForward:
+class CpuForward:
     """The forward pass of one model. Not for several threads at once: its buffers are shared."""
 
     def __init__(self, plan: Plan) -> None:
@@ -74,131 +72,103 @@ class LeanForward:
         self._spaces: dict[int, Workspace] = {}
         self._table_length = 0
         self._masks = MaskTable(plan)
-        # Passes that are compiled, by (tokens, rows of logits). They come from another thread.
-        self._compiled: dict[tuple[int, int], CompiledPass] = {}
-        self._weights_are_read = threading.Lock()
         self._attention: Attention | None = None
-        bent = any(layer.score_cap is not None for layer in plan.layers)
-        if Attention.supports(plan.head_size, plan.dtype, plan.device) and not bent:
+        capped = any(layer.softcap is not None for layer in plan.layers)
+        if Attention.supports(plan.head_size, plan.dtype, plan.device) and not capped:
             self._attention = Attention(plan.heads, plan.key_heads, plan.head_size, len(plan.ropes))
-        # Whether a pass is one call of ours, for any number of tokens but where many are torch's.
-        self.whole = self._attention is not None and fits(plan)
-        self._decoder: Decoder | None = None  # made anew when a product is
+        # Whether a pass is one native call, for any number of tokens but where many are left to torch and AMX.
+        self.fused = self._attention is not None and fits(plan)
+        self._decoder: Decoder | None = None  # made anew when a linear layer is
         # Of a pass over a few tokens. A prompt is arithmetic, which all that torch was given share well.
         self.threads = ThreadChoice(torch.get_num_threads())
 
-    def cache(self) -> LeanCache:
+    @property
+    def kind(self) -> Kind:
+        """What passes are made of."""
+        return "fused" if self.fused else "native" if self.plan.lm_head.native else "torch"
+
+    def cache(self) -> CpuCache:
         """An empty cache for one text."""
         p = self.plan
-        return LeanCache(len(p.layers), p.key_heads, p.head_size, p.dtype, p.device)
+        return CpuCache(len(p.layers), p.key_heads, p.head_size, p.dtype, p.device)
 
     def refresh(self, modules: frozenset[str]) -> None:
         """Follow a change of the weights of these modules (their names in the model)."""
-        with self._weights_are_read:
-            changed = [
-                linear
-                for linear in self.plan.linears
-                if any(self.plan.names.get(module) in modules for module in linear.modules)
-            ]
-            for linear in changed:
+        for linear in self.plan.linears:
+            if any(self.plan.names.get(module) in modules for module in linear.modules):
                 linear.refresh()
-            self._decoder = None
-            for which, compiled in self._compiled.items():
-                compiled.update(constants(self.plan, *which, only=frozenset(changed)))
-
-    def leave_attention_to_torch(self) -> None:
-        """Before any text: have keys lie in caches as values do, not in our panels: compiled passes expect that."""
-        self._attention, self.whole = None, False
-
-    def install(self, which: tuple[int, int], package: Path) -> None:
-        """Use a compiled pass, for (tokens, rows of logits), from the next call on. From any thread. Raises
-        RuntimeError where it cannot be loaded."""
-        with self._weights_are_read, torch.inference_mode():
-            compiled = CompiledPass(package, constants(self.plan, *which))
-            self._compiled = {**self._compiled, which: compiled}
+        self._decoder = None
 
     @torch.inference_mode()
-    def __call__(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, rows: int, cache: CpuCache) -> torch.Tensor:
         """Append tokens (n,) to the cache; logits (rows, vocab) of the last ``rows`` of them."""
-        if self.is_one_call(len(tokens), rows):
-            return self.at_once(tokens.tolist(), torch.empty(rows, self.plan.head.outputs), cache)
+        if self.is_one_call(len(tokens)):
+            return self.one_call(tokens.tolist(), torch.empty(rows, self.plan.lm_head.outputs), cache)
         given, threads = torch.get_num_threads(), self._threads_for(len(tokens))
         if threads != given:
             torch.set_num_threads(threads)  # a fraction of a microsecond
         began = time.perf_counter()
         try:
-            logits = self._quickest_pass(tokens, rows, cache)
+            logits = self._pass(tokens, rows, cache)
         finally:
             if threads != given:
                 torch.set_num_threads(given)
         self._took(len(tokens), time.perf_counter() - began)
         return logits
 
-    def _quickest_pass(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
-        compiled = self._compiled.get((len(tokens), rows))
-        start, end = cache.length, cache.length + len(tokens)
-        if compiled is None or not start:  # the first tokens of a text are a prompt's
-            return self._pass(tokens, rows, cache)
-        if end > self._table_length:
-            self._extend_tables(end)
-        cache.make_room(end)
-        logits = compiled(tokens, self._places[:end], self._turns[start:end], cache)
-        cache.length = end
-        return logits
+    def is_one_call(self, count: int) -> bool:
+        """Whether a pass over so many tokens is one native call."""
+        return self.fused and (count <= FEW or not self.plan.lm_head.amx)
 
-    def is_one_call(self, count: int, rows: int) -> bool:
-        """Whether a pass over so many tokens, to so many rows of logits, is one call of ours."""
-        return self.whole and (count <= FEW or not self.plan.head.tiled) and (count, rows) not in self._compiled
-
-    def at_once(self, tokens: list[int], logits: torch.Tensor, cache: LeanCache) -> torch.Tensor:
-        """The same into ``logits`` (rows, vocab), float32, where passes are ``whole``; no tensor is made."""
+    def one_call(self, tokens: list[int], logits: torch.Tensor, cache: CpuCache) -> torch.Tensor:
+        """The same into ``logits`` (rows, vocab), float32, where passes are ``fused``; no tensor is made."""
         count, rows, start = len(tokens), len(logits), cache.length
-        turns, decoder = self._prepare(start + count, cache), self._whole_pass()
+        rope, decoder = self._prepare(start + count, cache), self._fused_pass()
         parts = -(-count // MANY)
         size = -(-count // parts) if parts else 1
         for begin in range(0, count, size):
             end = min(begin + size, count)
             # The rows of logits that are of this part's tokens.
             wanted = logits[max(0, begin - count + rows) : max(0, end - count + rows)] if parts > 1 else logits
-            place, threads = turns + begin * self._turn_bytes, self._threads_for(end - begin)
+            rope_at, threads = rope + begin * self._rope_bytes, self._threads_for(end - begin)
             began = time.perf_counter()
-            decoder(tokens[begin:end], place, cache.addresses, cache.capacity, start + begin, wanted, threads)
+            decoder(tokens[begin:end], rope_at, cache.addresses, cache.capacity, start + begin, wanted, threads)
             self._took(end - begin, time.perf_counter() - began)
         cache.length = start + count
         return logits
 
-    def draft(self, tokens: list[int], choice: Choice, cache: LeanCache) -> list[int]:
-        """Where passes are ``whole``, a proposal after tokens, which are appended to the cache, as are those of the
+    def draft(self, tokens: list[int], choice: Choice, cache: CpuCache) -> list[int]:
+        """Where passes are ``fused``, a proposal after tokens, which are appended to the cache, as are those of the
         proposal but the last."""
         if len(tokens) > FEW:
             self(torch.tensor(tokens[:-1]), 0, cache)
             tokens = tokens[-1:]
         start = cache.length
-        turns = self._prepare(start + len(tokens) + choice.length - 1, cache)
-        threads, decoder = self._threads_for(1), self._whole_pass()
+        rope = self._prepare(start + len(tokens) + choice.length - 1, cache)
+        threads, decoder = self._threads_for(1), self._fused_pass()
         began = time.perf_counter()
-        drafted, passed = decoder.draft(tokens, choice, turns, cache.addresses, cache.capacity, start, threads)
+        drafted, passed = decoder.draft(tokens, choice, rope, cache.addresses, cache.capacity, start, threads)
         self._took(1, (time.perf_counter() - began) / (passed - len(tokens) + 1))
         cache.length = start + passed
         return drafted
 
-    def verify(self, tokens: list[int], rule: Rule, logits: torch.Tensor, cache: LeanCache) -> int:
-        """Where passes are ``whole``, one over a few tokens into ``logits``, and how many of them stand; see
-        ``AtOnce``."""
+    def verify(self, tokens: list[int], rule: Rule, logits: torch.Tensor, cache: CpuCache) -> int:
+        """Where passes are ``fused``, one over a few tokens into ``logits``, and how many of them stand; see
+        ``FusedCalls``."""
         start, size = cache.length, len(tokens)
-        turns, decoder = self._prepare(start + size, cache), self._whole_pass()
+        rope, decoder = self._prepare(start + size, cache), self._fused_pass()
         threads, began = self._threads_for(size), time.perf_counter()
-        accepted = decoder.verify(tokens, rule, turns, cache.addresses, cache.capacity, start, logits, threads)
+        accepted = decoder.verify(tokens, rule, rope, cache.addresses, cache.capacity, start, logits, threads)
         self._took(size, time.perf_counter() - began)
         cache.length = start + size
         return accepted
 
-    def _prepare(self, end: int, cache: LeanCache) -> int:
-        """Room for so many tokens in all; where the rotations of the next one are."""
+    def _prepare(self, end: int, cache: CpuCache) -> int:
+        """Reserve for so many tokens in all; the address of the next one's cos and sin."""
         if end > self._table_length:
             self._extend_tables(end)
         cache.make_room(end)
-        return self._turns_at + cache.length * self._turn_bytes
+        return self._rope_address + cache.length * self._rope_bytes
 
     def _threads_for(self, count: int) -> int:
         """Threads of the next pass, over so many tokens."""
@@ -209,16 +179,16 @@ class LeanForward:
         if count <= TIMED:
             self.threads.observe(count, seconds)
 
-    def _whole_pass(self) -> Decoder:
+    def _fused_pass(self) -> Decoder:
         if self._decoder is None:
             assert self._attention is not None
             self._decoder = decoder(self.plan, self._attention)
         return self._decoder
 
-    def _pass(self, tokens: torch.Tensor, rows: int, cache: LeanCache) -> torch.Tensor:
+    def _pass(self, tokens: torch.Tensor, rows: int, cache: CpuCache) -> torch.Tensor:
         plan, given, start = self.plan, len(tokens), cache.length
         # What is filled up is seen by nothing before it, and the next pass writes over it.
-        if given > FEW and (plan.head.tiled or not plan.head.ours):
+        if given > FEW and (plan.lm_head.amx or not plan.lm_head.native):
             tokens = nn.functional.pad(tokens, (0, -given % STEP))
         count = len(tokens)
         if start + count > self._table_length:
@@ -226,88 +196,88 @@ class LeanForward:
         space = self._spaces.get(count) or self._make_space(count)
         x = plan.embed(tokens)
         if self._attention is not None:
-            self._attended_by_us(x, space, cache, self._attention)
+            self._native_layers(x, space, cache, self._attention)
         else:
-            self._attended_by_torch(x, space, cache)
+            self._torch_layers(x, space, cache)
         cache.length = start + given
         if not rows:
             return x.new_empty(0)
         # In the activations' dtype: argmax over bfloat16 is several times slower on a CPU.
-        logits = plan.head(x[given - rows : given], plan.final_norm).to(plan.dtype)
-        if plan.logit_cap is not None:
-            logits = torch.tanh(logits / plan.logit_cap) * plan.logit_cap
+        logits = plan.lm_head(x[given - rows : given], plan.final_norm).to(plan.dtype)
+        if plan.softcap is not None:
+            logits = torch.tanh(logits / plan.softcap) * plan.softcap
         return logits
 
-    def _attended_by_us(self, x: torch.Tensor, space: Workspace, cache: LeanCache, attention: Attention) -> None:
+    def _native_layers(self, x: torch.Tensor, space: Workspace, cache: CpuCache, attention: Attention) -> None:
         """All layers, added into the residual stream x (n, width) in place."""
         start = cache.length
         cache.make_room(start + len(x))
-        # A token's rotations, one after the other.
-        turns, step = self._turns_at + start * self._turn_bytes, self._turn_bytes // len(self.plan.ropes)
+        # The model's rotary embeddings of a token lie one after the other.
+        rope, step = self._rope_address + start * self._rope_bytes, self._rope_bytes // len(self.plan.ropes)
         for layer, place in zip(self.plan.layers, cache.addresses, strict=True):
-            layer.project(x, layer.attention_norm, space.mixed)
-            if layer.head_norm is not None:
-                layer.head_norm(space.normed)
+            layer.qkv(x, layer.attention_norm, space.qkv)
+            if layer.qk_norm is not None:
+                layer.qk_norm(space.qk)
             attention(
-                space.mixed,
-                turns + layer.rope * step,
+                space.qkv,
+                rope + layer.rope * step,
                 place,
                 cache.capacity,
                 start,
                 layer.window,
                 layer.scale,
-                space.flat,
+                space.attended_rows,
             )
-            _mix(x, layer, space.flat)
+            _output_and_mlp(x, layer, space.attended_rows)
 
-    def _attended_by_torch(self, x: torch.Tensor, space: Workspace, cache: LeanCache) -> None:
-        """The same for any dtype, and for scores that are bent."""
+    def _torch_layers(self, x: torch.Tensor, space: Workspace, cache: CpuCache) -> None:
+        """The same for any dtype, and for attention with a softcap."""
         count, start = len(x), cache.length
         keys, values, places = cache.views(start + count)
-        turns = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._tables]
+        ropes = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._rope_tables]
         masks = self._masks.of(start, count, space.grouped)
         for layer, k, v, place in zip(self.plan.layers, keys, values, places, strict=True):
-            layer.project(x, layer.attention_norm, space.mixed)
-            if layer.head_norm is not None:
-                layer.head_norm(space.normed)
-            turn, mask = turns[layer.rope], masks[layer.window]
-            torch.mul(space.queries, turn[0], out=space.rotated)
-            torch.mul(space.both, turn[1], out=place)
-            if layer.score_cap is None:
-                seen = nn.functional.scaled_dot_product_attention(
-                    space.rows, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=not space.grouped
+            layer.qkv(x, layer.attention_norm, space.qkv)
+            if layer.qk_norm is not None:
+                layer.qk_norm(space.qk)
+            rope, mask = ropes[layer.rope], masks[layer.window]
+            torch.mul(space.queries, rope[0], out=space.rotated)
+            torch.mul(space.keys_values, rope[1], out=place)
+            if layer.softcap is None:
+                attended = nn.functional.scaled_dot_product_attention(
+                    space.query_rows, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=not space.grouped
                 )
             else:
-                seen = _capped_attention(space.rows, k, v, mask, layer.scale, layer.score_cap)
-            space.heads.copy_(seen.view(space.heads.shape))
-            _mix(x, layer, space.flat)
+                attended = _capped_attention(space.query_rows, k, v, mask, layer.scale, layer.softcap)
+            space.attended.copy_(attended.view(space.attended.shape))
+            _output_and_mlp(x, layer, space.attended_rows)
 
     def _make_space(self, count: int) -> Workspace:
         p = self.plan
         size, group, key_heads = p.head_size, p.heads // p.key_heads, p.key_heads
         # A key head's queries are the rows of one product; for many tokens the mask would be too large.
-        grouped = count <= FEW or group == 1 or any(layer.score_cap is not None for layer in p.layers)
-        mixed = torch.empty(count, (p.heads + 2 * key_heads) * size, dtype=p.dtype, device=p.device)
-        pairs = torch.view_as_complex(mixed.view(count, p.heads + 2 * key_heads, size // 2, 2))
-        flat = torch.empty(count, p.heads * size, dtype=p.weight_dtype, device=p.device)
-        heads = flat.view(count, key_heads, group, size)
+        grouped = count <= FEW or group == 1 or any(layer.softcap is not None for layer in p.layers)
+        qkv = torch.empty(count, (p.heads + 2 * key_heads) * size, dtype=p.dtype, device=p.device)
+        pairs = torch.view_as_complex(qkv.view(count, p.heads + 2 * key_heads, size // 2, 2))
+        attended_rows = torch.empty(count, p.heads * size, dtype=p.weight_dtype, device=p.device)
+        attended = attended_rows.view(count, key_heads, group, size)
         if grouped:
             buffer = torch.empty(key_heads, count, group, size, dtype=p.dtype, device=p.device)
-            rotated, rows = buffer.permute(1, 0, 2, 3), buffer.view(1, key_heads, count * group, size)
-            heads = heads.permute(1, 0, 2, 3)
+            rotated, query_rows = buffer.permute(1, 0, 2, 3), buffer.view(1, key_heads, count * group, size)
+            attended = attended.permute(1, 0, 2, 3)
         else:
             buffer = torch.empty(key_heads, group, count, size, dtype=p.dtype, device=p.device)
-            rotated, rows = buffer.permute(2, 0, 1, 3), buffer.view(1, p.heads, count, size)
-            heads = heads.permute(1, 2, 0, 3)
+            rotated, query_rows = buffer.permute(2, 0, 1, 3), buffer.view(1, p.heads, count, size)
+            attended = attended.permute(1, 2, 0, 3)
         space = Workspace(
-            mixed=mixed,
-            normed=mixed.view(count, p.heads + 2 * key_heads, size)[:, : p.heads + key_heads],
+            qkv=qkv,
+            qk=qkv.view(count, p.heads + 2 * key_heads, size)[:, : p.heads + key_heads],
             queries=pairs[:, : p.heads].view(count, key_heads, group, size // 2),
-            both=pairs[:, p.heads :].view(count, 2, key_heads, size // 2).permute(1, 2, 0, 3),
+            keys_values=pairs[:, p.heads :].view(count, 2, key_heads, size // 2).permute(1, 2, 0, 3),
             rotated=torch.view_as_complex(rotated.unflatten(-1, (size // 2, 2))),
-            rows=rows,
-            heads=heads,
-            flat=flat,
+            query_rows=query_rows,
+            attended=attended,
+            attended_rows=attended_rows,
             grouped=grouped,
         )
         if count <= FEW:
@@ -316,22 +286,15 @@ class LeanForward:
 
     @torch.inference_mode()
     def _extend_tables(self, length: int) -> None:
-        """Rotations for positions up to at least ``length``, each kind as (q (n, 1, 1, size / 2), kv (2, 1, n,
-        size / 2)); values are turned by one, which leaves them alone."""
+        """Cos and sin of the rotary embeddings for positions up to at least ``length``, each as complex numbers
+        (q (n, 1, 1, size / 2), kv (2, 1, n, size / 2)); values are multiplied by one, which leaves them alone."""
         self._table_length = min(max(2 * length, 2048), max(self.plan.context_length, length))
         positions = torch.arange(self._table_length, device=self.plan.device)[None]
-        self._tables, turns = [], []
-        for rope in self.plan.ropes:
-            turn = rope(positions)
-            half = self.plan.head_size // 2
-            # Partial rotary: the rest of every head is turned by one.
-            turn = torch.cat([turn, turn.new_ones(len(turn), half - turn.shape[1])], 1)
-            self._tables.append((turn[:, None, None], torch.stack([turn, torch.ones_like(turn)])[:, None]))
-            turns.append(torch.view_as_real(turn))
-        # The same as compiled passes want it: real numbers (n, ropes, size / 2, 2).
-        self._places, self._turns = positions[0], torch.stack(turns, 1)
-        # And as our own kernels do: where they lie, and the bytes of a token's.
-        self._turns_at, self._turn_bytes = self._turns.data_ptr(), self._turns[0].nbytes
+        ropes = [rope(positions) for rope in self.plan.ropes]
+        self._rope_tables = [(r[:, None, None], torch.stack([r, torch.ones_like(r)])[:, None]) for r in ropes]
+        # The same as the native kernels read it: (n, ropes, size / 2, 2), its address, and the bytes of a token's.
+        self._cos_sin = torch.stack([torch.view_as_real(r) for r in ropes], 1)
+        self._rope_address, self._rope_bytes = self._cos_sin.data_ptr(), self._cos_sin[0].nbytes
 
 
 class MaskTable:
@@ -376,23 +339,20 @@ class MaskTable:
         return mask.masked_fill_(hidden, -torch.inf).repeat_interleave(repeats, 0)
 
 
-def _mix(x: torch.Tensor, layer: Layer, seen: torch.Tensor) -> None:
-    """Add to x (n, width) a layer's output projection of ``seen`` (n, heads * size), and its feed-forward part."""
-    if layer.parallel:
-        inner = layer.mix.up(x, layer.mix_norm)
-        layer.output(seen, out=x, add=True)
-    else:
-        _add(x, layer.output, seen, None, layer.attention_post_norm)
-        inner = layer.mix.up(x, layer.mix_norm)
-    _add(x, layer.mix.down, inner, layer.mix.act, layer.mix_post_norm)
+def _output_and_mlp(x: torch.Tensor, layer: Layer, attended: torch.Tensor) -> None:
+    """Add to x (n, width) a layer's output projection of ``attended`` (n, heads * size), and then its MLP."""
+    _add(x, layer.attention_output, attended, None, layer.after_attention_norm)
+    _add(x, layer.mlp.down, layer.mlp.gate_up(x, layer.mlp_norm), layer.mlp.gate, layer.after_mlp_norm)
 
 
-def _add(x: torch.Tensor, product: PackedLinear, y: torch.Tensor, first: Map | None, norm: Map | None) -> None:
-    """Add ``norm(product(first(y)))`` to x."""
+def _add(
+    x: torch.Tensor, linear: PackedLinear, y: torch.Tensor, prologue: TensorFunction | None, norm: RmsNorm | None
+) -> None:
+    """Add ``norm(linear(prologue(y)))`` to x."""
     if norm is None:
-        product(y, first, out=x, add=True)
+        linear(y, prologue, out=x, add=True)
     else:
-        x += norm(product(y, first))
+        x += norm(linear(y, prologue))
 
 
 def _capped_attention(
@@ -403,15 +363,15 @@ def _capped_attention(
     scale: float,
     cap: float,
 ) -> torch.Tensor:
-    """Attention with scores bent into (-cap, cap) (Gemma 2); shapes as in torch's own."""
+    """Attention with scores softly capped to (-cap, cap) (Gemma 2); shapes as in torch's own."""
     scores = torch.tanh(rows @ keys.transpose(-1, -2) * (scale / cap)) * cap
     if mask is not None:
         scores += mask
     return scores.softmax(-1) @ values
 
 
-def lean_forward(model: PreTrainedModel, int8: bool = False) -> LeanForward | None:
-    """The lean forward of a model, with ``int8`` weights, or None where its own is to be used."""
+def cpu_forward(model: PreTrainedModel, int8: bool = False) -> CpuForward | None:
+    """Our forward of a model, with ``int8`` weights, or None where the model's own is to be used."""
     with torch.inference_mode():
         plan = read_plan(model, int8)
-        return None if plan is None else LeanForward(plan)
+        return None if plan is None else CpuForward(plan)

@@ -1,23 +1,24 @@
-"""What the lean forward has to compute, read from a transformers model.
+"""What our forward has to compute, read from a transformers model.
 
-In: a loaded model. Out: a ``Plan`` of packed products, norms, rotations and windows, or None for
-anything that is not known to be computed right: another architecture, quantised or offloaded
-weights, a rotation whose frequencies change with the length of the text.
+In: a loaded model. Out: a ``Plan`` of packed linear layers, norms, rotary embeddings and windows, or None
+for anything that is not known to be computed right: another architecture, quantised or offloaded
+weights, a rotary embedding whose frequencies change with the length of the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
-from adaptive.engines.cpu.kernels import multiplies
-from adaptive.engines.cpu.layers import Gate, HeadNorm, LayerNorm, Map, RmsNorm, activation
+from adaptive.engines.cpu.kernels import Attention, multiplies
+from adaptive.engines.cpu.layers import Gate, QkNorm, RmsNorm, TensorFunction, native_gate
 from adaptive.engines.cpu.weights import PackedLinear, of_module, packs, packs_int8, stacked
 
 # Of the memory that is free once the model is loaded, the share that a second, packed copy of its weights
@@ -30,38 +31,40 @@ FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. ``project`` gives queries, keys and values in a row, each head's numbers in
-    pairs to rotate; ``mix`` is the feed-forward part; ``rope`` says which rotation, ``window`` how many
-    tokens a query sees (0: all). ``parallel``: both parts read the same residual (GPT-NeoX)."""
+    """One decoder layer.
 
-    attention_norm: Map
-    project: PackedLinear
-    head_norm: Map | None
-    output: PackedLinear
-    attention_post_norm: Map | None
-    mix_norm: Map
-    mix: Mix
-    mix_post_norm: Map | None
+    ``qkv`` gives queries, keys and values in a row, each head's numbers in the pairs that the rotary embedding turns;
+    ``rope`` says which of the model's rotary embeddings, ``window`` how many tokens a query sees (0: all). Norms
+    ``after_`` a part are Gemma's, of what the part adds to the residual stream; ``softcap`` bounds attention scores.
+    """
+
+    attention_norm: RmsNorm
+    qkv: PackedLinear
+    qk_norm: QkNorm | None
+    attention_output: PackedLinear
+    after_attention_norm: RmsNorm | None
+    mlp_norm: RmsNorm
+    mlp: Mlp
+    after_mlp_norm: RmsNorm | None
     scale: float
     rope: int
     window: int
-    score_cap: float | None
-    parallel: bool
+    softcap: float | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole model. ``dtype`` is that of activations and cache, ``weight_dtype`` that of the products'
-    inputs; ``ropes`` map positions (1, n) to complex turns (n, rotary size / 2); ``names`` gives a module's
-    name in the model, for following adapters."""
+    """A whole model. ``dtype`` is that of activations and cache, ``weight_dtype`` that of the linear layers' inputs;
+    ``ropes`` map positions (1, n) to cos and sin as complex numbers (n, head size / 2); ``softcap`` bounds the logits;
+    ``names`` gives a module's name in the model, for following adapters."""
 
     layers: tuple[Layer, ...]
     linears: tuple[PackedLinear, ...]
     embed: Embedding
-    final_norm: Map
-    head: PackedLinear
-    logit_cap: float | None
-    ropes: tuple[Map, ...]
+    final_norm: RmsNorm
+    lm_head: PackedLinear
+    softcap: float | None
+    ropes: tuple[TensorFunction, ...]
     heads: int
     key_heads: int
     head_size: int
@@ -72,19 +75,59 @@ class Plan:
     names: dict[nn.Module, str]
 
 
-def knows(architectures: list[str] | None) -> bool:
-    """Whether a checkpoint of this class, as its config names it, may have a plan."""
-    return any(name in FAMILIES for name in architectures or ())
+# Which of our forwards runs: a pass in one native call, layer by layer on native linear layers, or torch's operations.
+Kind = Literal["fused", "native", "torch"]
+
+
+def forward_kind(
+    architecture: str, config: Any, dtype: torch.dtype, device: torch.device, int8: bool = False
+) -> Kind | None:
+    """Which of our forwards computes a checkpoint of this class with weights of this dtype (or ``int8``) on this
+    device; None for none of them. No weights are needed to tell."""
+    if architecture not in FAMILIES or device.type != "cpu" or (int8 and not packs_int8(device)):
+        return None
+    if dtype != torch.float64 and not packs(dtype, device) and not multiplies(dtype, device):
+        return None
+    size = _head_size(config)
+    if size % 2 or getattr(config, "use_bidirectional_attention", False) or not _fixed_ropes(config):
+        return None
+    if not multiplies(torch.int8 if int8 else dtype, device):
+        return "torch"
+    activations = torch.promote_types(dtype, torch.float32)
+    capped = _attention_softcap(config) or getattr(config, "final_logit_softcapping", None)
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    fused = not capped and Attention.supports(size, activations, device) and native_gate(ACT2FN[name]) is not None
+    return "fused" if fused else "native"
 
 
 def read_plan(model: PreTrainedModel, int8: bool = False) -> Plan | None:
     """The plan of ``model``, or None where it is to be run by its own forward; ``int8`` as in ``PackedLinear``."""
-    family = FAMILIES.get(type(model).__name__)
-    if family is None or not type(model).__module__.startswith("transformers.models.") or not _plain(model):
+    name = type(model).__name__
+    if not type(model).__module__.startswith("transformers.models.") or not _plain(model):
         return None
-    if int8 and not packs_int8(model.device):
+    if forward_kind(name, model.config, model.dtype, model.device, int8) is None:
         return None
-    return family(model, int8)
+    return FAMILIES[name](model, int8)
+
+
+def _head_size(config: Any) -> int:
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
+
+
+def _attention_softcap(config: Any) -> float | None:
+    """Gemma 3 has the setting too, and its attention does not use it."""
+    return config.attn_logit_softcapping if config.model_type == "gemma2" else None
+
+
+def _rope_kinds(config: Any) -> list[str | None]:
+    """By layer, the name of its rotary embedding where the model has several (Gemma 3)."""
+    return list(config.layer_types) if config.model_type == "gemma3_text" else [None] * config.num_hidden_layers
+
+
+def _fixed_ropes(config: Any) -> bool:
+    ropes = config.rope_parameters
+    return all((ropes[kind] if kind else ropes)["rope_type"] in FIXED_ROPES for kind in _rope_kinds(config))
 
 
 def _plain(model: PreTrainedModel) -> bool:
@@ -93,12 +136,9 @@ def _plain(model: PreTrainedModel) -> bool:
     kinds = {(weight.dtype, weight.device) for weight in weights}
     if len(kinds) != 1 or getattr(model, "peft_config", None):
         return False
-    dtype, device = weights[0].dtype, weights[0].device
     if sum(weight.nbytes for weight in weights) > PACKED_SHARE * psutil.virtual_memory().available:
         return False
-    if dtype != torch.float64 and not packs(dtype, device) and not multiplies(dtype, device):
-        return False
-    if device.type != "cpu" or getattr(model, "quantization_method", None) or getattr(model, "_tp_size", None):
+    if getattr(model, "quantization_method", None) or getattr(model, "_tp_size", None):
         return False
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
@@ -109,43 +149,39 @@ def _plain(model: PreTrainedModel) -> bool:
 
 
 @dataclass(frozen=True)
-class Mix:
-    """The feed-forward part: down(act(up(x))), or if ``gated``, gate and up as one product and ``act`` a ``Gate``.
-    ``activation`` is the name of its class."""
+class Mlp:
+    """The gated feed-forward part, down(gate(gate_up(x))): the gate's and the up projection are one linear layer."""
 
-    up: PackedLinear
-    act: Map
+    gate_up: PackedLinear
+    gate: Gate
     down: PackedLinear
-    gated: bool
-    activation: str
 
 
-def _gated(mlp: Any, int8: bool) -> Mix:
-    up = stacked((mlp.gate_proj, mlp.up_proj), int8=int8)
-    return Mix(up, Gate(mlp.act_fn), of_module(mlp.down_proj, int8), True, type(mlp.act_fn).__name__)
+def _mlp(module: Any, int8: bool) -> Mlp:
+    gate_up = stacked((module.gate_proj, module.up_proj), int8=int8)
+    return Mlp(gate_up, Gate(module.act_fn), of_module(module.down_proj, int8))
 
 
-def pair_order(heads: int, size: int, rotary: int) -> torch.Tensor:
+def pair_order(heads: int, size: int) -> torch.Tensor:
     """Where each output of ``heads`` projected heads comes from, (heads * size,) int64.
 
-    Checkpoints rotate number i of a head together with number i + rotary / 2; here the two stand side by
-    side, so that a rotation is one complex product. Scores do not change: queries and keys move alike.
+    Checkpoints rotate number i of a head together with number i + size / 2; here the two stand side by
+    side, so that a rotation is one complex multiplication. Scores do not change: queries and keys move alike.
     """
-    half = rotary // 2
-    inside = torch.cat([torch.arange(rotary).view(2, half).T.reshape(-1), torch.arange(rotary, size)])
+    inside = torch.arange(size).view(2, size // 2).T.reshape(-1)
     return (torch.arange(heads)[:, None] * size + inside).reshape(-1)
 
 
-def _rope(module: nn.Module, dtype: torch.dtype, kind: str | None = None) -> Map:
-    """The model's own rotation as complex turns."""
+def _rope(module: nn.Module, dtype: torch.dtype, kind: str | None = None) -> TensorFunction:
+    """The model's own rotary embedding: cos + i sin of every angle."""
 
-    def turns(positions: torch.Tensor) -> torch.Tensor:
+    def cos_sin(positions: torch.Tensor) -> torch.Tensor:
         like = torch.empty(1, dtype=dtype, device=positions.device)
         cos, sin = module(like, positions) if kind is None else module(like, positions, kind)
         half = cos.shape[-1] // 2
         return torch.complex(cos[0, :, :half], sin[0, :, :half])
 
-    return turns
+    return cos_sin
 
 
 class Embedding:
@@ -164,7 +200,7 @@ class Embedding:
 
 
 def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype]:
-    """Of activations, and of the products' inputs."""
+    """Of activations, and of the linear layers' inputs."""
     kind = next(model.parameters()).dtype
     exact = int8 or multiplies(kind, model.device)  # these take float32
     return torch.promote_types(kind, torch.float32), torch.float32 if exact else kind
@@ -184,71 +220,61 @@ def _windows(model: PreTrainedModel) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def _llama_like(model: PreTrainedModel, int8: bool) -> Plan | None:
+def _llama_like(model: PreTrainedModel, int8: bool) -> Plan:
     """Llama, Qwen 2 and 3, Mistral, Gemma 2 and 3: gated feed-forward, RMS norms, full rotary."""
     config = model.config
     base: Any = model.model
     gemma = config.model_type.startswith("gemma")
-    dual = config.model_type == "gemma3_text"
-    kinds = list(config.layer_types) if dual else [None]
-    ropes = config.rope_parameters
-    if any((ropes[kind] if kind else ropes)["rope_type"] not in FIXED_ROPES for kind in kinds):
-        return None
-    if getattr(config, "use_bidirectional_attention", False):
-        return None
+    kinds = _rope_kinds(config)
     dtype, kind = _dtypes(model, int8)
     first = base.layers[0].self_attn
     size = first.head_dim
     heads, key_heads = first.q_proj.out_features // size, first.k_proj.out_features // size
-    if size % 2 or any(layer.self_attn.head_dim != size for layer in base.layers):
-        return None
-    turned = pair_order(heads + key_heads, size, size)
-    order = torch.cat([turned, torch.arange(turned.numel(), turned.numel() + key_heads * size)])
+    rotated = pair_order(heads + key_heads, size)
+    order = torch.cat([rotated, torch.arange(rotated.numel(), rotated.numel() + key_heads * size)])
     rope_kinds = list(dict.fromkeys(kinds))
 
     def norm(module: nn.Module, out: torch.dtype = kind) -> RmsNorm:
         return RmsNorm(module, dtype, out, plus_one=gemma)
 
-    def head_norm(attention: nn.Module) -> HeadNorm | None:
+    def qk_norm(attention: nn.Module) -> QkNorm | None:
         if not hasattr(attention, "q_norm"):
             return None
-        inside = pair_order(1, size, size)
+        inside = pair_order(1, size)
         q, k = norm(attention.q_norm), norm(attention.k_norm)  # type: ignore[arg-type]
         weights = [q.weight[inside]] * heads + [k.weight[inside]] * key_heads
-        return HeadNorm(q, torch.stack(weights))
+        return QkNorm(q, torch.stack(weights))
 
     layers, linears = [], []
     for index, (block, window) in enumerate(zip(base.layers, _windows(model), strict=True)):
-        attention, mlp = block.self_attn, _gated(block.mlp, int8)
-        project = stacked((attention.q_proj, attention.k_proj, attention.v_proj), order, int8)
-        output = of_module(attention.o_proj, int8)
-        linears += [project, output, mlp.up, mlp.down]
+        attention, mlp = block.self_attn, _mlp(block.mlp, int8)
+        qkv = stacked((attention.q_proj, attention.k_proj, attention.v_proj), order, int8)
+        attention_output = of_module(attention.o_proj, int8)
+        linears += [qkv, attention_output, mlp.gate_up, mlp.down]
         layers.append(
             Layer(
                 attention_norm=norm(block.input_layernorm),
-                project=project,
-                head_norm=head_norm(attention),
-                output=output,
-                attention_post_norm=norm(block.post_attention_layernorm, dtype) if gemma else None,
-                mix_norm=norm(block.pre_feedforward_layernorm if gemma else block.post_attention_layernorm),
-                mix=mlp,
-                mix_post_norm=norm(block.post_feedforward_layernorm, dtype) if gemma else None,
+                qkv=qkv,
+                qk_norm=qk_norm(attention),
+                attention_output=attention_output,
+                after_attention_norm=norm(block.post_attention_layernorm, dtype) if gemma else None,
+                mlp_norm=norm(block.pre_feedforward_layernorm if gemma else block.post_attention_layernorm),
+                mlp=mlp,
+                after_mlp_norm=norm(block.post_feedforward_layernorm, dtype) if gemma else None,
                 scale=attention.scaling,
-                rope=rope_kinds.index(kinds[index]) if dual else 0,
+                rope=rope_kinds.index(kinds[index]),
                 window=window,
-                # Gemma 3 has the setting too, and its attention does not use it.
-                score_cap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
-                parallel=False,
+                softcap=_attention_softcap(config),
             )
         )
-    head = of_module(model.lm_head, int8)
+    lm_head = of_module(model.lm_head, int8)
     return Plan(
         layers=tuple(layers),
-        linears=(*linears, head),
+        linears=(*linears, lm_head),
         embed=Embedding(base.embed_tokens, dtype),
         final_norm=norm(base.norm),
-        head=head,
-        logit_cap=getattr(config, "final_logit_softcapping", None),
+        lm_head=lm_head,
+        softcap=getattr(config, "final_logit_softcapping", None),
         ropes=tuple(_rope(base.rotary_emb, dtype, kind) for kind in rope_kinds),
         heads=heads,
         key_heads=key_heads,
@@ -261,78 +287,11 @@ def _llama_like(model: PreTrainedModel, int8: bool) -> Plan | None:
     )
 
 
-def _neox(model: PreTrainedModel, int8: bool) -> Plan | None:
-    """GPT-NeoX: layer norms, fused projection by head, partial rotary, both parts in parallel."""
-    config = model.config
-    base: Any = model.gpt_neox
-    if config.rope_parameters["rope_type"] not in FIXED_ROPES:
-        return None
-    dtype, kind = _dtypes(model, int8)
-    heads, size = config.num_attention_heads, base.layers[0].attention.head_size
-    rotary = base.layers[0].attention.rotary_ndims
-    if size % 2 or rotary % 2:
-        return None
-    # The checkpoint has query, key and value of one head, then the next head.
-    by_part = torch.arange(3 * heads * size).view(heads, 3, size).transpose(0, 1).reshape(-1)
-    pairs = pair_order(2 * heads, size, rotary)
-    order = by_part[torch.cat([pairs, torch.arange(pairs.numel(), 3 * heads * size)])]
-    layers, linears = [], []
-    for block in base.layers:
-        project, output = (
-            stacked((block.attention.query_key_value,), order, int8),
-            of_module(block.attention.dense, int8),
-        )
-        mlp = Mix(
-            of_module(block.mlp.dense_h_to_4h, int8),
-            activation(block.mlp.act),
-            of_module(block.mlp.dense_4h_to_h, int8),
-            False,
-            type(block.mlp.act).__name__,
-        )
-        linears += [project, output, mlp.up, mlp.down]
-        layers.append(
-            Layer(
-                attention_norm=LayerNorm(block.input_layernorm, dtype, kind),
-                project=project,
-                head_norm=None,
-                output=output,
-                attention_post_norm=None,
-                mix_norm=LayerNorm(block.post_attention_layernorm, dtype, kind),
-                mix=mlp,
-                mix_post_norm=None,
-                scale=block.attention.scaling,
-                rope=0,
-                window=0,
-                score_cap=None,
-                parallel=config.use_parallel_residual,
-            )
-        )
-    head = of_module(model.lm_head, int8)
-    return Plan(
-        layers=tuple(layers),
-        linears=(*linears, head),
-        embed=Embedding(base.embed_in, dtype),
-        final_norm=LayerNorm(base.final_layer_norm, dtype, kind),
-        head=head,
-        logit_cap=None,
-        ropes=(_rope(base.rotary_emb, dtype),),
-        heads=heads,
-        key_heads=heads,
-        head_size=size,
-        context_length=config.max_position_embeddings,
-        dtype=dtype,
-        weight_dtype=kind,
-        device=model.device,
-        names=_names(model),
-    )
-
-
-FAMILIES: dict[str, Callable[[PreTrainedModel, bool], Plan | None]] = {
+FAMILIES: dict[str, Callable[[PreTrainedModel, bool], Plan]] = {
     "LlamaForCausalLM": _llama_like,
     "Qwen2ForCausalLM": _llama_like,
     "Qwen3ForCausalLM": _llama_like,
     "MistralForCausalLM": _llama_like,
     "Gemma2ForCausalLM": _llama_like,
     "Gemma3ForCausalLM": _llama_like,
-    "GPTNeoXForCausalLM": _neox,
 }

@@ -1,12 +1,12 @@
 """Linear layers whose weight is laid out for the processor once, instead of at every call.
 
 On a CPU, torch's own ``linear`` hands oneDNN a plain weight, which oneDNN reorders whenever it is
-called; the copy made here is already in the order of the products that use it: our own
-(``kernels.py``) where they were built, else oneDNN's. A module's own weight stays what it was: it is
+called; the copy made here is already in the order of the GEMM that reads it: the native one
+(``kernels.py``) where it was built, else oneDNN's. A module's own weight stays what it was: it is
 what an adapter merges into, and ``refresh`` makes the copy follow it.
 
-The copy may also be int8, for a draft: it reads half the bytes of bfloat16 and multiplies whole
-numbers, and what it gets slightly wrong costs a guess and nothing else.
+The copy may also be int8, for a draft: it reads half the bytes of bfloat16 and multiplies integers;
+its rounding can cost an accepted token and nothing else.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from torch import nn
 
 from adaptive.engines.cpu.kernels import First, Product, multiplies
-from adaptive.engines.cpu.layers import Gate, Map, RmsNorm
+from adaptive.engines.cpu.layers import Gate, RmsNorm, TensorFunction
 
 # Rows (tokens) that the packed order is chosen for: a verification of a few drafted tokens. One row and
 # a long prompt run at full speed in the same order; a packing for one row is twice as slow at five.
 PACKED_ROWS = 4
 
-# Rows from which bfloat16 is multiplied by torch where the processor has tiles for that (AMX): a prompt is arithmetic,
-# of which they do eight times as much. Fewer rows wait for memory.
-TILED_ROWS = 32
+# Rows from which torch multiplies bfloat16 where the processor has AMX: a prompt is bound by arithmetic, of which AMX
+# does eight times as much. Fewer rows wait for memory.
+AMX_ROWS = 32
 
 Weights = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -46,7 +46,7 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def packs_int8(device: torch.device) -> bool:
-    """Whether products of int8 weights with inputs quantised on the fly run on this device."""
+    """Whether linear layers of int8 weights, their inputs quantised on the fly, run on this device."""
     return multiplies(torch.int8, device) or (
         device.type == "cpu"
         and torch.backends.quantized.engine in ("x86", "fbgemm")
@@ -55,8 +55,8 @@ def packs_int8(device: torch.device) -> bool:
 
 
 def fast_int8() -> bool:
-    """Whether int8 pays for a draft on this processor: by our own products, or where it multiplies such vectors in one
-    instruction, by torch's."""
+    """Whether int8 is faster for a draft on this processor: on the native kernels, or, where it multiplies such vectors
+    in one instruction, on torch's."""
     return multiplies(torch.int8, torch.device("cpu")) or has_vnni()
 
 
@@ -67,19 +67,19 @@ def has_vnni() -> bool:
 
 
 @cache
-def has_tiles() -> bool:
-    """Whether this processor multiplies tiles of bfloat16 (AMX)."""
+def has_amx() -> bool:
+    """Whether this processor multiplies tiles of bfloat16."""
     supported: bool = torch.cpu._is_amx_tile_supported() if hasattr(torch.cpu, "_is_amx_tile_supported") else False
     return supported
 
 
 class PackedLinear:
-    """One or several linear modules as a single product, prepacked where the machine can.
+    """One or several linear modules as a single linear layer, prepacked where the machine can.
 
     ``assemble`` returns the weight (out, in) and bias (out,) or None from the modules as they are now;
-    ``modules`` are those it reads, so that a change of one of them can be followed; ``order`` as in
-    ``stacked``. ``int8`` keeps the weight as int8, a scale for every output. Takes and gives float32 if ``int8``
-    or where there are products of our own, else the weight's dtype.
+    ``modules`` are those it reads, so that a change of one of them can be followed. ``int8``
+    keeps the weight as int8, a scale for every output. Takes and gives float32 if ``int8`` or where it is native, else
+    the weight's dtype.
     """
 
     def __init__(
@@ -87,10 +87,8 @@ class PackedLinear:
         modules: tuple[nn.Module, ...],
         assemble: Callable[[], Weights],
         int8: bool = False,
-        order: torch.Tensor | None = None,
     ) -> None:
         self.modules = modules
-        self.order = order
         self.int8 = int8
         self._assemble = assemble
         self.refresh()
@@ -102,7 +100,7 @@ class PackedLinear:
         self.nbytes, (self.outputs, self.inputs) = weight.nbytes, weight.shape
         self._reordered: torch.Tensor | None = None
         self.product: Product | None = None
-        self.tiled = False  # whether many rows are torch's nevertheless
+        self.amx = False  # whether torch computes many rows nevertheless
         if self.int8 and multiplies(torch.int8, weight.device):
             self.product = Product(*_rounded(weight, self.bias))
         elif self.int8:
@@ -110,39 +108,34 @@ class PackedLinear:
             self._narrow = not has_vnni()  # sums of pairs would overflow there: inputs take seven bits
         elif multiplies(weight.dtype, weight.device):
             self.product = Product(weight, self.bias)
-            self.tiled = weight.dtype == torch.bfloat16 and has_tiles()
+            self.amx = weight.dtype == torch.bfloat16 and has_amx()
         elif packs(weight.dtype, weight.device):
             self._reordered = _reordered(weight)
         else:
             self._weight = weight
 
     @property
-    def ours(self) -> bool:
-        """Whether the products are our own."""
+    def native(self) -> bool:
+        """Whether the native kernels compute it."""
         return self.product is not None
 
-    @torch.inference_mode()
-    def reordered(self) -> torch.Tensor | None:
-        """The weight in oneDNN's order, made when first asked for; None where oneDNN has none for its dtype."""
-        if self._reordered is None and not self.int8:
-            weight, _ = self._assemble()
-            if packs(weight.dtype, weight.device):
-                self._reordered = _reordered(weight)
-        return self._reordered
-
     def __call__(
-        self, x: torch.Tensor, first: Map | None = None, out: torch.Tensor | None = None, add: bool = False
+        self,
+        x: torch.Tensor,
+        prologue: TensorFunction | None = None,
+        out: torch.Tensor | None = None,
+        add: bool = False,
     ) -> torch.Tensor:
-        """``first(x)`` (rows, in) to (rows, out): a new tensor, or written into ``out``, or added to it."""
-        if self.product is not None and not (self.tiled and len(x) > TILED_ROWS):
-            if isinstance(first, RmsNorm):
-                return self.product(x, out, add, First.RMS_NORM, first.weight, first.square)
-            if isinstance(first, Gate) and first.first is not None:
-                return self.product(x, out, add, first.first)
-            return self.product(x if first is None else first(x), out, add)
-        if first is not None:
-            x = first(x)
-        if self.tiled:
+        """``prologue(x)`` (rows, in) to (rows, out): a new tensor, or written into ``out``, or added to it."""
+        if self.product is not None and not (self.amx and len(x) > AMX_ROWS):
+            if isinstance(prologue, RmsNorm):
+                return self.product(x, out, add, First.RMS_NORM, prologue.weight, prologue.eps_sum)
+            if isinstance(prologue, Gate) and prologue.prologue is not None:
+                return self.product(x, out, add, prologue.prologue)
+            return self.product(x if prologue is None else prologue(x), out, add)
+        if prologue is not None:
+            x = prologue(x)
+        if self.amx:
             weight, bias = self._assemble()
             y = nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
         elif self.int8:
@@ -172,7 +165,7 @@ def _rounded(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Ten
 
 
 def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    """The same in the order that torch's product wants."""
+    """The same in the order of torch's int8 linear layer."""
     whole, _, scales = _rounded(weight, bias)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this function will move to another package
@@ -181,12 +174,12 @@ def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
 
 
 def of_module(module: nn.Linear, int8: bool = False) -> PackedLinear:
-    """A single linear module."""
+    """One linear module."""
     return PackedLinear((module,), lambda: (module.weight, module.bias), int8)
 
 
 def stacked(modules: tuple[nn.Linear, ...], order: torch.Tensor | None = None, int8: bool = False) -> PackedLinear:
-    """Several modules on the same input as one product, their outputs in a row.
+    """Several modules on the same input as one linear layer, their outputs in a row.
 
     ``order`` (out,) int64 permutes the outputs: output i is number ``order[i]`` of the plain ones.
     """
@@ -200,4 +193,4 @@ def stacked(modules: tuple[nn.Linear, ...], order: torch.Tensor | None = None, i
             weight, bias = weight[order], None if bias is None else bias[order]
         return weight, bias
 
-    return PackedLinear(modules, assemble, int8, order)
+    return PackedLinear(modules, assemble, int8)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from adaptive.engines.cpu.cache import LeanCache
+from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.decoder import Choice
-from adaptive.engines.cpu.forward import FEW, lean_forward
+from adaptive.engines.cpu.forward import FEW, cpu_forward
 from adaptive.engines.cpu.kernels import Rule
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.graphs import RecordedPasses
@@ -27,19 +27,19 @@ PREFILL_CHUNK = 512
 
 
 class TransformersSequence:
-    """One text in a cache: the lean forward's, or one that the model's own forward writes."""
+    """One text in a cache: our CPU forward's, or one that the model's own forward writes."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
-        self.cache: LeanCache | RollbackCache = (
-            engine.lean.cache() if engine.lean else RollbackCache(engine.model.config.get_text_config())
+        self.cache: CpuCache | RollbackCache = (
+            engine.cpu_forward.cache() if engine.cpu_forward else RollbackCache(engine.model.config.get_text_config())
         )
         self._logits = Rows(engine.vocab_size)
 
     @property
-    def at_once(self) -> TransformersSequence | None:
+    def fused(self) -> TransformersSequence | None:
         """Itself where passes are one call."""
-        return self if self.engine.lean is not None and self.engine.lean.whole else None
+        return self if self.engine.cpu_forward is not None and self.engine.cpu_forward.fused else None
 
     @property
     def length(self) -> int:
@@ -63,10 +63,10 @@ class TransformersSequence:
 
     def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
-        lean = self.engine.lean
-        if lean is not None and isinstance(tokens, list) and lean.is_one_call(len(tokens), rows):
-            assert isinstance(self.cache, LeanCache)
-            return lean.at_once(tokens, self._logits(0, rows), self.cache)
+        own = self.engine.cpu_forward
+        if own is not None and isinstance(tokens, list) and own.is_one_call(len(tokens)):
+            assert isinstance(self.cache, CpuCache)
+            return own.one_call(tokens, self._logits(0, rows), self.cache)
         return self._extend(tokens, rows)
 
     @torch.inference_mode()
@@ -79,19 +79,19 @@ class TransformersSequence:
 
     def draft(self, tokens: list[int], choice: Choice) -> list[int]:
         """Append tokens and then what follows them in one call; see the protocol."""
-        assert self.engine.lean is not None
-        assert isinstance(self.cache, LeanCache)
-        return self.engine.lean.draft(tokens, choice, self.cache)
+        assert self.engine.cpu_forward is not None
+        assert isinstance(self.cache, CpuCache)
+        return self.engine.cpu_forward.draft(tokens, choice, self.cache)
 
     def verify(self, tokens: list[int], rule: Rule) -> tuple[int, torch.Tensor]:
         """Append tokens and judge the last of them in one call; see the protocol."""
         if len(tokens) > FEW:  # a prompt
             logits = self.extend(tokens, rule.count + 1)
             return rule(logits, tokens[len(tokens) - rule.count :]), logits
-        assert self.engine.lean is not None
-        assert isinstance(self.cache, LeanCache)
+        assert self.engine.cpu_forward is not None
+        assert isinstance(self.cache, CpuCache)
         logits = self._logits(0, rule.count + 1)
-        return self.engine.lean.verify(tokens, rule, logits, self.cache), logits
+        return self.engine.cpu_forward.verify(tokens, rule, logits, self.cache), logits
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""
@@ -108,9 +108,9 @@ class TransformersSequence:
 class TransformersEngine:
     """A loaded ``PreTrainedModel``.
 
-    ``lean`` computes what its forward computes, faster, where the architecture is known; elsewhere the
-    model's own forward does the arithmetic over a cache of ours. ``int8`` asks for int8 products, which
-    only ``lean`` has, on some processors; ``weights`` says what came of it.
+    ``cpu_forward`` computes what its forward computes, faster, on a CPU and where the architecture is known; elsewhere
+    the model's own forward does the arithmetic over a cache of ours. ``int8`` asks for int8 linear layers, which only
+    ``cpu_forward`` has, on some processors; ``weights`` says what came of it.
     """
 
     name = "transformers"
@@ -124,10 +124,11 @@ class TransformersEngine:
         self.end_tokens = _end_tokens(model)
         self.sampling = _recommended_sampling(model)
         self.adapter = MergedAdapter(model)
-        self.lean = (lean_forward(model, int8=True) if int8 else None) or lean_forward(model)
-        if self.lean is not None:
-            self.adapter.listeners.append(self.lean.refresh)
-        self.weights = "int8" if self.lean is not None and self.lean.plan.head.int8 else _weights(model)
+        self.cpu_forward = (cpu_forward(model, int8=True) if int8 else None) or cpu_forward(model)
+        if self.cpu_forward is not None:
+            self.adapter.listeners.append(self.cpu_forward.refresh)
+        own = self.cpu_forward
+        self.weights = "int8" if own is not None and own.plan.lm_head.int8 else _weights(model)
         self.recorded: RecordedPasses | None = None
         keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
@@ -141,11 +142,11 @@ class TransformersEngine:
         """A new empty sequence."""
         return TransformersSequence(self)
 
-    def forward(self, tokens: torch.Tensor, rows: int, cache: LeanCache | RollbackCache) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, rows: int, cache: CpuCache | RollbackCache) -> torch.Tensor:
         """One pass over tokens (n,) after what the cache holds; logits (rows, vocab) of the last ones."""
-        if isinstance(cache, LeanCache):
-            assert self.lean is not None
-            return self.lean(tokens, rows, cache)
+        if isinstance(cache, CpuCache):
+            assert self.cpu_forward is not None
+            return self.cpu_forward(tokens, rows, cache)
         if self.recorded is not None:
             recorded = self.recorded(tokens, rows, cache)
             if recorded is not None:

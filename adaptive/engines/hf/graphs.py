@@ -1,4 +1,4 @@
-"""``--compile`` on CUDA: short passes of a model's own forward, recorded as CUDA graphs and replayed in one launch.
+"""``--cuda-graphs auto``: short passes of a model's own forward, recorded as CUDA graphs and replayed in one launch.
 
 A pass over a few tokens starts a thousand kernels, and Python takes longer to start them than the accelerator to
 run them. A recorded pass has its numbers of tokens and keys, and all addresses, for good: tokens and their first
@@ -10,15 +10,14 @@ Adapters are merged in place, so that recordings stay valid; where they are hook
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from adaptive.engines.hf.cache import Recording, RollbackCache
+from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.errors import first_line
-
-if TYPE_CHECKING:
-    from adaptive.engines.hf.engine import TransformersEngine
 
 logger = logging.getLogger("adaptive.engines")
 
@@ -37,10 +36,22 @@ NEAR = 0.05
 Which = tuple[int, int, int, int]
 
 
+class Recordable(Protocol):
+    """What a pass is recorded of: a model on a device, and its eager pass."""
+
+    model: PreTrainedModel
+    device: torch.device
+    context_length: int
+    adapter: MergedAdapter
+
+    def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
+        """Append tokens (n,) to the cache; logits (rows, vocab) of the last ones."""
+
+
 class RecordedPasses:
     """The recorded passes of one engine, over all of its caches. Eager where recording does not work out."""
 
-    def __init__(self, engine: TransformersEngine) -> None:
+    def __init__(self, engine: Recordable) -> None:
         self.engine = engine
         self.problem: str | None = None  # why passes stay eager
         on_cuda = engine.device.type == "cuda"
@@ -93,7 +104,7 @@ class RecordedPasses:
                 cache.recordings[which] = self._newest = recorded
                 return recorded
             self.problem = f"a recorded pass over {size} tokens differs from the eager one by {gap:.0%}"
-        logger.warning("--compile: passes of %s stay eager: %s", type(self.engine.model).__name__, self.problem)
+        logger.warning("--cuda-graphs: passes of %s stay eager: %s", type(self.engine.model).__name__, self.problem)
         return None
 
 
@@ -103,7 +114,7 @@ class RecordedPass:
 
     def __init__(
         self,
-        engine: TransformersEngine,
+        engine: Recordable,
         cache: RollbackCache,
         size: int,
         keys: int,

@@ -56,7 +56,7 @@ class Context:
 class LlamaCppSequence:
     """One text in a context of llama.cpp."""
 
-    at_once = None  # the library's pass ends with its logits
+    fused = None  # the library's pass ends with its logits
 
     def __init__(self, engine: LlamaCppEngine) -> None:
         self.engine = engine

@@ -20,7 +20,7 @@ from adaptive.decoding.loop import TargetSampler
 from adaptive.decoding.verify import verify_greedy, verify_sampled
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
-from adaptive.engines.cpu.forward import lean_forward
+from adaptive.engines.cpu.forward import cpu_forward
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.errors import AdaptiveError
@@ -227,7 +227,7 @@ def test_a_verification_is_a_pass_and_then_the_rule(
 ) -> None:
     """The same tokens stand, with the same probabilities, for the same random numbers, and the logits are the same."""
     one, other, judge, rule = engine.sequence(), engine.sequence(), sampler(params), Transform(params).rule
-    assert one.at_once is not None
+    assert one.fused is not None
     assert rule is not None
     transform, uniform = Transform(params), Uniform(torch.Generator().manual_seed(11))
     committed, draw = list(PROMPT), torch.Generator().manual_seed(5)
@@ -292,7 +292,7 @@ def test_a_target_that_gives_no_numbers_is_said_to_be_broken(engine: Transformer
     broken = TransformersEngine(copy.deepcopy(engine.model))
     with torch.no_grad():
         broken.model.lm_head.weight[5] = torch.nan
-    broken.lean = lean_forward(broken.model)
+    broken.cpu_forward = cpu_forward(broken.model)
     with pytest.raises(AdaptiveError, match="not numbers"):
         sampler(PARAMS[1]).verify(broken.sequence(), PROMPT, None)
 

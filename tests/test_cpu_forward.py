@@ -1,4 +1,4 @@
-"""The lean forward computes what transformers computes, for every architecture it takes on."""
+"""Our own forward on a CPU computes what transformers computes, for every architecture it takes on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
 
-from adaptive.engines.cpu.forward import FEW, LeanForward, lean_forward
+from adaptive.engines.cpu.forward import FEW, CpuForward, cpu_forward
 from adaptive.engines.cpu.fused import fits
+from adaptive.engines.cpu.plan import forward_kind
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -59,13 +61,9 @@ CONFIGS = {
     "mistral": MistralConfig(**GROUPED, sliding_window=None),
     "mistral, window": MistralConfig(**GROUPED, sliding_window=7),
     "gemma2": Gemma2Config(**GROUPED, sliding_window=7, query_pre_attn_scalar=24),
-    "gemma2, scores not bent": Gemma2Config(**GROUPED, attn_logit_softcapping=None, final_logit_softcapping=None),
+    "gemma2, no softcap": Gemma2Config(**GROUPED, attn_logit_softcapping=None, final_logit_softcapping=None),
     "gemma3": Gemma3TextConfig(**GROUPED, sliding_window=7, query_pre_attn_scalar=24, sliding_window_pattern=2),
-    "gpt-neox": GPTNeoXConfig(**SIZES, rotary_pct=0.5),
-    "gpt-neox, wider": GPTNeoXConfig(**{**SIZES, "hidden_size": 64}, rotary_pct=0.5),
-    "gpt-neox, in sequence, full rotary": GPTNeoXConfig(
-        **SIZES, rotary_pct=1.0, use_parallel_residual=False, attention_bias=False
-    ),
+    "llama, another activation": LlamaConfig(**GROUPED, hidden_act="gelu"),
 }
 
 
@@ -80,9 +78,9 @@ def made(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     return model.to(dtype)
 
 
-def lean(model: PreTrainedModel) -> LeanForward:
-    """Its lean forward, which there must be."""
-    forward = lean_forward(model)
+def own(model: PreTrainedModel) -> CpuForward:
+    """Our forward of it, which there must be."""
+    forward = cpu_forward(model)
     assert forward is not None
     return forward
 
@@ -114,10 +112,10 @@ def text(length: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5)], ids=["float64", "float32"]
 )
-def test_lean_logits_equal_transformers(name: str, dtype: torch.dtype, tolerance: float, products: str) -> None:
+def test_logits_equal_those_of_transformers(name: str, dtype: torch.dtype, tolerance: float, products: str) -> None:
     model = made(name, dtype)
-    forward, tokens = lean(model), text(FEW + 30)
-    assert forward.plan.head.ours == (products == "ours" and dtype == torch.float32)
+    forward, tokens = own(model), text(FEW + 30)
+    assert forward.plan.lm_head.native == (products == "ours" and dtype == torch.float32)
     right = truth(model, tokens)
     scale = right.abs().max()
     if name.startswith("gemma2"):  # its eager attention takes the softmax in float32
@@ -134,7 +132,7 @@ def test_lean_logits_equal_transformers(name: str, dtype: torch.dtype, tolerance
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_rolled_back_text_leaves_no_trace(name: str) -> None:
     model = made(name)
-    forward, tokens = lean(model), text(30)
+    forward, tokens = own(model), text(30)
     cache = forward.cache()
     forward(tokens[:12], 1, cache)
     forward(text(6), 6, cache)
@@ -145,7 +143,7 @@ def test_a_rolled_back_text_leaves_no_trace(name: str) -> None:
 
 def test_only_the_rows_asked_for_are_returned() -> None:
     model = made("llama")
-    forward = lean(model)
+    forward = own(model)
     assert forward(text(9), 2, forward.cache()).shape == (2, 97)
     assert forward(text(9), 0, forward.cache()).numel() == 0
 
@@ -154,7 +152,7 @@ def test_only_the_rows_asked_for_are_returned() -> None:
 def test_bfloat16_is_as_close_to_the_truth_as_transformers(products: str) -> None:
     exact = made("llama", torch.bfloat16).to(torch.float64)
     rounded = made("llama", torch.bfloat16)
-    forward = lean(rounded)
+    forward = own(rounded)
     tokens = text(20)
     right = truth(exact, tokens)
     ours = (forward(tokens, 20, forward.cache()).double() - right).abs().mean()
@@ -163,25 +161,24 @@ def test_bfloat16_is_as_close_to_the_truth_as_transformers(products: str) -> Non
 
 
 LLAMA_PARTS = ["model.layers.1.self_attn.k_proj", "model.layers.2.mlp.up_proj", "lm_head"]
-NEOX_PARTS = ["gpt_neox.layers.1.attention.query_key_value", "gpt_neox.layers.2.mlp.dense_h_to_4h", "lm_head"]
 
 
 # In one call, and layer by layer.
-@pytest.mark.parametrize(("name", "names"), [("llama", LLAMA_PARTS), ("gpt-neox, wider", NEOX_PARTS)])
-def test_a_change_of_weights_is_followed_where_it_is_told(name: str, names: list[str], products: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "llama, as many key heads, biases"])
+def test_a_change_of_weights_is_followed_where_it_is_told(name: str, products: str) -> None:
     model = made(name, torch.float32)
-    forward, tokens = lean(model), text(9)
+    forward, tokens = own(model), text(9)
     forward(tokens, 9, forward.cache())
     with torch.no_grad():
-        for module in names:
+        for module in LLAMA_PARTS:
             weight = model.get_submodule(module).weight
             weight.add_(0.1 * torch.randn(weight.shape))
-    forward.refresh(frozenset(names))
+    forward.refresh(frozenset(LLAMA_PARTS))
     torch.testing.assert_close(forward(tokens, 9, forward.cache()), truth(model, tokens), rtol=0, atol=1e-4)
 
 
 def test_a_token_beyond_the_vocabulary_is_an_error(products: str) -> None:
-    forward = lean(made("llama", torch.float32))
+    forward = own(made("llama", torch.float32))
     cache = forward.cache()
     forward(text(5), 1, cache)
     for token in (-1, 97, 2**40):
@@ -192,36 +189,50 @@ def test_a_token_beyond_the_vocabulary_is_an_error(products: str) -> None:
 
 
 def test_llama_and_its_like_are_one_call(products: str) -> None:
-    known = {name for name in CONFIGS if fits(lean(made(name, torch.float32)).plan)}
+    known = {name for name in CONFIGS if fits(own(made(name, torch.float32)).plan)}
     usual = {name for name in CONFIGS if name.startswith(("llama", "mistral", "qwen3", "gemma3"))}
-    usual.add("gemma2, scores not bent")
-    odd = {"llama, as many key heads, biases"}  # its heads have twelve numbers
+    usual.add("gemma2, no softcap")
+    odd = {
+        "llama, as many key heads, biases",
+        "llama, another activation",
+    }  # heads of twelve numbers; not gated by SiLU
     assert known == (usual - odd if products == "ours" else set())
-    assert not fits(lean(made("llama")).plan)  # float64
+    assert not fits(own(made("llama")).plan)  # float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_which_forward_it_is_follows_from_the_configuration(name: str, dtype: torch.dtype, products: str) -> None:
+    kind = forward_kind(type(made(name)).__name__, CONFIGS[name], dtype, torch.device("cpu"))
+    forward = cpu_forward(made(name, dtype))
+    if forward is None:
+        assert kind is None
+    else:
+        assert kind == forward.kind
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral, window"])
 # In bfloat16 a difference in the last bit may round a product's input the other way.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-3)])
 def test_one_call_is_what_layer_by_layer_is(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    forward, tokens = lean(made(name, dtype)), text(FEW + 20)
-    if not forward.whole:
+    forward, tokens = own(made(name, dtype)), text(FEW + 20)
+    if not forward.fused:
         pytest.skip("there are no kernels for this processor, or none were built")
     one, other = forward.cache(), forward.cache()
     done = 0
     for count in (7, 1, FEW + 8, 3):
         part = tokens[done : done + count]
         done += count
-        forward.whole = True
-        at_once = forward(part, count, one)
-        forward.whole = False
-        tolerance_here = tolerance * float(at_once.abs().max())
-        torch.testing.assert_close(at_once, forward(part, count, other), rtol=0, atol=tolerance_here)
+        forward.fused = True
+        fused = forward(part, count, one)
+        forward.fused = False
+        tolerance_here = tolerance * float(fused.abs().max())
+        torch.testing.assert_close(fused, forward(part, count, other), rtol=0, atol=tolerance_here)
 
 
 def test_the_cache_grows_without_forgetting() -> None:
     model = made("llama")
-    forward, tokens = lean(model), text(100)
+    forward, tokens = own(model), text(100)
     cache = forward.cache()
     forward(tokens[:50], 1, cache)
     held = cache.nbytes
@@ -231,23 +242,23 @@ def test_the_cache_grows_without_forgetting() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    "config",
     [
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        LlamaConfig(**GROUPED, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        GPTNeoXConfig(**SIZES, rotary_pct=0.5),
     ],
 )
-def test_what_is_not_known_keeps_its_own_forward(change: dict[str, Any]) -> None:
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED, **change))
-    assert lean_forward(model) is None
+def test_what_is_not_known_keeps_its_own_forward(config: PreTrainedConfig) -> None:
+    assert cpu_forward(AutoModelForCausalLM.from_config(config)) is None
 
 
 def test_hooked_and_mixed_models_keep_their_own_forward() -> None:
     hooked = made("llama", torch.float32)
     hooked.model.layers[0].register_forward_hook(lambda *args: None)
-    assert lean_forward(hooked) is None
+    assert cpu_forward(hooked) is None
     mixed = made("llama", torch.float32)
     mixed.model.norm.to(torch.float64)
-    assert lean_forward(mixed) is None
+    assert cpu_forward(mixed) is None
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -255,9 +266,9 @@ def test_short_passes_try_both_numbers_of_threads_and_compute_the_same(ours: boo
     given = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        forward = lean(made("llama", torch.float32))
+        forward = own(made("llama", torch.float32))
         if not ours:
-            forward.whole = False
+            forward.fused = False
         cache, tried, expected = forward.cache(), set(), None
         for _ in range(2000):
             tried.add(forward.threads.choose(3))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import save_random_adapter
-from test_lean import CONFIGS, SIZES, made, text
-from transformers import PreTrainedModel
+from test_cpu_forward import CONFIGS, SIZES, made, text
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
@@ -30,7 +30,7 @@ def engines(model: PreTrainedModel, device: str) -> tuple[TransformersEngine, Tr
     found = []
     for _ in range(2):
         engine = TransformersEngine(model.to(device))
-        engine.lean = None
+        engine.cpu_forward = None
         found.append(engine)
     found[0].record()
     return found[0], found[1]
@@ -44,9 +44,14 @@ def same(one: TransformersSequence, other: TransformersSequence, tokens: torch.T
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "gpt-neox"])
 def test_recorded_passes_equal_the_models_own(name: str, device: str) -> None:
-    recorded, plain = engines(made(name), device)
+    if name == "gpt-neox":
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZES, rotary_pct=0.5)).double()
+    else:
+        model = made(name)
+    recorded, plain = engines(model, device)
     one, other = recorded.sequence(), plain.sequence()
     for sequence in (one, other):
         sequence.reserve(100)
@@ -149,7 +154,7 @@ def test_answers_are_the_same_with_recorded_passes(prompts: list[str]) -> None:
     target, draft = pair.target, pair.draft
     assert isinstance(target, TransformersEngine)
     assert isinstance(draft, TransformersEngine)
-    target.lean = draft.lean = None
+    target.cpu_forward = draft.cpu_forward = None
     answers = []
     for record in (False, True):
         if record:

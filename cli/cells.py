@@ -1,0 +1,45 @@
+"""The cells of the history's tables, in the terminal and in the report."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from adaptive.records.history import Figures, History
+
+# Head of the cells that ``cells`` gives, after the row's key.
+COLUMNS = ("answers", "tokens", "per s", "per round", "accepted", "drafted", "first")
+# Head of the cells that ``position_cells`` gives.
+POSITION_COLUMNS = ("position", "chosen", "observed", "accepted", "acceptance")
+
+
+def cells(row: Figures) -> tuple[str, ...]:
+    """The cells of COLUMNS for one row; a dash where nothing was measured."""
+    speculation = row.speculation
+    drafted = speculation.num_spec_steps > 0
+    return (
+        f"{row.generations}",
+        f"{row.tokens}",
+        or_dash(row.tokens_per_second, ".1f"),
+        or_dash(row.tokens_per_round, ".2f"),
+        f"{speculation.draft_acceptance_rate:.1%}" if drafted else "–",
+        f"{speculation.num_draft_tokens}",
+        "–" if row.first is None else time.strftime("%Y-%m-%d", time.localtime(row.first)),
+    )
+
+
+def position_cells(found: History) -> list[tuple[str, ...]]:
+    """The cells of POSITION_COLUMNS: plain decoding first, then every draft position."""
+    rounds = sum(found.lengths)
+    chosen = [f"{count / rounds:.1%}" for count in found.lengths]
+    rows: list[tuple[str, ...]] = [("0", chosen[0], "–", "–", "–")] if chosen else []
+    for p in found.positions:
+        accepted = or_dash(p.acceptance, ".1%")
+        rows.append((f"{p.position}", chosen[p.position], f"{p.observed}", f"{p.accepted}", accepted))
+    return rows
+
+
+def or_dash(value: float | None, form: str) -> str:
+    """``value`` in the format ``form``, or a dash for None."""
+    return "–" if value is None else format(value, form)
