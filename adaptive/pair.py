@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
 from adaptive.engines.load import Source, lacks_kernels, load_engine, load_model, weight_bytes, weights_progress
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.hub import hub_folder
 from adaptive.settings import Quantisation, Settings
 from checkpoints.manifest import BaseDraft
 
@@ -111,13 +112,7 @@ def _folder(name: str, revision: str | None) -> Path:
         raise AdaptiveError(f"{path} is a file, not a model folder")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
         raise AdaptiveError(f"model folder {name} does not exist (and it is not a hub id like owner/name)")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
-    except Exception as error:
-        said = first_line(error)
-        raise AdaptiveError(f"no folder {name} here, and fetching it from the hub failed: {said}") from error
+    return hub_folder(name, revision)
 
 
 def weights_hash(folder: Path) -> str:

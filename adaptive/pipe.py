@@ -7,7 +7,7 @@ the end of the input means that the server is no more. From its standard output:
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 BUSY, IDLE, STOP = "busy", "idle", "stop"
@@ -24,13 +24,15 @@ LAST: tuple[Stage, ...] = ("done", "refused", "stopped", "memory", "taken")
 class Order:
     """One round: the settings as plain JSON values, the folder of the pair's state, and whether to begin paused.
 
-    ``reconsider`` names an adapter to judge once more, instead of training one.
+    ``reconsider`` names an adapter to judge once more, instead of training one. ``models`` is what names of the hub
+    mean (``adaptive.hub.resolved``).
     """
 
     settings: dict[str, Any]
     state: str
     paused: bool
     reconsider: str | None = None
+    models: list[tuple[str, str | None, str]] = field(default_factory=list)
 
     def line(self) -> str:
         """One line of JSON."""

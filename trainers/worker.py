@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from adaptive.errors import AdaptiveError
+from adaptive.hub import adopt
 from adaptive.pipe import BUSY, IDLE, Order, Report
 from adaptive.settings import Settings
 from adaptive.state import PairState
@@ -114,6 +115,7 @@ def train(order: Order, brake: Brake, report: IO[str]) -> Report:
     """Carry out one order; reports go to ``report`` as they come, the last one is returned."""
     from trainers.alone import AnotherTrainerError, only_trainer
 
+    adopt(order.models)
     settings = Settings(**order.settings)
     state = PairState(Path(order.state))
 

@@ -20,6 +20,7 @@ from typing import Literal
 from adaptive import isolated
 from adaptive.devices import free_bytes
 from adaptive.errors import AdaptiveError
+from adaptive.hub import resolved
 from adaptive.pair import trained_draft
 from adaptive.pipe import BUSY, IDLE, LAST, STOP, Order, Report
 from adaptive.records.log import Log
@@ -248,7 +249,7 @@ class Trainer:
         with self._lock:
             self._process, self._report, self._stopping = process, None, False
             self._paused = self._busy and self.settings.distill != "always"
-            self._say(Order(settings, str(self.state.root), self._paused, doubted).line().rstrip("\n"))
+            self._say(Order(settings, str(self.state.root), self._paused, doubted, resolved()).line().rstrip("\n"))
         threading.Thread(target=self._read, args=(process,), name="trainer-reports", daemon=True).start()
 
     def _read(self, process: subprocess.Popen[str]) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptive.errors import AdaptiveError, first_line
+from adaptive.errors import AdaptiveError
+from adaptive.hub import hub_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,13 +62,7 @@ def _fetch(name: str, revision: str | None) -> Path:
     parts = re.fullmatch(r"([\w.-]+/[\w.-]+)/(.+)", name)
     if parts is None or name.startswith((".", "/", "~")):
         raise AdaptiveError(f"GGUF file {name} does not exist")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(parts[1], parts[2], revision=revision))
-    except Exception as error:
-        said = first_line(error)
-        raise AdaptiveError(f"no file {name} here, and fetching it from the hub failed: {said}") from error
+    return hub_file(parts[1], parts[2], revision)
 
 
 def gguf_tokenizer(path: Path) -> GgufTokenizer:
