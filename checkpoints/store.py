@@ -31,7 +31,7 @@ from checkpoints.errors import AdaptiveError
 from checkpoints.folder import MANIFEST, DamagedAdapter, check_destination, check_written, read_manifest, verify_folder
 from checkpoints.manifest import BaseDraft, HeldOut, Manifest, Status, TrainedOn
 
-__all__ = ["AdapterStore", "DamagedAdapter", "NewAdapter"]
+__all__ = ["AdapterStore", "DamagedAdapter", "NewAdapter", "training_seconds"]
 
 CURRENT = "CURRENT"
 PREVIOUS = "PREVIOUS"
@@ -422,6 +422,11 @@ class AdapterStore:
             files.flush(self.root)
         else:
             files.replace_text(self.root, self.root / CURRENT, f"{name}\n")
+
+
+def training_seconds(store: AdapterStore) -> float:
+    """What the training of all its adapters took, rejected ones included."""
+    return sum(manifest.train_seconds for manifest in store.list())
 
 
 def _number(name: str) -> int:

@@ -178,6 +178,7 @@ class Conversation:
 
     def _from_log(self, name: str) -> None:
         from adaptive.records.log import Log
+        from adaptive.speculation import speculation
         from cli.history import print_summary
 
         log_writer = self.opened.assistant.log
@@ -186,7 +187,8 @@ class Conversation:
             return
         log_writer.flush()
         if name == "/stats":
-            print_summary(self.opened.state.records, self.console, session=self.name)
+            print_summary(self.opened.state, self.console, session=self.name)
+            self.console.print(f"last answer: {speculation(self.opened.assistant).sentence}")
             return
         with Log(self.opened.state.records) as log:
             for session in log.sessions():

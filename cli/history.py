@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from adaptive.records.history import By, History
     from adaptive.settings import Settings
+    from adaptive.state import PairState
 
 # Rows of the table: a year of days or sessions would scroll the plot away. --json and --csv have all.
 TABLE_ROWS = 30
@@ -60,34 +62,43 @@ def history(
         raise AdaptiveError("--json and --csv exclude each other; choose one")
     from adaptive.records.history import history as history_of
     from adaptive.records.log import Log
+    from adaptive.records.saved import saved_in_words, time_saved
+    from checkpoints.store import AdapterStore, training_seconds
     from cli.state import find_state
 
     state = find_state(settings)
     with Log(state.records) as log:
         found = history_of(log.figures(), by.of_rows)
+        saved, training_s = time_saved(log.spent()), training_seconds(AdapterStore(state.adapters))
     if html is not None:
         from cli.report import write_report
 
         write_report(found, state.root.name, by.of_rows, html)
         typer.echo(f"adaptive: wrote {html}", err=True)
     if as_json:
-        _print_json(found, state.root.name, by)
+        spent = {"saved": None if saved is None else asdict(saved), "training_seconds": training_s}
+        _print_json(found, state.root.name, by, spent)
     elif as_csv:
         _print_csv(found, by)
     elif html is None:
         from rich.console import Console
 
-        _show(found, state.root.name, by, Console(highlight=False))
+        console = Console(highlight=False)
+        _show(found, state.root.name, by, console)
+        if found.totals.generations:
+            console.print(saved_in_words(saved, training_s))
 
 
-def print_summary(records: Path, console: Console, session: str | None = None) -> None:
-    """One session (or none) of the log at ``records``: its table by adapter, what was drafted and accepted
-    by position, and how chosen lengths and speed went; and below it the whole log's table."""
+def print_summary(state: PairState, console: Console, session: str | None = None) -> None:
+    """One session (or none) of the log of ``state``: its table by adapter, what was drafted and accepted
+    by position, and how chosen lengths and speed went; and below it the whole log's table and what was saved."""
     from adaptive.records.history import history as history_of
     from adaptive.records.log import Log
+    from adaptive.records.saved import saved_in_words, time_saved
+    from checkpoints.store import AdapterStore, training_seconds
 
-    with Log(records) as log:
-        figures = log.figures()
+    with Log(state.records) as log:
+        figures, spent = log.figures(), log.spent()
     if session is not None:
         of_session = [g for g in figures if g.session == session]
         if of_session:
@@ -97,6 +108,7 @@ def print_summary(records: Path, console: Console, session: str | None = None) -
             console.print("this session has no answers in the log yet")
     if figures:
         console.print(_table_of_rows(history_of(figures), "the whole log", Grouping.adapter))
+        console.print(saved_in_words(time_saved(spent), training_seconds(AdapterStore(state.adapters))))
 
 
 def _show(found: History, pair: str, by: Grouping, console: Console) -> None:
@@ -173,12 +185,12 @@ def _about_positions(found: History) -> str:
     )
 
 
-def _print_json(found: History, pair: str, by: Grouping) -> None:
+def _print_json(found: History, pair: str, by: Grouping, spent: dict[str, Any]) -> None:
     import json
 
     from adaptive.records.history import as_object
 
-    value = {"pair": pair, "by": by.value, **as_object(found)}
+    value = {"pair": pair, "by": by.value, **as_object(found), **spent}
     if by is Grouping.position:
         value["rows"] = value["positions"]
     print(json.dumps(value, ensure_ascii=False))

@@ -213,6 +213,8 @@ def test_the_queries_of_the_documentation_run(records: Path) -> None:
     assert found[0][1][:2] == ("0001", 7)
     assert found[1][0][2] == round(speculative_stats(ROUNDS).mean_acceptance_length, 2)
     columns = {
-        row[1] for table in ("generations", "rounds") for row in connection.execute(f"PRAGMA table_info({table})")
+        row[1]
+        for table in ("generations", "rounds", "round_times")
+        for row in connection.execute(f"PRAGMA table_info({table})")
     }
     assert columns <= set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))

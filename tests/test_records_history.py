@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from records_factory import generation
 
-from adaptive.records.history import GenerationFigures, grouped, history, seconds_saved, series, swaps
+from adaptive.records.history import GenerationFigures, grouped, history, series, swaps
 from adaptive.records.log import Log
 from adaptive.records.stats import RoundCount, acceptance_by_position, count_rounds, speculative_stats
 from adaptive.records.writer import LogWriter
@@ -96,22 +96,3 @@ def test_the_log_gives_the_same_figures_as_the_rounds_themselves(tmp_path: Path)
     assert found.totals.tokens_per_second == pytest.approx((7 + 4) / (0.7 + 0.4))
     assert found.rows[0].tokens_per_second == pytest.approx(said[0].timings.per_second)
     assert [(s.generation, s.after) for s in found.swaps] == [(2, "0001"), (3, None)]
-
-
-def test_time_saved_is_held_against_plain_steps_of_the_same_hour() -> None:
-    # Ten timed tokens in a second each. A plain step took 0.12 s in the first half and 0.5 s in the second,
-    # when the machine was busy: plain decoding would have taken 1.2 and 5 seconds an answer.
-    answers = [figures(number, None, (4, 2), seconds=1.0 if number <= 200 else 4.0) for number in range(1, 401)]
-    plain = [(number, 0.12 if number <= 200 else 0.5) for number in range(1, 401)]
-    assert seconds_saved(answers, plain) == pytest.approx(200 * 0.2 + 200 * 1.0, rel=0.05)
-    assert seconds_saved(answers, []) is None
-    assert seconds_saved([], plain) == 0.0
-
-
-def test_plain_steps_are_read_from_the_log(tmp_path: Path) -> None:
-    with LogWriter(tmp_path / "records.db") as writer:
-        writer.write(generation(rounds=(Round("none", 0, 0, 0.0, 0.03), Round("model", 2, 1, 0.01, 0.05))))
-        writer.write(generation(rounds=(Round("model", 2, 1, 0.01, 0.05),)))
-        writer.flush()
-    with Log(tmp_path / "records.db") as log:
-        assert log.plain_steps() == ((1, pytest.approx(0.03)),)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,10 +25,6 @@ LATEST = 20
 
 # Points of a time series: more than a terminal has columns for shows nothing new, fewer hides swaps.
 POINTS = 60
-
-# Generations with plain steps that tell what one cost at the time: enough for a median, few enough to follow a
-# machine that is busier at some hours.
-NEAR = 30
 
 # Names of rows without an adapter: the draft as it came, and the target alone (nothing was drafted).
 BASE_DRAFT = "base draft"
@@ -201,26 +195,6 @@ def swaps(generations: Sequence[GenerationFigures]) -> tuple[Swap, ...]:
         for before, after in itertools.pairwise(generations)
         if before.adapter != after.adapter
     )
-
-
-def seconds_saved(generations: Sequence[GenerationFigures], plain: Sequence[tuple[int, float]]) -> float | None:
-    """What plain decoding would have taken longer than all of it took; negative where speculation lost.
-
-    ``plain`` is ``Log.plain_steps``. Every generation is held against the plain steps of its own time (the
-    median of those NEAR generations), since the machine may have been busier at another. None where there are none.
-    """
-    if not plain:
-        return None
-    ids = [number for number, _ in plain]
-    size = max(1, -(-len(generations) // POINTS))
-    saved = 0.0
-    for start in range(0, len(generations), size):
-        bucket = generations[start : start + size]
-        middle = bisect.bisect_left(ids, bucket[len(bucket) // 2].id)
-        first = max(0, min(middle - NEAR // 2, len(ids) - NEAR))
-        step = statistics.median(seconds for _, seconds in plain[first : first + NEAR])
-        saved += sum(step * (g.tokens - 1) - g.seconds for g in bucket if g.seconds > 0)
-    return saved
 
 
 def _adapter_name(g: GenerationFigures) -> str:

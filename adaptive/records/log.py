@@ -21,6 +21,7 @@ from adaptive.records.erase import delete, selection, shrink
 from adaptive.records.history import GenerationFigures
 from adaptive.records.recover import Place, abandon
 from adaptive.records.rows import DamagedRecordError, generation_of, messages_of, read_rows, select_columns
+from adaptive.records.saved import Spent
 from adaptive.records.schema import MIGRATIONS, connect, damaged, is_damage, transaction
 from adaptive.records.stats import RoundCount
 from adaptive.types import Generation, Message, Round
@@ -216,14 +217,14 @@ class Log:
             ).fetchall()
         return tuple(Outline(*row) for row in rows if plausible(row[2], row[3]))
 
-    def plain_steps(self) -> tuple[tuple[int, float], ...]:
-        """Mean seconds of a token decoded plainly, for each generation that has such tokens: (id, seconds)."""
+    def spent(self) -> tuple[Spent, ...]:
+        """What ``adaptive.records.saved`` needs of every generation that took a round, oldest first."""
         with self._reading() as connection:
             rows = connection.execute(
-                """SELECT generation, avg(verify_s) FROM rounds WHERE drafted = 0
-                GROUP BY generation ORDER BY generation"""
+                """SELECT id, predicted_n - 1, predicted_s, t.rounds_n, rounds_s, plain_n, plain_s
+                FROM round_times AS t JOIN generations ON id = generation ORDER BY id"""
             ).fetchall()
-        return tuple((number, seconds) for number, seconds in rows)
+        return tuple(Spent(*row) for row in rows)
 
     def purge(self, *, older_than_s: float | None = None, session: str | None = None, everything: bool = False) -> int:
         """Delete generations for good and return how many: by age in seconds, by session, both, or all.

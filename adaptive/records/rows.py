@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import sqlite3
 import struct
@@ -48,6 +49,7 @@ INSERT_GENERATION = f"INSERT INTO generations (id, {', '.join(COLUMNS)}) VALUES 
 INSERT_ROUND = (
     "INSERT INTO rounds (generation, idx, drafter, drafted, accepted, draft_s, verify_s) VALUES (?, ?, ?, ?, ?, ?, ?)"
 )
+INSERT_TIMES = "INSERT INTO round_times (generation, rounds_n, rounds_s, plain_n, plain_s) VALUES (?, ?, ?, ?, ?)"
 
 
 class DamagedRecordError(AdaptiveError):
@@ -66,7 +68,19 @@ def insert(connection: sqlite3.Connection, generation: Generation, number: int |
         INSERT_ROUND,
         [(number, i, r.drafter, r.drafted, r.accepted, r.draft_s, r.verify_s) for i, r in enumerate(rounds)],
     )
+    if rounds:
+        connection.execute(INSERT_TIMES, (number, *_times(rounds)))
     return number
+
+
+def _times(rounds: Sequence[Round]) -> tuple[int, float, int, float]:
+    """Rounds and their seconds; those of them that are plain and follow no round that drafted, and theirs.
+
+    A plain step right after a drafted round may take longer than the next one, which is what plain decoding is made of.
+    """
+    plain = [b for a, b in itertools.pairwise((None, *rounds)) if b and not b.drafted and not (a and a.drafted)]
+    total, steps = (sum(r.draft_s + r.verify_s for r in some) for some in (rounds, plain))
+    return len(rounds), total, len(plain), steps
 
 
 def _values(generation: Generation) -> tuple[object, ...]:

@@ -93,7 +93,31 @@ MOST_VERSIONS = 1000
 # What SQLite says where the machine, and not the file, is the matter (its codes are there from Python 3.11 on only).
 NOT_DAMAGE = ("locked", "busy", "full", "disk i/o", "readonly", "unable to open", "wal mode", "interrupted", "memory")
 
-MIGRATIONS = (create_tables, index_session_and_created, add_expected_seconds, add_checksum)
+
+def add_round_times(connection: sqlite3.Connection) -> None:
+    """Migration 5. What the rounds of an answer took, summed up where it is read without their rows.
+
+    A table of its own: a column that is added to ``generations`` stands behind the large ones.
+    """
+    connection.execute(
+        """CREATE TABLE round_times (
+            generation INTEGER PRIMARY KEY REFERENCES generations (id) ON DELETE CASCADE,
+            rounds_n INTEGER NOT NULL,
+            rounds_s REAL NOT NULL,
+            plain_n INTEGER NOT NULL,
+            plain_s REAL NOT NULL
+        )"""
+    )
+    connection.execute(
+        """INSERT INTO round_times
+        SELECT generation, count(*), sum(draft_s + verify_s), sum(plain), sum(plain * (draft_s + verify_s))
+        FROM (SELECT *, drafted = 0 AND lag(drafted, 1, 0) OVER (PARTITION BY generation ORDER BY idx) = 0 AS plain
+              FROM rounds)
+        GROUP BY generation"""
+    )
+
+
+MIGRATIONS = (create_tables, index_session_and_created, add_expected_seconds, add_checksum, add_round_times)
 
 
 class DamagedLogError(AdaptiveError):

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Response
 from fastapi import Path as InPath
 
-from adaptive.records.history import By, as_object, history, seconds_saved
+from adaptive.records.history import By, as_object, history
 from adaptive.records.log import Log
+from adaptive.records.saved import time_saved
 from adaptive.service.trainer import Trainer
 from checkpoints.manifest import Manifest
-from checkpoints.store import AdapterStore
+from checkpoints.store import AdapterStore, training_seconds
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -45,7 +46,7 @@ def add_dashboard(app: FastAPI, trainer: Trainer) -> None:
 
     @app.get("/adaptive/history")
     async def past(by: By = "adapter") -> dict[str, Any]:
-        return await asyncio.to_thread(_history, trainer.state.records, by)
+        return await asyncio.to_thread(_history, trainer.state.records, store, by)
 
     @app.get("/adaptive/trainer")
     async def training() -> dict[str, Any]:
@@ -78,12 +79,16 @@ def _plotly() -> bytes:
     return str(get_plotlyjs()).encode()
 
 
-def _history(records: Path, by: By) -> dict[str, Any]:
+def _history(records: Path, store: AdapterStore, by: By) -> dict[str, Any]:
     with Log(records) as log:
         generations = log.figures()
-        plain = log.plain_steps()
+        saved = time_saved(log.spent())
     found = history(generations, by)
-    return {**as_object(found), "seconds_saved": seconds_saved(generations, plain)}
+    return {
+        **as_object(found),
+        "saved": None if saved is None else {**asdict(saved), "text": saved.text},
+        "training_seconds": training_seconds(store),
+    }
 
 
 def _adapters(store: AdapterStore) -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ class EngineThread:
         self.session: Opened | None = None
         self.adapter: str | None = None
         self.slot = Slot(False, None, 0, 0, None)
-        self.speculation: Speculation = of_counts((), draft=False)  # of the last answer
+        self.speculation: Speculation = of_counts((), draft=False)  # of the last answer that took a round
         self.queue = FairQueue(queue, metrics.abandoned)
         self._open = open_session
         self._metrics = metrics
@@ -246,7 +246,8 @@ class EngineThread:
         done = assistant.last
         assert done is not None
         assert done.finish_reason is not None
-        self.speculation = speculation(assistant)
+        if done.rounds:  # an answer of one token says nothing
+            self.speculation = speculation(assistant)
         self._metrics.answered(done.timings, done.rounds, done.finish_reason)
         if assistant.log is not None and ask.record and not assistant.log.flush(FLUSH_S):
             logger.warning("log: %s", assistant.log.problem or "slow; the answer will be there later")

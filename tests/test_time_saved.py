@@ -1,0 +1,132 @@
+"""Time saved against plain decoding: nothing where nothing was drafted, and what it really was elsewhere."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from pathlib import Path
+
+import pytest
+from records_factory import generation
+
+from adaptive.records.log import Log
+from adaptive.records.saved import Saved, Spent, time_saved
+from adaptive.records.schema import MIGRATIONS, connect
+from adaptive.records.writer import LogWriter
+from adaptive.types import Round
+
+
+def plain_answer(number: int, rng: random.Random, pace: float, tokens: int = 50) -> Spent:
+    """One that drafted nothing: 2 ms a token, and 0.1 ms between two, as slow as the machine is just now."""
+    steps = sum(pace * 0.002 * rng.lognormvariate(0, 0.3) for _ in range(tokens))
+    return Spent(number, tokens, steps + tokens * pace * 0.0001, tokens, steps, tokens, steps)
+
+
+def drafted_answer(number: int, rng: random.Random, pace: float, plain: int, round_s: float = 0.003) -> Spent:
+    """One of 50 tokens in rounds of two that take ``round_s``, but for ``plain`` tokens."""
+    tokens = 50
+    steps = sum(pace * 0.002 * rng.lognormvariate(0, 0.3) for _ in range(plain))
+    rounds = (tokens - plain) // 2
+    drafted = sum(pace * round_s * rng.lognormvariate(0, 0.3) for _ in range(rounds))
+    between = tokens * pace * 0.0001
+    return Spent(number, tokens, steps + drafted + between, plain + rounds, steps + drafted, plain, steps)
+
+
+def test_three_hundred_plain_answers_save_exactly_nothing() -> None:
+    rng = random.Random(1)
+    assert time_saved([plain_answer(n, rng, rng.uniform(1, 4)) for n in range(300)]) == Saved(0.0, 0.0, 0.0, 0)
+
+
+def test_without_plain_rounds_nothing_is_claimed() -> None:
+    rng = random.Random(2)
+    assert time_saved([drafted_answer(n, rng, 1.0, 0) for n in range(50)]) is None
+    assert time_saved([]) == Saved(0.0, 0.0, 0.0, 0)
+
+
+def test_a_machine_that_is_busy_for_a_while_is_no_saving() -> None:
+    """Drafting as fast as plain decoding, on a machine that is four times as slow in the second half."""
+    rng = random.Random(3)
+    spent = []
+    for number in range(600):
+        pace = 1.0 if number < 300 else 4.0
+        spent.append(drafted_answer(number, rng, pace, 2, 0.004) if number % 3 else plain_answer(number, rng, pace))
+    found = time_saved(spent)
+    assert found is not None
+    assert abs(found.seconds) < 0.02 * sum(one.seconds for one in spent)
+
+
+@pytest.mark.parametrize("plain", [2, 10])
+def test_what_was_saved_is_known_within_its_interval(plain: int) -> None:
+    """Of 100 sessions the interval holds the truth in more than nine of ten; each is within 20% of it."""
+    inside, off = 0, []
+    for seed in range(100):
+        rng = random.Random(seed)
+        spent = [drafted_answer(n, rng, 1.0, plain) for n in range(200)]
+        # 1.046 is the mean of the log-normal, exp(0.3 ** 2 / 2).
+        truth = 200 * (50 - plain) * 0.002 * 1.046 - sum(one.rounds_s - one.plain_s for one in spent)
+        found = time_saved(spent)
+        assert found is not None
+        inside += found.low <= truth <= found.high
+        off.append(abs(found.seconds / truth - 1))
+    assert inside >= 85
+    assert max(off) < 0.2
+
+
+def test_tries_of_a_useless_draft_cost_what_they_took() -> None:
+    rng = random.Random(5)
+    spent = [plain_answer(n, rng, 1.0) for n in range(300)]
+    tried = [
+        one._replace(rounds=51, tokens=51, rounds_s=one.rounds_s + 0.004, seconds=one.seconds + 0.0041) for one in spent
+    ]
+    found = time_saved(tried)
+    assert found is not None
+    assert found.answers == 300
+    assert found.seconds == pytest.approx(300 * -0.002, rel=0.15)
+    assert abs(found.seconds) < 0.02 * sum(one.seconds for one in tried)
+
+
+ROUNDS = (
+    Round("none", 0, 0, 0.0, 0.03),
+    Round("none", 0, 0, 0.0, 0.05),
+    Round("model", 2, 1, 0.01, 0.05),
+    Round("none", 0, 0, 0.0, 0.09),  # right after a drafting round: may take longer than plain decoding does
+    Round("none", 0, 0, 0.0, 0.04),
+)
+
+
+def test_the_log_sums_up_rounds_as_they_are_written_and_older_logs_are_brought_up_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    with LogWriter(path) as writer:
+        writer.write(generation(rounds=ROUNDS, tokens=7, seconds=0.4))
+        writer.write(generation(rounds=(), tokens=1))
+        writer.write(generation(rounds=ROUNDS[2:4], tokens=4, seconds=0.2))
+    with Log(path) as log:
+        fresh = log.spent()
+    assert fresh == (
+        Spent(1, 6, pytest.approx(0.4), 5, pytest.approx(0.27), 3, pytest.approx(0.12)),
+        Spent(3, 3, pytest.approx(0.2), 2, pytest.approx(0.15), 0, 0.0),
+    )
+    connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE round_times")
+    connection.execute(f"PRAGMA user_version={[m.__name__ for m in MIGRATIONS].index('add_round_times')}")
+    connection.commit()
+    connection.close()
+    connect(path).close()
+    with Log(path) as log:
+        assert log.spent() == fresh
+        assert log.purge(everything=True) == 3
+        assert log.spent() == ()
+
+
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        (Saved(12.2, 9.1, 15.3, 40), "12 s (9 to 15 s)"),
+        (Saved(1.26, 0.9, 1.6, 4), "1.3 s (0.9 to 1.6 s)"),
+        (Saved(-3.2, -8.8, 2.4, 9), "−3 s (−9 to 2 s)"),
+        (Saved(7200.0, 5400.0, 9000.0, 900), "2.0 h (1.5 to 2.5 h)"),
+        (Saved(0.0, 0.0, 0.0, 0), "0 s"),
+    ],
+)
+def test_time_saved_is_told_with_its_interval(saved: Saved, text: str) -> None:
+    assert saved.text == text
