@@ -99,20 +99,29 @@ def purge(
 ) -> None:
     """Delete generations for good: the file is rewritten without them. Adapters trained on them stay.
 
+    Without --target and --draft it is the pair used last; where there are several, that is asked in spite of --yes.
+
     Example: adaptive records purge --older-than 30d
 
     Example: adaptive records purge --session holiday-plans --yes
     """
     from adaptive.records.log import Log
-    from cli.state import find_state
+    from cli.state import find_state, may_be_another
 
     if everything == (older_than is not None or session is not None):
         raise AdaptiveError("say what to delete: --older-than AGE and/or --session NAME, or --all")
     age = None if older_than is None else seconds_of(older_than)
-    with Log(find_state(settings).records) as log:
+    state, guessed = find_state(settings), may_be_another(settings)
+    with Log(state.records) as log:
         chosen = log.count(older_than_s=age, session=session)
+        if chosen and yes and guessed:
+            raise AdaptiveError(
+                f"{guessed} pairs have a log here, and {state.root.name} is only the one used last; name the pair with "
+                "--target and --draft, or leave --yes out and be asked"
+            )
         if chosen and not yes:
-            typer.confirm(f"Delete {chosen} of {log.count()} generations for good?", abort=True, err=True)
+            whole = f"{chosen} of {log.count()} generations of {state.root.name}"
+            typer.confirm(f"Delete {whole} for good?", abort=True, err=True)
         # Also with nothing chosen: an earlier purge that met a reader has left traces to erase.
         deleted = log.purge(older_than_s=age, session=session, everything=everything)
         print(f"deleted {deleted} generations; {log.count()} stay, {_bytes(log.stats().size)} on disk")

@@ -46,3 +46,13 @@ def find_state(settings: Settings) -> PairState:
     others = f", the last used of {len(found)}; choose with --target and --draft" if len(found) > 1 else ""
     typer.echo(f"adaptive: pair {found[0].root.name}{others}", err=True)
     return found[0]
+
+
+def may_be_another(settings: Settings) -> int:
+    """How many pairs ``find_state`` chose from where no pair was named; 0 where it could only be this one."""
+    from adaptive.state import existing_states
+
+    if settings.target is not None or settings.draft is not None:
+        return 0
+    found = len(existing_states(settings.state_dir))
+    return found if found > 1 else 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
+import shutil
 import sqlite3
 import stat
 import time
@@ -185,6 +187,23 @@ def test_purge_asks_first_and_deletes_what_was_named(
     assert (status, "deleted 4 generations" in out) == (0, True)
     assert "deleted 0" in adaptive("records", "purge", "--older-than", "30d", "--yes")[1]
     assert Log(records).count() == 8
+
+
+def test_purge_of_a_pair_that_nobody_named_says_which_it_is_and_asks(
+    records: Path, adaptive: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    another = records.parent.parent / "other--pair-5678" / "records.db"
+    with LogWriter(another) as writer:
+        writer.write(SAID[0])
+    os.utime(records.parent)  # used last
+    status, _, err = adaptive("records", "purge", "--all", "--yes")
+    assert (status, "big--small-1234" in err.splitlines()[-1]) == (2, True)
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    status, _, err = adaptive("records", "purge", "--all")
+    assert (status, "12 of 12 generations of big--small-1234" in err) == (1, True)
+    assert (Log(records).count(), Log(another).count()) == (12, 1)
+    shutil.rmtree(another.parent)
+    assert adaptive("records", "purge", "--all", "--yes")[0] == 0  # it could be no other
 
 
 @pytest.mark.parametrize(
