@@ -16,6 +16,11 @@ from adaptive.errors import AdaptiveError, first_line
 _found: dict[tuple[str, str | None], Path] = {}
 _lock = threading.Lock()
 
+# What is fetched of a checkpoint on the hub: config, tokenizer, chat template, code, and weights as transformers wants
+# them. Not the same weights again for other programs (Mistral's own file, ONNX), which may double a download.
+FETCHED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py"]
+NOT_FETCHED = ["consolidated*", "onnx/*", "original/*", "openvino/*", "coreml/*"]
+
 
 def hub_folder(name: str, revision: str | None) -> Path:
     """The local folder of the repository ``name``, fetched where it is not there. Raises AdaptiveError."""
@@ -23,7 +28,7 @@ def hub_folder(name: str, revision: str | None) -> Path:
     def fetch() -> str:
         from huggingface_hub import snapshot_download
 
-        return snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"])
+        return snapshot_download(name, revision=revision, allow_patterns=FETCHED, ignore_patterns=NOT_FETCHED)
 
     return _once(name, revision, f"no folder {name} here", fetch)
 

@@ -19,14 +19,11 @@ if TYPE_CHECKING:
     from adaptive.pair import Source
     from adaptive.settings import Settings
 
-FORMATS = ("gguf",)
-
 
 @shared_options("target", "draft", "revision", "draft_revision", "trust_remote_code")
 def export(
     settings: Settings,
     folder: Annotated[Path, typer.Argument(help="Where the files go.")],
-    format_: Annotated[str, typer.Option("--format", help="gguf.")] = "gguf",
     encoding: Annotated[str, typer.Option(help="Weights as f32, f16, bf16 or q8_0.")] = "bf16",
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -42,8 +39,6 @@ def export(
 
     from adaptive.pair import sources
 
-    if format_ not in FORMATS:
-        raise AdaptiveError(f"--format is {format_!r}; it must be {' or '.join(FORMATS)}")
     pair = {role: source for role, source in zip(("target", "draft"), sources(settings), strict=True) if source}
     written: dict[str, Path] = {}
     for role, source in pair.items():

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import gguf
+from conftest import BUNDLED
+from safetensors import safe_open
 
 # None among the modules is how Python itself marks a module that cannot be imported.
 WITHOUT = "import sys; sys.modules['llama_cpp'] = None; import cli.main; cli.main.run()"
@@ -29,6 +34,18 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path: Path) -
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert "adaptive[llamacpp]" in line
+
+
+def test_a_checkpoint_is_written_as_gguf_without_the_binding(tmp_path: Path) -> None:
+    done = without("export", str(tmp_path), "--json")
+    assert done.returncode == 0, done.stderr
+    for role, file in json.loads(done.stdout).items():
+        reader = gguf.GGUFReader(file)
+        field = reader.get_field("tokenizer.ggml.pre")
+        assert field is not None
+        assert field.contents() == "smollm"  # digits one by one, and then the words of GPT-2
+        weights = safe_open(BUNDLED / role / "model.safetensors", "np").keys()
+        assert len(reader.tensors) == len(list(weights))
 
 
 def test_doctor_shows_what_to_install() -> None:

@@ -23,7 +23,7 @@ def package() -> Any:
         import gguf
     except ModuleNotFoundError:
         raise AdaptiveError(
-            "writing GGUF files needs the package gguf, which is not installed; pip install 'adaptive[llamacpp]'"
+            "writing GGUF files needs the package gguf, which is not installed; pip install gguf"
         ) from None
     return gguf
 

@@ -6,11 +6,13 @@ Weights are written as asked, one-dimensional ones (norms, biases) always in flo
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from tokenizers import Regex, pre_tokenizers
 
 from adaptive.engines.llamacpp.model import LlamaModel
 from adaptive.engines.llamacpp.names import GgufNames, package
@@ -28,10 +30,22 @@ ENCODINGS: tuple[str, ...] = get_args(Encoding)
 # passes over two to five tokens took 3 to 10% longer.
 ALIGNMENT = 64
 
-# llama.cpp's splitters of text into words, the more usual ones first: a tokenizer names one of them.
-PRE_TOKENIZERS = (
-    *("gpt-2", "llama-bpe", "qwen2", "smollm", "deepseek-llm", "deepseek-coder", "starcoder", "falcon", "tekken"),
-    *("gpt-4o", "stablelm2", "command-r", "olmo", "dbrx", "chatglm-bpe", "bloom", "viking", "default"),
+# How llama.cpp's pre-tokenizers of the usual models split text into words: by these patterns, one after the other.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "gpt-2": (GPT2,),
+    "llama-bpe": (LLAMA3,),
+    "qwen2": (LLAMA3.replace("{1,3}", ""),),
+    "smollm": (r"\p{N}", GPT2),
+}
+# Others, which are tried with llama.cpp itself.
+OTHERS = (
+    *("deepseek-llm", "deepseek-coder", "falcon", "tekken", "gpt-4o", "stablelm2", "command-r", "olmo", "dbrx"),
+    *("chatglm-bpe", "bloom", "viking", "default"),
 )
 # Tells them apart: digits, contractions, case, spaces and line ends, punctuation, other scripts, emoji.
 SAMPLE = (
@@ -55,7 +69,7 @@ def write_model(
     config = model.config.get_text_config()
     names = GgufNames(config.model_type, config.num_hidden_layers, _heads(config))
     gguf = package()
-    splitter = _pre_tokenizer(model, tokenizer, file.parent)
+    splitter = _pre_tokenizer(model, tokenizer)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = files.unfinished(file.parent)
@@ -203,16 +217,30 @@ def _bpe(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return model
 
 
-def _pre_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """The first of llama.cpp's pre-tokenizers with which it makes the tokens that ``tokenizer`` makes."""
-    import tempfile
-
-    gguf = package()
+def _pre_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first of llama.cpp's pre-tokenizers that splits text as ``tokenizer`` does: told by the patterns of the usual
+    ones, else, where the binding is installed, by the tokens that llama.cpp makes with each other one."""
     _bpe(tokenizer)
+    expected = _split(tokenizer.backend_tokenizer.pre_tokenizer)  # type: ignore[attr-defined]
+    for name, patterns in SPLITS.items():
+        stages = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        if _split(pre_tokenizers.Sequence([*stages, bytewise])) == expected:
+            return name
+    return _tried(model, tokenizer)
+
+
+def _split(pre_tokenizer: Any) -> list[str]:
+    return [word for word, _ in pre_tokenizer.pre_tokenize_str(SAMPLE)]
+
+
+def _tried(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The one of OTHERS with which llama.cpp makes the tokens that ``tokenizer`` makes."""
+    gguf = package()
     expected = tokenizer.encode(SAMPLE, add_special_tokens=False)
     config = model.config.get_text_config()
     with tempfile.TemporaryDirectory() as scratch:
-        for splitter in PRE_TOKENIZERS:
+        for splitter in OTHERS:
             file = Path(scratch) / f"{splitter}.gguf"
             writer = gguf.GGUFWriter(file, config.model_type)
             _describe(writer, model, "vocabulary")
