@@ -1,51 +1,67 @@
 """Measuring what a round costs, with the very round that decoding runs.
 
-In: a pair of engines. Out: a ``CostTable``. Some hundred rounds, interleaved over the lengths so that
-a slow moment of the machine falls on all of them; of each length the median counts.
+In: a pair of engines. Out: ``Measured``: a ``CostTable``, what else used the machine meanwhile, and how far the figures
+are to be trusted. Some hundreds of rounds, the lengths in random order so that a slow moment of the machine falls on
+all of them. Whatever a machine does besides only makes rounds slower: of each length a low quantile counts, and what
+the other lengths contradict is measured again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import statistics
 import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 
 import torch
 
+from adaptive.control.bounds import bounded, doubtful, with_neighbours
 from adaptive.control.costs import LONGEST, CostTable, from_samples
 from adaptive.control.goodput import GoodputLength
-from adaptive.control.policy import FixedLength
-from adaptive.control.stopping import Stopping
-from adaptive.decoding.loop import Decoding, Request, TargetSampler, speculative_round
-from adaptive.decoding.supervision import BATCH
-from adaptive.decoding.text import TextStream
-from adaptive.drafting.model import ModelDrafter
 from adaptive.engines.cpu.kernels import library
+from adaptive.machine import Load, LoadMeter
 from adaptive.pair import Pair
-from adaptive.sampling import Penalties
-from adaptive.types import Round, SamplingParams, StopParams
+from adaptive.timed_rounds import CATCH_UP, LENGTHS, Kind, Samples, TimedRounds, by_tokens, low, thread_counts
+from adaptive.types import Round, SamplingParams
 
-# Lengths that are measured; between them costs are taken as linear. Kernels change their ways at a
-# few rows, so the short ones are all there.
-LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 # Tokens of context at the quick measurement, and how many more for the share that context has.
 CONTEXT, FURTHER = 64, 448
-# Tokens that the draft is made to catch up with, to see what one of them costs.
-CATCH_UP = 32
-# Share of a draft step that one of them takes at least, where the clock shows none (a GPU): what is 0 is never learned.
-LEAST_CATCH_UP = 0.001
-# Rounds of each length and seconds after which no further ones are started. Fewer than 5 rounds leave
-# the median to chance.
-REPEATS, ENOUGH_S, LEAST_REPEATS = 15, 3.0, 5
-# Seconds of rounds of one length in which an engine finds out how many threads they should use; what it tries meanwhile
-# is not what they cost. Where a round takes more than a tenth of it, the measurement is over before anything is tried.
-SETTLED_S = 0.08
-# Tokens of the short generation that shows what a token takes beside the models: supervision is digested
-# in batches, of which this makes two.
-TOKENS = 2 * BATCH + 1
-# Rounds over which choosing is timed.
-CHOICES = 50
+# Share of a draft step that one token to catch up with takes at least, where the clock shows none (a GPU): what is 0 is
+# never learned. And the share of a long draft's seconds, by its tokens, that a step takes at least.
+LEAST_CATCH_UP, LEAST_STEP = 0.001, 0.25
+# Sweeps over all lengths, and seconds after which no further ones are started. Fewer than 5 leave a quantile to chance.
+SWEEPS, ENOUGH_S, LEAST_SWEEPS = 15, 3.0, 5
+# Sweeps at least on a number of threads that takes longer than another. One that takes so many times as long is given
+# up: its threads wait for other programs.
+LEAST_OF_EACH, HOPELESS = 2, 6.0
+# Sweeps over what is in doubt, and how often at most that is done.
+SWEEPS_AGAIN, AGAIN = 8, 4
+# Relative difference between the two halves of a pass's samples up to which they agree.
+AGREE = 0.1
+# Rounds over which choosing is timed at once, and how often.
+CHOICES, CHOICE_REPEATS = 16, 9
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What rounds cost.
+
+    ``load`` is what else used the machine meanwhile (None: it was over before that could be said). ``spread`` is by how
+    much two halves of the samples differ, as a share, for verifying 0 to ``LONGEST`` drafted tokens.
+    """
+
+    costs: CostTable
+    load: Load | None
+    spread: tuple[float, ...]
+
+    @property
+    def trusted(self) -> bool:
+        """Whether these costs hold when nothing else runs: others left the machine alone, and the halves agree."""
+        return not (self.load is not None and self.load.busy) and max(self.spread) <= AGREE
 
 
 def where_it_runs(pair: Pair) -> str:
@@ -64,98 +80,126 @@ def attentive_on(pair: Pair) -> bool:
     return pair.draft is not None and pair.draft.device.type == "cpu"
 
 
-class Bench:
-    """One text in both caches, on which rounds are run and undone."""
-
-    def __init__(self, pair: Pair, params: SamplingParams, context: int, attentive: bool) -> None:
-        assert pair.draft is not None
-        penalties = Penalties(params, pair.target.vocab_size, pair.target.device)
-        self.committed = [1 + i * 7919 % (pair.target.vocab_size - 1) for i in range(context)]
-        self.target, self.draft = pair.target.sequence(), pair.draft.sequence()
-        for sequence in (self.target, self.draft):
-            sequence.reserve(context + LONGEST + 2)
-        generator = torch.Generator(pair.draft.device)
-        self.drafter = ModelDrafter(self.draft, pair.draft, pair.target.vocab_size, params, penalties, generator)
-        penalties.start(torch.tensor(self.committed))
-        self.sampler = TargetSampler(params, penalties, torch.Generator(pair.target.device))
-        self.advise = Stopping(LONGEST) if attentive else None  # which never stops
-        self.round(1)
-
-    def round(self, length: int, waiting: int = 0) -> Round:
-        """A round of ``length`` drafted tokens, undone again."""
-        held = len(self.committed)
-        self.target.rollback(held - 1)
-        self.draft.rollback(held - 1 - waiting)
-        return speculative_round(self.target, self.drafter, self.sampler, list(self.committed), length, self.advise)[0]
-
-    def settle(self, length: int) -> None:
-        """Rounds of one length that are not measured."""
-        began = time.perf_counter()
-        self.round(length)
-        if time.perf_counter() - began < SETTLED_S / 10:
-            while time.perf_counter() - began < SETTLED_S:
-                self.round(length)
-
-    def beside(self, pair: Pair) -> float:
-        """Seconds that one token of a plain generation takes beside its round: text, record, handing it over."""
-        request = Request(self.committed, self.sampler.params, StopParams(TOKENS), frozenset())
-        self.target.rollback(len(self.committed) - 1)
-        stream = TextStream(pair.tokenizer)
-        plain = Decoding(request, self.target, pair.target.context_length, None, self.sampler, FixedLength(0), stream)
-        for _ in plain.steps():
-            pass
-        spent = sum(r.draft_s + r.verify_s for r in plain.rounds)
-        return (plain.predicted_s - spent) / max(1, len(plain.rounds))
-
-
-def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> CostTable:
+def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Measured:
     """Costs of ``pair`` here and now, under these sampling parameters (drawing costs more than an argmax).
 
     ``thorough`` takes longer and also measures what a longer context adds.
     """
-    attentive = attentive_on(pair)
+    rounds = measuring(pair, sampling, thorough)
+    while True:
+        try:
+            next(rounds)
+        except StopIteration as ended:
+            found: Measured = ended.value
+            return found
+
+
+def measuring(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Generator[None, None, Measured]:
+    """``measure`` in steps of a round each (the first is a pass over some tokens of context): whoever has something
+    else to do does it between two steps, or gives the generator up. Engines may be used meanwhile."""
+    meter, whole, attentive = LoadMeter(), LoadMeter(), attentive_on(pair)
     context = min(CONTEXT, pair.target.context_length // 4)
-    bench = Bench(pair, sampling, context, attentive)
-    verify: dict[int, list[float]] = {k: [] for k in LENGTHS}
-    drafts: dict[int, list[float]] = {k: [] for k in LENGTHS if k}
-    caught_up: list[float] = []
-    plain: list[float] = []
-    for length in LENGTHS:
-        bench.settle(length)
-    began = time.perf_counter()
-    for repeat in range(REPEATS * (3 if thorough else 1)):
-        if repeat >= LEAST_REPEATS and time.perf_counter() - began > ENOUGH_S * (3 if thorough else 1):
-            break
-        for length in LENGTHS:
-            outcome = bench.round(length)
-            verify[length].append(outcome.verify_s)
-            if length:
-                drafts[length].append(outcome.draft_s)
-            else:
-                plain.append(bench.round(0).verify_s)
-        caught_up.append(bench.round(1, waiting=min(CATCH_UP, context - 2)).draft_s)
-    start_s, draft_s = line({length: statistics.median(seconds) for length, seconds in drafts.items()})
-    medians = {length: statistics.median(seconds) for length, seconds in verify.items()}
+    rounds = TimedRounds(pair, sampling, context, attentive)
+    yield
+    samples, waiting = Samples(), min(CATCH_UP, context - 2)
+    enough = ENOUGH_S * (3 if thorough else 1)
+    yield from _sweeps(rounds, samples, waiting, thread_counts(pair), SWEEPS * (3 if thorough else 1), enough)
+    load = meter.read()
+    alone = load is None or not load.busy
+    yield from _again(rounds, samples, alone, enough)
+    spread = samples.spread(Kind.VERIFY)
+    verify_s = samples.costs(Kind.VERIFY, alone)
+    if not alone or max(spread.values()) > AGREE:
+        # Else what breaks a bound time and again with nothing in the way is how this engine's kernels are.
+        verify_s = {count - 1: seconds for count, seconds in bounded(by_tokens(verify_s)).items()}
+    start_s, draft_s, catch_up_s = _drafting(samples, alone, waiting)
     context_s = 0.0
     if thorough and pair.target.context_length > context + FURTHER + LONGEST + 2:
-        longer = Bench(pair, sampling, context + FURTHER, attentive)
-        slower = statistics.median(longer.round(0).verify_s for _ in range(LEAST_REPEATS * 3))
-        context_s = max(0.0, slower - medians[0]) / FURTHER
+        longer = TimedRounds(pair, sampling, context + FURTHER, attentive)
+        yield
+        context_s = yield from _longer(rounds, longer, samples.usual())
+    token_s = yield from rounds.beside(pair)
     table = CostTable(
         start_s=start_s,
         draft_s=draft_s,
-        catch_up_s=max(
-            LEAST_CATCH_UP * draft_s,
-            (statistics.median(caught_up) - start_s - draft_s) / min(CATCH_UP, context - 2),
-        ),
-        verify_s=from_samples(medians),
+        catch_up_s=catch_up_s,
+        verify_s=from_samples(verify_s),
         overhead_s=0.0,
-        token_s=max(1e-9, statistics.median(bench.beside(pair) for _ in range(3))),
+        token_s=max(1e-9, token_s),
         context_s=context_s,
         context=context,
-        plain_s=min(statistics.median(plain), medians[0]),
+        plain_s=min(samples.costs(Kind.PLAIN, alone)[0], verify_s[0]),
     )
-    return dataclasses.replace(table, overhead_s=choosing(table, attentive))
+    overhead_s = yield from _choosing(table, attentive)
+    table = dataclasses.replace(table, overhead_s=overhead_s)
+    by_length = (spread[min(k for k in LENGTHS if k >= length)] for length in range(LONGEST + 1))
+    return Measured(table, whole.read(), tuple(by_length))
+
+
+def _sweeps(
+    rounds: TimedRounds, samples: Samples, waiting: int, threads: list[int], times: int, enough: float
+) -> Iterator[None]:
+    """All lengths, plain decoding between them, on the number of ``threads`` that has had the least time so far."""
+    order, began, abandoned = random.Random(0), time.perf_counter(), Counter[int]()
+    while True:
+        done = max(samples.sweeps.values(), default=0)
+        count = min(threads, key=lambda count: samples.passed[count])
+        if done >= times or (done >= LEAST_SWEEPS and time.perf_counter() - began > enough):
+            unsure = [c for c in threads if max(samples.sweeps[c], abandoned[c]) < LEAST_OF_EACH]
+            if not unsure:
+                return
+            count = unsure[0]
+        limit = HOPELESS * min(map(samples.sweep_s, samples.sweeps), default=float("inf"))
+        lengths, before = [*LENGTHS, 0], samples.passed[count]
+        for _ in rounds.sweep(samples, order.sample(lengths, len(lengths)), count):
+            yield
+            if samples.passed[count] - before > limit:
+                samples.drop(count)
+                abandoned[count] += 1
+                break
+        else:
+            rounds.catch_up(samples, waiting, count)
+            samples.sweeps[count] += 1
+            yield
+
+
+def _again(rounds: TimedRounds, samples: Samples, alone: bool, enough: float) -> Iterator[None]:
+    """Measure what the other lengths contradict, and what its own samples do, until they agree."""
+    order, began = random.Random(1), time.perf_counter()
+    for _ in range(AGAIN):
+        verify, draft = by_tokens(samples.costs(Kind.VERIFY, alone)), samples.costs(Kind.DRAFT, alone)
+        found = {count - 1 for count in doubtful(verify)} | doubtful(draft)
+        if found:
+            found = with_neighbours(found, list(LENGTHS))
+        for kind in (Kind.VERIFY, Kind.DRAFT):
+            found |= {length for length, spread in samples.spread(kind).items() if spread > AGREE}
+        lengths = [0, *found - {0}]
+        for _ in range(SWEEPS_AGAIN if found else 0):
+            if time.perf_counter() - began > enough:
+                return
+            yield from rounds.sweep(samples, order.sample(lengths, len(lengths)), samples.usual())
+
+
+def _drafting(samples: Samples, alone: bool, waiting: int) -> tuple[float, float, float]:
+    """Seconds of starting a draft, of a step, and of a token to catch up with."""
+    drafts = bounded(samples.costs(Kind.DRAFT, alone))
+    start_s, draft_s = line(drafts)
+    least = LEAST_STEP * drafts[max(drafts)] / max(drafts)
+    if draft_s < least:
+        start_s, draft_s = max(0.0, drafts[1] - least), least
+    caught_up_s = samples.costs(Kind.CAUGHT_UP, alone)[1] - start_s - draft_s
+    return start_s, draft_s, max(LEAST_CATCH_UP * draft_s, caught_up_s / waiting)
+
+
+def _longer(rounds: TimedRounds, longer: TimedRounds, threads: int) -> Generator[None, None, float]:
+    """Seconds that one more token of context adds to a plain step."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(3 * LEAST_SWEEPS):
+        for found, timed in zip(times, (rounds, longer), strict=True):
+            timed.round(0, threads)  # the other's has just used the caches
+            found.append(timed.round(0, threads).verify_s)
+            yield
+    return max(0.0, low(times[1]) - low(times[0])) / FURTHER
 
 
 def line(points: dict[int, float]) -> tuple[float, float]:
@@ -164,15 +208,18 @@ def line(points: dict[int, float]) -> tuple[float, float]:
     return max(0.0, statistics.median(y - x * slope for x, y in points.items())), slope
 
 
-def choosing(costs: CostTable, attentive: bool) -> float:
+def _choosing(costs: CostTable, attentive: bool) -> Generator[None, None, float]:
     """Seconds a round that the default policy takes for its choice, two drafted tokens a round."""
-    policy = GoodputLength(costs, attentive=attentive)
+    policy, times = GoodputLength(costs, attentive=attentive), []
     outcome = Round("model", 2, 1, 2 * costs.draft_s, costs.verify_s[2])
-    began = time.perf_counter()
-    for number in range(CHOICES):
-        policy.next_length(LONGEST, 0, number)
-        if attentive:
-            policy.advise(1, 0.9)
-            policy.advise(2, 0.5)
-        policy.observe(outcome)
-    return (time.perf_counter() - began) / CHOICES
+    for _ in range(CHOICE_REPEATS):
+        began = time.perf_counter()
+        for number in range(CHOICES):
+            policy.next_length(LONGEST, 0, number)
+            if attentive:
+                policy.advise(1, 0.9)
+                policy.advise(2, 0.5)
+            policy.observe(outcome)
+        times.append((time.perf_counter() - began) / CHOICES)
+        yield
+    return low(times)

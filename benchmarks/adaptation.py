@@ -207,7 +207,7 @@ def costs_of(file: Path, settings: Settings, temperature: float) -> CostTable:
     """Costs of a round: those in ``file``, else measured here and now and kept there."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        table = measure(load_pair(settings), SamplingParams(temperature=temperature, seed=0), thorough=True)
+        table = measure(load_pair(settings), SamplingParams(temperature=temperature, seed=0), thorough=True).costs
         file.write_text(json.dumps(asdict(table)))
     values = json.loads(file.read_text())
     return CostTable(**{**values, "verify_s": tuple(values["verify_s"])})

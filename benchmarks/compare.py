@@ -37,7 +37,7 @@ from cli.prompts import read_prompts
 def controller(pair: Pair, sampling: SamplingParams) -> GoodputLength:
     """One that has just measured this pair."""
     policy = GoodputLength()
-    policy.costs = CostModel(measure(pair, sampling))
+    policy.costs = CostModel(measure(pair, sampling).costs)
     return policy
 
 

@@ -143,7 +143,7 @@ def forecast(pair: Pair, costs: CostTable, prompts: list[Prompt], tokens: int) -
 
 def one_kind(pair: Pair, kind: str, prompts: list[Prompt], args: argparse.Namespace) -> None:
     """All ways on the prompts of one kind."""
-    costs = measure(pair, GREEDY, thorough=True)
+    costs = measure(pair, GREEDY, thorough=True).costs
     expected = forecast(pair, costs, prompts[1::2][:SAMPLE], args.tokens)
     policy = Timed(GoodputLength(expected.costs, attentive=attentive_on(pair)))
     lengths = sorted({*args.lengths, 0, expected.draft_length})
@@ -178,7 +178,7 @@ def useless(args: argparse.Namespace) -> None:
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BUNDLED / "draft")).save_pretrained(folder)
         AutoTokenizer.from_pretrained(BUNDLED / "draft").save_pretrained(folder)
         pair = load_pair(load_settings({"target": str(BUNDLED / "target"), "draft": folder}))
-        policy = GoodputLength(measure(pair, GREEDY), attentive=attentive_on(pair))
+        policy = GoodputLength(measure(pair, GREEDY).costs, attentive=attentive_on(pair))
         ways = [Way("plain", Assistant(pair, FixedLength(0), None)), Way("auto", Assistant(pair, policy, None))]
         prompts = read_prompts(BUNDLED / "prompts" / f"{args.kinds[0]}.jsonl")[: args.prompts]
         interleaved(ways, prompts, args.tokens, args.passes)

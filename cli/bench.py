@@ -172,7 +172,7 @@ def contenders(
                 for title, policy in policies(lengths).items()
             ]
             controller = GoodputLength()
-            controller.costs = CostModel(measure(other, sampling))
+            controller.costs = CostModel(measure(other, sampling).costs)
             field.append(ours(f"{name}, controller", other, controller, sampling))
     return field
 

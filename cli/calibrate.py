@@ -116,7 +116,7 @@ def calibrate(
 
         sampling = sampling_params(settings, session.pair)
         with console.status("measuring rounds"):
-            costs = measure(session.pair, sampling, thorough=True)
+            costs = measure(session.pair, sampling, thorough=True).costs
         with tempfile.TemporaryDirectory() as folder:
             log, source = session.state.records, "the log"
             sample = read_sample(session.pair, log) if prompts is None and log.exists() else []
@@ -135,7 +135,7 @@ def calibrate(
             if other.draft is None:
                 raise AdaptiveError("--other-target is given without --other-draft; name both")
             with console.status(f"measuring {engines(other)}"):
-                there = predict(measure(other, sampling, thorough=True), sample, other)
+                there = predict(measure(other, sampling, thorough=True).costs, sample, other)
             speeds = {
                 engines(session.pair): (max(forecast.tokens_per_second), settings),
                 engines(other): (max(there.tokens_per_second), elsewhere),

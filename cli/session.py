@@ -83,7 +83,7 @@ def open_session(settings: Settings, console: Console, cache_bytes: int = 0) -> 
         if session.assistant.adapter != memory.adapter:
             policy.swapped()
         if isinstance(policy, GoodputLength) and pair.draft is not None and memory.costs is None:
-            policy.costs = CostModel(measure(pair, sampling_params(settings, pair)))
+            policy.costs = CostModel(measure(pair, sampling_params(settings, pair)).costs)
         yield session
     finally:
         if log is not None:

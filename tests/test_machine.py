@@ -8,37 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
+from spinning import spinning, taken
 
 from adaptive.machine import MOMENT_S, Load, LoadMeter, _governor, _quota, identity
-
-# Works through large numbers, without the interpreter's lock.
-SPIN = "import hashlib\nwhile True: hashlib.sha256(bytes(2**20)).digest()"
-
-
-@contextmanager
-def spinning(count: int) -> Iterator[list[psutil.Process]]:
-    """So many processes that take all the time they get."""
-    started = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
-    try:
-        found = [psutil.Process(process.pid) for process in started]
-        until = time.monotonic() + 30
-        while any(sum(process.cpu_times()[:2]) < 0.1 for process in found) and time.monotonic() < until:
-            time.sleep(0.02)
-        yield found
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def taken(processes: list[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def test_what_other_programs_take_is_seen() -> None:

@@ -93,21 +93,23 @@ def speculative_round(
     committed: list[int],
     draft_length: int,
     advise: Adviser | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Round, Verdict, torch.Tensor]:
     """Draft, verify in one target pass, keep what stands; ``committed`` grows by accepted + 1 tokens.
 
-    ``draft_length`` is the most that is drafted; ``advise`` may end the draft before.
+    ``draft_length`` is the most that is drafted; ``advise`` may end the draft before. ``clock`` is what the round's
+    seconds are by.
 
     Before and after, the caches hold at most all committed tokens but the last one: the token that
     the target added itself has not been fed to anybody yet. Returns the target's raw logits
     (drafted + 1, vocab) as well, of which the first accepted + 1 rows are those of the committed tokens.
     """
     held = len(committed)
-    began = time.perf_counter()
+    began = clock()
     proposal = None
     if drafter is not None and draft_length > 0:
         proposal = drafter.propose(committed, draft_length, advise)
-    proposed = time.perf_counter()
+    proposed = clock()
 
     verdict, logits = sampler.verify(target, committed[target.length :], proposal)
 
@@ -117,7 +119,7 @@ def speculative_round(
         drafter.rollback(held + verdict.accepted)
     if sampler.adjusts:
         sampler.penalties.commit(verdict.tokens)
-    verified = time.perf_counter()
+    verified = clock()
     who, drafted = ("none", 0) if proposal is None else (proposal.drafter, len(proposal.tokens))
     return Round(who, drafted, verdict.accepted, proposed - began, verified - proposed), verdict, logits
 
@@ -126,8 +128,11 @@ class Decoding:
     """One generation: rounds until a stop, a limit, or the caller's loss of interest.
 
     ``steps()`` is the stream. Everything else is filled in along the way and complete when the
-    stream has ended, also when the caller closes it early (``finish_reason`` is then ``cancelled``).
+    stream has ended, also when the caller closes it early (``finish_reason`` is then ``cancelled``). ``clock`` is what
+    all seconds are by.
     """
+
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -170,14 +175,14 @@ class Decoding:
         self._make_room(0)
         self.sampler.penalties.start(torch.tensor(self.committed))
         self.tape = SupervisionTape() if self.request.record else None
-        began = time.perf_counter()
+        began = self.clock()
         try:
             # The first round scores the prompt. Its time is the prompt's, and nothing is drafted before it.
-            self._keep(*speculative_round(self.target, None, self.sampler, self.committed, 0)[1:])
-            self.prompt_s = time.perf_counter() - began
-            first = time.perf_counter()
+            self._keep(*speculative_round(self.target, None, self.sampler, self.committed, 0, clock=self.clock)[1:])
+            self.prompt_s = self.clock() - began
+            first = self.clock()
             while True:
-                self.predicted_s = time.perf_counter() - first
+                self.predicted_s = self.clock() - first
                 yield from self._show()
                 if self.finish_reason is not None:
                     return
@@ -196,7 +201,7 @@ class Decoding:
     @torch.inference_mode()
     def _burst(self, speculate: bool) -> None:
         """Rounds one after the other, until it is time to show their tokens or the answer has come to its end."""
-        policy, clock = self.policy, time.perf_counter
+        policy, clock = self.policy, self.clock
         advise = policy.adviser
         until = clock() + BURST_S
         while not self._ended:
@@ -211,7 +216,7 @@ class Decoding:
             while True:
                 self._make_room(length)
                 outcome, verdict, logits = speculative_round(
-                    self.target, self.drafter, self.sampler, self.committed, length, advise
+                    self.target, self.drafter, self.sampler, self.committed, length, advise, clock
                 )
                 self._keep(verdict, logits)
                 self.rounds.append(outcome)

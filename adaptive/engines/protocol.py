@@ -15,6 +15,7 @@ import torch
 
 from adaptive.engines.cpu.decoder import Choice
 from adaptive.engines.cpu.kernels import Rule
+from adaptive.engines.threads import ThreadChoice
 from adaptive.tokens import Ids
 from adaptive.types import SamplingParams
 
@@ -77,7 +78,8 @@ class Engine(Protocol):
     """A model that can score tokens in the context of a sequence.
 
     ``weights`` says how they are held (a dtype, a quantisation), ``end_tokens`` are the ids its
-    checkpoint calls the end of a sequence, ``sampling`` what the checkpoint recommends.
+    checkpoint calls the end of a sequence, ``sampling`` what the checkpoint recommends. ``threads`` chooses how many
+    threads short passes use; None where that is not chosen while it runs.
     """
 
     name: str
@@ -87,6 +89,10 @@ class Engine(Protocol):
     device: torch.device
     end_tokens: frozenset[int]
     sampling: SamplingParams
+
+    @property
+    def threads(self) -> ThreadChoice | None:
+        """See above."""
 
     def sequence(self) -> Sequence:
         """A new empty sequence."""

@@ -98,10 +98,15 @@ class Passes:
 
 
 class ThreadChoice:
-    """The number of threads for the next pass, from what earlier ones took. ``most`` is all of them."""
+    """The number of threads for the next pass, from what earlier ones took. ``most`` is all of them.
+
+    While ``held`` is a number, passes use so many and nothing is tried or learned: what is tried meanwhile is not what
+    a pass costs that somebody measures.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.held: int | None = None
         self._last = most
         self._passes: dict[int, Passes] = {}  # by number of tokens
 
@@ -112,6 +117,8 @@ class ThreadChoice:
 
     def choose(self, tokens: int) -> int:
         """Threads for a pass of ``tokens`` tokens."""
+        if self.held is not None:
+            return min(self.held, self.most)
         if self.most == 1:
             return 1
         if tokens > FEW:
@@ -123,7 +130,7 @@ class ThreadChoice:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """The pass of ``tokens`` tokens, on the threads last chosen, took this long."""
-        if self.most == 1 or tokens > FEW:
+        if self.most == 1 or self.held is not None or tokens > FEW:
             return
         known = self._passes[tokens]
         known.seconds += seconds

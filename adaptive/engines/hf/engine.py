@@ -17,6 +17,7 @@ from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.graphs import RecordedPasses
 from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.engines.protocol import Sequence
+from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError
 from adaptive.tokens import Ids, Rows, as_tensor, moved
 from adaptive.types import SamplingParams
@@ -133,6 +134,11 @@ class TransformersEngine:
         keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
         self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]
+
+    @property
+    def threads(self) -> ThreadChoice | None:
+        """Of our own forward; the model's uses all that torch was given."""
+        return None if self.cpu_forward is None else self.cpu_forward.threads
 
     def record(self) -> None:
         """From now on, record short passes and replay them (``graphs.py``)."""
