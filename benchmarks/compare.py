@@ -1,4 +1,4 @@
-"""Ours and transformers' own decoding on one pair, in turns on the same prompts: the table of docs/performance.md.
+"""Ours and transformers' own decoding on one pair, in turns on the same prompts (docs/notes/2026-11-performance.md).
 
     python benchmarks/compare.py [--target DIR --draft DIR] [--count 40] [--tokens 200] [--lengths 4]
                                  [--prompts FILE] [--adapter FOLDER | --merged DIR] [--temperature 0.7]

@@ -236,7 +236,7 @@ def position_losses(
     """Loss (N,) at every output position of ``examples``, from the draft's logits (N, vocab) there.
 
     ``auto`` is the KL-TV mixture at the temperature that the record was sampled at, which did best
-    where the draft began far from the target (docs/distillation.md). Distribution losses are
+    where the draft began far from the target (docs/notes/2026-11-distillation.md). Distribution losses are
     taken at temperature 1 for greedy records. Where only text is known, the loss is cross-entropy.
     ``kept`` is how many of the stored entries are used (None: all).
     """

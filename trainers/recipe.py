@@ -17,7 +17,7 @@ def default_rank(width: int) -> int:
     """Rank of the adapter of a draft of this hidden size: 128 at 256, 64 up to 512, 32 beyond; at most half the width.
 
     In a draft of width 256, rank 32 gains 88% of what training all weights does, 128 gains 91% and 256 93%
-    (docs/distillation.md). In a wider one 32 changes more numbers than 128 does there.
+    (docs/notes/2026-11-distillation.md). In a wider one 32 changes more numbers than 128 does there.
     """
     power_of_two = 1 << (2**15 // width).bit_length() >> 1
     return max(1, min(width // 2, max(32, power_of_two)))
@@ -89,7 +89,7 @@ class Recipe:
     def rivals(self, width: int) -> tuple[Recipe, ...]:
         """What else is worth a try for a draft of this width, where time does not matter (``--compare``).
 
-        Each changes one choice, to one that won on some kind of text (docs/distillation.md).
+        Each changes one choice, to one that won on some kind of text (docs/notes/2026-11-distillation.md).
         """
         others: tuple[dict[str, Any], ...] = (
             {"loss": "js" if self.loss != "js" else "kl-tv"},

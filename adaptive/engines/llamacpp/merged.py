@@ -2,7 +2,7 @@
 
 In: the model that is open and the folder of a PEFT adapter. Out: a second model with the sums, which costs
 nothing a token, where llama.cpp's own way with adapters, two thin products beside every weight, makes a step of a
-340M draft 1.4 times as long (docs/performance.md). Computing the sums takes seconds for such a draft, so
+340M draft 1.4 times as long (docs/notes/2026-11-llamacpp.md). Computing the sums takes seconds for such a draft, so
 that it is done on a thread, tensor by tensor, and only while no model is at work.
 """
 

@@ -27,7 +27,7 @@ ERROR = 4
 # Bytes of the longest metadata value that is read: chat templates reach some 10 kB.
 LONGEST_VALUE = 1 << 20
 # Share of the free memory up to which weights are read into memory of our own, where passes over two to five tokens
-# are 5 to 10% faster than over a mapped file (docs/performance.md). A larger model stays mapped: the system
+# are 5 to 10% faster than over a mapped file (docs/notes/2026-11-kernels.md). A larger model stays mapped: the system
 # can then give its pages away and get them back.
 OWN_SHARE = 0.5
 # The system's number for the wish for huge pages (madvise of Linux), and the bytes from which it is worth one.
