@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptive.errors import AdaptiveError
+from checkpoints import files
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ def default_home() -> Path:
 
 
 def open_state(home: Path, pair_id: str) -> PairState:
-    """Create (0700) or open the folder of ``pair_id`` and restrict new files to the user.
+    """Create (0700) or open the folder of ``pair_id``, without what killed processes left unfinished, and restrict
+    new files to the user.
 
     Raises AdaptiveError where the folder cannot be created or written.
     """
@@ -57,9 +59,8 @@ def open_state(home: Path, pair_id: str) -> PairState:
     os.umask(0o077)
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        probe = root / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        files.finished(files.unfinished(root))  # whether it can be written
+        files.sweep(root)
     except OSError as error:
         raise AdaptiveError(
             f"state folder {root} cannot be written ({error.strerror}); choose another with --state-dir"

@@ -1,38 +1,67 @@
 """Writing so that a killed process leaves either the old or the new, never half of one.
 
-Everything unfinished carries a name that starts with ``.tmp-<pid>-``; ``sweep`` removes what dead
-processes left.
+Everything unfinished carries a name that starts with ``.tmp-``, and beside it stands a lock that its writer holds
+as long as it lives; ``sweep`` removes what nobody holds. A process id would not do: another container has others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import re
 import secrets
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 # Read in pieces, so that hashing a large adapter holds this much memory (bytes). Smaller only costs calls.
 HASH_CHUNK = 1 << 20
 
-_UNFINISHED = re.compile(r"\.tmp-(\d+)-[0-9a-f]+$")
-# What this process is writing now: its own pid is alive, so only this tells work from leftovers of an
-# earlier process that had the same pid (in a container every run may).
-_mine: set[Path] = set()
+UNFINISHED = ".tmp-"
+_mine: dict[Path, FileLock] = {}
 
 
 def unfinished(root: Path) -> Path:
-    """A fresh path in ``root`` for something not yet whole; give it to ``finished`` when it is."""
-    path = root / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
-    _mine.add(path)
-    return path
+    """A fresh path in ``root`` for something not yet whole; give it to ``finished`` when it is.
+
+    Raises OSError where ``root`` cannot be written.
+    """
+    from filelock import Timeout
+
+    while True:
+        path = root / f"{UNFINISHED}{secrets.token_hex(8)}"
+        lock = _lock_of(path)
+        with contextlib.suppress(Timeout):
+            lock.acquire()
+            if os.path.exists(lock.lock_file):
+                _mine[path] = lock
+                return path
+            lock.release()  # swept between its creation and its locking
 
 
 def finished(path: Path) -> None:
     """Forget an ``unfinished`` path, and remove what is still there (nothing, after a rename)."""
     remove(path)
-    _mine.discard(path)
+    lock = _mine.pop(path, None)
+    if lock is not None:
+        _release(lock)
+
+
+def _lock_of(path: Path) -> FileLock:
+    from filelock import FileLock
+
+    return FileLock(f"{path}.lock", timeout=0, mode=0o600, thread_local=False)
+
+
+def _release(lock: FileLock) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(lock.lock_file)  # before another can lock a file that is about to go
+    lock.release()
+    if os.name == "nt":  # which does not remove what is open
+        Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
@@ -44,16 +73,18 @@ def remove(path: Path) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Remove the unfinished files and folders in ``root`` whose process is gone."""
-    import psutil
+    """Remove the unfinished files and folders in ``root`` whose writers are gone."""
+    paths = {Path(str(found).removesuffix(".lock")) for found in root.glob(f"{UNFINISHED}*")}
+    if not paths:
+        return
+    from filelock import Timeout
 
-    for path in list(root.glob(".tmp-*")):
-        match = _UNFINISHED.match(path.name)
-        if match is None or path in _mine:
-            continue
-        pid = int(match.group(1))
-        if pid == os.getpid() or not psutil.pid_exists(pid):
+    for path in paths:
+        lock = _lock_of(path)
+        with contextlib.suppress(Timeout, OSError):
+            lock.acquire()
             remove(path)
+            _release(lock)
 
 
 def flush(path: Path) -> None:

@@ -148,9 +148,12 @@ class AdapterStore:
         Raises AdaptiveError where ``write`` left no whole PEFT adapter in safetensors, or the store
         cannot be written.
         """
+        from safetensors import SafetensorError
+
         self._create()
-        folder = files.unfinished(self.root)
+        folder = None
         try:
+            folder = files.unfinished(self.root)
             folder.mkdir(mode=0o700)
             write(folder)
             check_written(folder)
@@ -166,10 +169,11 @@ class AdapterStore:
                 os.rename(folder, self.root / manifest.id)
                 files.flush(self.root)
             return manifest
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # which says that a disk is full in its own way
             raise self._unwritable(error) from error
         finally:
-            files.finished(folder)
+            if folder is not None:
+                files.finished(folder)
 
     def promote(self, name: str, reason: str) -> Manifest:
         """Put an adapter in use. The one in use so far stays, as what a rollback returns to.
@@ -282,9 +286,9 @@ class AdapterStore:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def _unwritable(self, error: OSError) -> AdaptiveError:
+    def _unwritable(self, error: Exception) -> AdaptiveError:
         return AdaptiveError(
-            f"adapter store {self.root} cannot be written ({error.strerror or error}); "
+            f"adapter store {self.root} cannot be written ({getattr(error, 'strerror', None) or error}); "
             "free some room there, or choose another folder with --state-dir"
         )
 

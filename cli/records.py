@@ -105,6 +105,7 @@ def purge(
 
     Example: adaptive records purge --session holiday-plans --yes
     """
+    from adaptive.records.erase import erase_beside
     from adaptive.records.log import Log
     from cli.state import find_state, may_be_another
 
@@ -113,18 +114,30 @@ def purge(
     age = None if older_than is None else seconds_of(older_than)
     state, guessed = find_state(settings), may_be_another(settings)
     with Log(state.records) as log:
-        chosen = log.count(older_than_s=age, session=session)
+        try:
+            chosen = log.count(older_than_s=age, session=session)
+            what = f"{chosen} of {log.count()} generations of {state.root.name}"
+        except AdaptiveError:
+            if not everything:
+                raise
+            chosen, what = 1, f"the whole log of {state.root.name}, which cannot be read now,"  # or on a full disk
         if chosen and yes and guessed:
             raise AdaptiveError(
                 f"{guessed} pairs have a log here, and {state.root.name} is only the one used last; name the pair with "
                 "--target and --draft, or leave --yes out and be asked"
             )
         if chosen and not yes:
-            whole = f"{chosen} of {log.count()} generations of {state.root.name}"
-            typer.confirm(f"Delete {whole} for good?", abort=True, err=True)
+            typer.confirm(f"Delete {what} for good?", abort=True, err=True)
         # Also with nothing chosen: an earlier purge that met a reader has left traces to erase.
         deleted = log.purge(older_than_s=age, session=session, everything=everything)
-        print(f"deleted {deleted} generations; {log.count()} stay, {_bytes(log.stats().size)} on disk")
+        try:
+            left = f"{log.count()} stay, {_bytes(log.stats().size)} on disk"
+        except AdaptiveError as error:
+            left = str(error)
+        print(f"deleted {deleted} generations; {left}")
+    gone = erase_beside(state, everything)
+    if gone:
+        print(f"deleted with them: {', '.join(gone)}")
 
 
 @app.command()

@@ -19,17 +19,17 @@ START_S = 120.0
 class Server:
     """``adaptive serve`` on the bundled pair, with one thread. ``health`` lists each different status seen."""
 
-    def __init__(self, home: Path, *options: str, key: str | None = None) -> None:
+    def __init__(self, home: Path, *options: str, key: str | None = None, errors: Path | None = None) -> None:
         self.home, self.key = home, key
         home.mkdir(parents=True, exist_ok=True)
-        self.errors = home / f"stderr-{time.monotonic_ns()}"
+        self.errors = (errors or home) / f"stderr-{time.monotonic_ns()}"
         command = [sys.executable, "-m", "cli.main", "serve", "--state-dir", str(home), "--port", "0"]
         command += ["--threads", "1", "--dtype", "float32", "--draft-length", "4", *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         if key is not None:
             environment["ADAPTIVE_API_KEY"] = key
-        with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+        with self.errors.open("wb") as stream:
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, env=environment)
         self.url = self._wait_for_url()
         self.health: list[int] = []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -263,19 +265,33 @@ def test_export_writes_a_plain_peft_folder_and_overwrites_only_when_told(tmp_pat
         store.export("1", out / "notes.txt")
 
 
+HOLDS = """
+import sys
+from pathlib import Path
+from checkpoints import files
+folder = files.unfinished(Path(sys.argv[1]))
+folder.mkdir()
+(folder / "adapter_model.safetensors").write_bytes(b"half")
+print(folder.name, flush=True)
+sys.stdin.read()
+"""
+
+
 def test_leftovers_of_dead_processes_are_swept_and_of_living_ones_not(tmp_path: Path) -> None:
     store = published(tmp_path / "adapters", 1)
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    dead, living = store.root / f".tmp-{child}-00aa", store.root / f".tmp-{os.getppid()}-00bb"
-    for folder in (dead, living):
-        folder.mkdir()
-        (folder / "adapter_model.safetensors").write_bytes(b"half")
+    command = [sys.executable, "-c", HOLDS, str(store.root)]
+    writers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    dead, living = (store.root / writer.stdout.readline().strip() for writer in writers if writer.stdout)
+    writers[0].kill()
+    writers[0].wait()
+    # A process of another container has an id that says nothing here: only what it holds tells that it lives.
     AdapterStore(store.root)
     assert not dead.exists()
     assert living.exists()
+    writers[1].kill()
+    writers[1].wait()
+    AdapterStore(store.root)
+    assert not list(store.root.glob(".tmp-*"))
 
 
 def test_a_store_that_does_not_exist_yet_is_empty_and_not_created(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from adaptive.errors import first_line
 from checkpoints import files
 from trainers import processes
 from trainers.dataset import Example
@@ -42,11 +43,13 @@ class Standing:
 
 
 class Checkpoint:
-    """The file of one pair. ``key`` names the round: what it trains, on what, and how."""
+    """The file of one pair. ``key`` names the round: what it trains, on what, and how. ``problem`` says why the file
+    could not be written, a full disk say: the round then goes on, and could not be gone on with."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.key, self._last_id = "", 0
+        self.problem: str | None = None
 
     def last_id(self) -> int | None:
         """Up to which record the round that was interrupted read the log; None where there is none to go on with."""
@@ -93,15 +96,19 @@ class Checkpoint:
         tensors |= {f"best/{name}": value for name, value in (standing.best or {}).items()}
         numbers = {name: value for name, value in vars(standing).items() if name != "best"}
         meta = {"key": self.key, "last_id": self._last_id, "standing": numbers}
-        temporary = files.unfinished(self.path.parent)
+        temporary = None
         try:
+            temporary = files.unfinished(self.path.parent)
             save_file(tensors, temporary, metadata={"round": json.dumps(meta)})
             os.chmod(temporary, 0o600)
             files.flush(temporary)
             os.replace(temporary, self.path)
             files.flush(self.path.parent)
+        except (OSError, SafetensorError) as error:  # the round itself needs no file
+            self.problem = first_line(error)
         finally:
-            files.finished(temporary)
+            if temporary is not None:
+                files.finished(temporary)
 
     def forget(self) -> None:
         """The round is done."""

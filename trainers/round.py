@@ -135,14 +135,16 @@ def distill(
         best_step=result.best_step,
         train_seconds=result.seconds,
         seconds=time.perf_counter() - began,
-        notes=(*notes, *_notes(resumed, len(sets.damaged))),
+        notes=(*notes, *_notes(resumed, len(sets.damaged), kept.problem if kept else None)),
         attempts=tuple(attempts),
     )
 
 
-def _notes(resumed: bool, damaged: int) -> list[str]:
+def _notes(resumed: bool, damaged: int, unkept: str | None) -> list[str]:
     """What a person should know of how the round came about."""
     notes = ["going on with the round that was interrupted"] if resumed else []
+    if unkept:
+        notes.append(f"where the training stood could not be kept ({unkept}); interrupted, it would have begun anew")
     if damaged:
         records = "a damaged record is" if damaged == 1 else f"{damaged} damaged records are"
         notes.append(f"{records} left out; `adaptive records check` names what is damaged")

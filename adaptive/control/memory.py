@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from adaptive.control.acceptance import Acceptance, Counts
 from adaptive.control.confidence import FOLLOW_STEP, Calibration
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
+from checkpoints import files
 
 # Version of the file's shape; another one is not read.
 VERSION = 3
@@ -68,16 +68,7 @@ def save(file: Path, memory: Memory) -> None:
             "follow": calibration.follow,
         },
     }
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(file)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+    files.replace_text(file.parent, file, json.dumps(content, indent=1))
 
 
 def _counts(counts: Counts) -> dict[str, list[float]]:

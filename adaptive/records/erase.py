@@ -15,7 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from adaptive.errors import AdaptiveError
+from adaptive.records.recover import set_aside_logs
 from adaptive.records.schema import transaction
+from adaptive.state import PairState
+from checkpoints import files
 
 
 def selection(older_than_s: float | None, session: str | None, now: float) -> tuple[str, tuple[object, ...]]:
@@ -53,6 +56,19 @@ def shrink(connection: sqlite3.Connection, path: Path) -> None:
             f"records are deleted, but another program is reading {path}, so traces stay in {path.name}-wal; "
             "close it, then purge again"
         )
+
+
+def erase_beside(state: PairState, everything: bool) -> list[str]:
+    """Remove what else in the state folder holds what was said; the names of what was there.
+
+    Damaged logs that were set aside go with any purge: whatever could be read of them is in the log. With
+    ``everything``, where an interrupted training run stood goes too.
+    """
+    doomed = set_aside_logs(state.records) + ([state.training] if everything and state.training.exists() else [])
+    for file in doomed:
+        file.unlink(missing_ok=True)
+    files.sweep(state.root)
+    return [file.name for file in doomed]
 
 
 @contextmanager

@@ -19,10 +19,19 @@ from typing import Any
 from adaptive.errors import AdaptiveError
 from adaptive.records.erase import delete, selection, shrink
 from adaptive.records.history import GenerationFigures
-from adaptive.records.recover import Place, abandon
+from adaptive.records.recover import Place, abandon, remove
 from adaptive.records.rows import DamagedRecordError, generation_of, messages_of, read_rows, select_columns
 from adaptive.records.saved import Spent
-from adaptive.records.schema import MIGRATIONS, connect, damaged, is_damage, transaction
+from adaptive.records.schema import (
+    MIGRATIONS,
+    DamagedLogError,
+    DiskFullError,
+    connect,
+    damaged,
+    is_damage,
+    no_room,
+    transaction,
+)
 from adaptive.records.stats import RoundCount
 from adaptive.types import Generation, Message, Round
 
@@ -230,11 +239,23 @@ class Log:
         """Delete generations for good and return how many: by age in seconds, by session, both, or all.
 
         Their bytes are overwritten, the file is rewritten without them and the WAL emptied. Needs the
-        size of what stays as free disk space. Raises ValueError when nothing is chosen, AdaptiveError
-        when the file cannot be rewritten now (the message says what has been done).
+        size of what stays as free disk space; but where the disk is full or the file is damaged, ``everything`` removes
+        the file itself. Raises ValueError when nothing is chosen, AdaptiveError when the file cannot be rewritten
+        now (the message says what has been done).
         """
         if not everything and older_than_s is None and session is None:
             raise ValueError("purge needs an age, a session, or everything=True")
+        try:
+            return self._purge(older_than_s, session)
+        except AdaptiveError as error:
+            cause = error.__cause__
+            full = isinstance(error, DiskFullError) or (cause is not None and no_room(self.path, cause))
+            if not everything or not (full or isinstance(error, DamagedLogError)):
+                raise
+            self.close()
+            return remove(self.path)
+
+    def _purge(self, older_than_s: float | None, session: str | None) -> int:
         where, values = selection(older_than_s, session, time.time())
         with self._reading() as connection:
             if connection is not self._file:

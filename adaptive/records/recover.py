@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.pages import Pages, committed_beyond
 from adaptive.records.rows import CHECKED, insert, mended
-from adaptive.records.schema import DamagedLogError, connect, is_damage, transaction
+from adaptive.records.schema import DamagedLogError, DiskFullError, connect, is_damage, no_room, transaction
 from adaptive.types import Round
 from checkpoints import files
 
@@ -31,8 +32,8 @@ CHECKED_AT_START = 1 << 30
 # Seconds to wait for another process that replaces the log.
 REPLACE_S = 120.0
 
-# Records copied into the new file at a time.
-BATCH = 256
+# Bytes that are overwritten at a time.
+ZEROS = 1 << 20
 
 
 def open_for_writing(path: Path) -> tuple[sqlite3.Connection, str | None]:
@@ -90,7 +91,10 @@ def examine(path: Path) -> Examined:
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if is_damage(error):
             return Examined(connection, str(error))
-        connection.close()
+        with contextlib.suppress(sqlite3.Error):
+            connection.close()
+        if no_room(path, error):
+            raise DiskFullError(f"the disk is full ({error})") from error
         raise AdaptiveError(f"log {path} cannot be read now ({error}); try again") from error
 
 
@@ -177,8 +181,8 @@ def _rebuild(path: Path, new: Path) -> int:
             for row, values in pages.records():
                 if row is None and _is_round(values):
                     connection.execute("INSERT OR IGNORE INTO rounds VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-                elif row is not None and len(values) == 2 and values[0] == "generations" and _is_id(values[1]):
-                    newest = max(newest, values[1])  # of sqlite_sequence: ids are never used twice
+                elif row is not None and _is_sequence(values):
+                    newest = max(newest, values[1])  # ids are never used twice
             for row, values in pages.records():
                 if row is not None and _is_id(row) and _take(connection, row, dict(zip(names, values, strict=False))):
                     kept, newest = kept + 1, max(newest, row)
@@ -259,6 +263,61 @@ def remove_beside(path: Path) -> None:
     """Remove what SQLite keeps beside the log: it belongs to the file that is no longer there."""
     for end in ("-wal", "-shm"):
         path.with_name(path.name + end).unlink(missing_ok=True)
+
+
+def remove(path: Path) -> int:
+    """Remove the log itself, its bytes overwritten where they lie, and begin a new one; how many records are gone.
+
+    It takes no disk space. Ids go on; whoever has the file open notices. Raises AdaptiveError where the folder
+    cannot be written.
+    """
+    with replacing(path):
+        removed, newest = _count_pages(path)
+        doomed = [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm")), *set_aside_logs(path)]
+        try:
+            for file in doomed:
+                _overwrite_and_remove(file)
+            with contextlib.suppress(DiskFullError):
+                connection = connect(path)
+                with contextlib.closing(connection), transaction(connection):
+                    continue_ids(connection, newest)
+        except OSError as error:
+            raise AdaptiveError(f"log {path} cannot be removed ({error.strerror}); check its permissions") from error
+    return removed
+
+
+def _count_pages(path: Path) -> tuple[int, int]:
+    """Records of a log, and the last id that was given, as its pages say."""
+    found, newest = set(), 0
+    if path.exists():
+        with Pages(path) as pages:
+            for row, values in pages.records():
+                if row is not None and len(values) >= len(CHECKED) and _is_id(row):
+                    found.add(row)
+                elif row is not None and _is_sequence(values):
+                    newest = max(newest, values[1])
+    return len(found), max(newest, *found)
+
+
+def _is_sequence(values: tuple[Any, ...]) -> bool:
+    """Whether this is the row that says which id was given last."""
+    return len(values) == 2 and values[0] == "generations" and _is_id(values[1])
+
+
+def _overwrite_and_remove(file: Path) -> None:
+    if not file.exists():
+        return
+    with file.open("r+b") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        file.unlink()  # first: who opens the log now is not to read zeros
+        stream.seek(0)
+        with contextlib.suppress(OSError):
+            for start in range(0, size, ZEROS):
+                stream.write(bytes(min(ZEROS, size - start)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        if not file.name.endswith("-shm"):  # which others have in their memory, and must not lose there
+            stream.truncate(0)  # its blocks are free also while somebody has it open
 
 
 def set_aside_logs(path: Path) -> list[Path]:

@@ -189,7 +189,7 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def no_room(path: Path, error: Exception) -> bool:
+def no_room(path: Path, error: BaseException) -> bool:
     """Whether this error came of a full disk, which SQLite says in several ways."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -8,6 +8,7 @@ import copy
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -235,7 +236,9 @@ def _state(app: FastAPI, api: Api) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse({"status": "ok"}) if engine.state == "ready" else _not_ready(engine)
+        if engine.state != "ready":
+            return _not_ready(engine)
+        return JSONResponse({"status": "ok", "log": _log_state(api)})
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -250,6 +253,8 @@ def _state(app: FastAPI, api: Api) -> None:
 
     @app.get("/metrics", responses=METRICS, response_class=Response)
     async def metrics() -> Response:
+        if engine.session is not None and engine.session.assistant.log is not None:
+            api.metrics.logging(engine.session.assistant.log.state)
         api.metrics.running.set(int(engine.slot.busy))
         api.metrics.waiting.set(len(engine.queue))
         api.metrics.training.set(int(api.trainer.status.activity in ("training", "paused")))
@@ -290,6 +295,12 @@ def _model(api: Api) -> dict[str, Any]:
     pair = api.session().pair
     own = {"id": pair.identity.id, "object": "model", "created": 0, "owned_by": "adaptive"}
     return {**own, "max_model_len": pair.target.context_length}
+
+
+def _log_state(api: Api) -> dict[str, Any] | None:
+    """Whether what is said can be logged, in figures (anybody may ask); None where it is not to be."""
+    log = api.session().assistant.log
+    return None if log is None else asdict(log.state)
 
 
 def _not_ready(engine: EngineThread) -> JSONResponse:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from adaptive.records.writer import WriterState
 from adaptive.types import Round, Timings
 
 # Bounds in seconds. A token of a small model takes a millisecond, of a large one on a CPU a second.
@@ -44,6 +45,10 @@ class Metrics:
         self.running = gauge("num_requests_running", "Requests being answered")
         self.waiting = gauge("num_requests_waiting", "Requests in the queue")
         self.training = gauge("trainer_running", "1 while a round of distillation runs")
+        self._log_writable = gauge("log_writable", "1 while the log can be written, 0 while answers wait in memory")
+        self._log_waiting = gauge("log_waiting", "Answers that wait in memory for the log")
+        self._log_stripped = gauge("log_stripped", "Answers since the start that lost their supervision, for memory")
+        self._log_lost = gauge("log_lost", "Answers since the start that could not be logged")
         self._first = Histogram(
             "adaptive:time_to_first_token_seconds",
             "From the start of an answer to its first token",
@@ -77,6 +82,13 @@ class Metrics:
                     self._positions.labels(str(position)).inc()
         if rounds:
             self._draft_length.set(rounds[-1].drafted)
+
+    def logging(self, state: WriterState) -> None:
+        """How the log fares now."""
+        self._log_writable.set(int(state.writable))
+        self._log_waiting.set(state.waiting)
+        self._log_stripped.set(state.stripped)
+        self._log_lost.set(state.lost)
 
     def refused(self, status: int) -> None:
         """A request was answered with an error."""

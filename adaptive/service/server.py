@@ -25,6 +25,7 @@ from adaptive.service.metrics import Metrics
 from adaptive.service.trainer import background
 from adaptive.settings import Settings
 from adaptive.state import PairState
+from checkpoints import files
 
 logger = logging.getLogger("adaptive.service")
 
@@ -137,17 +138,21 @@ def only_server(state: PairState, settings: Settings) -> Iterator[Callable[[str]
     notice = state.root / "server.json"
     try:
         with FileLock(state.root / "server.lock", timeout=0, mode=0o600):
-            yield lambda url: _note(notice, url)
-            with contextlib.suppress(OSError):
-                notice.unlink()
+            try:
+                yield lambda url: _note(notice, url)
+            finally:
+                with contextlib.suppress(OSError):
+                    notice.unlink()
     except Timeout as error:
         raise AdaptiveError(f"{state.root} is served already, {_holder(notice)}; use that server or stop it") from error
 
 
 def _note(notice: Path, url: str) -> None:
-    temporary = notice.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps({"pid": os.getpid(), "url": url, "since": time.time()}), encoding="utf-8")
-    os.replace(temporary, notice)
+    text = json.dumps({"pid": os.getpid(), "url": url, "since": time.time()})
+    try:
+        files.replace_text(notice.parent, notice, text)
+    except OSError as error:  # it only helps others to find us
+        logger.warning("%s cannot be written (%s); a second server would not say where this one is", notice, error)
 
 
 def _holder(notice: Path) -> str:

@@ -1,0 +1,71 @@
+"""What a killed process leaves unfinished is gone after the next start, and nothing that was said survives a purge."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from records_factory import generation
+from test_history_cli import Run, adaptive  # noqa: F401 - a fixture
+
+from adaptive.errors import AdaptiveError
+from adaptive.records.log import Log
+from adaptive.records.writer import LogWriter
+from adaptive.service.server import only_server
+from adaptive.settings import load_settings
+from adaptive.state import PairState, open_state
+
+# Writes where a training run stands, and is killed when the tensors are in the unfinished file.
+SAVES = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from checkpoints import files
+from trainers.resume import Checkpoint, Standing
+files.flush = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+weight = torch.nn.Parameter(torch.ones(100, 100))
+Checkpoint(Path(sys.argv[1])).save(Standing(), [weight], torch.optim.SGD([weight]))
+"""
+
+
+def test_a_training_state_that_was_half_written_is_gone_at_the_next_start(tmp_path: Path) -> None:
+    state = open_state(tmp_path, "pair")
+    killed = subprocess.run([sys.executable, "-c", SAVES, str(state.training)], capture_output=True, check=False)
+    assert killed.returncode < 0, killed.stderr
+    assert any(file.stat().st_size >= 40_000 for file in state.root.iterdir())
+    open_state(tmp_path, "pair")
+    assert list(state.root.iterdir()) == []
+
+
+def fail_at_the_start(state: PairState) -> None:
+    with only_server(state, load_settings({})) as note:
+        note("http://127.0.0.1:1")
+        assert (state.root / "server.json").exists()
+        raise AdaptiveError("the port is taken")
+
+
+def test_a_server_that_fails_at_its_start_leaves_no_note(tmp_path: Path) -> None:
+    state = open_state(tmp_path, "pair")
+    with pytest.raises(AdaptiveError, match="the port is taken"):
+        fail_at_the_start(state)
+    assert not (state.root / "server.json").exists()
+
+
+def test_a_purge_takes_what_was_set_aside_and_the_training_state(tmp_path: Path, adaptive: Run) -> None:  # noqa: F811
+    state = open_state(tmp_path / "home", "big--small-1234")
+    with LogWriter(state.records) as writer:
+        for number in range(4):
+            writer.write(generation(number, session=f"s{number % 2}"))
+    aside = state.records.with_name("records.db.damaged")
+    for file in (state.training, aside):
+        file.write_bytes(b"what was said")
+    status, out, _ = adaptive("records", "purge", "--session", "s1", "--yes")
+    assert (status, "deleted with them: records.db.damaged" in out) == (0, True)
+    assert state.training.exists()  # which goes on with what is left
+    assert not aside.exists()
+    status, out, _ = adaptive("records", "purge", "--all", "--yes")
+    assert (status, "training.safetensors" in out) == (0, True)
+    assert Log(state.records).count() == 0
+    assert {file.name for file in state.root.iterdir()} <= {"records.db", "records.db-wal", "records.db-shm"}
