@@ -217,10 +217,12 @@ def test_purge_without_a_clear_choice_deletes_nothing(records: Path, adaptive: R
 
 def test_a_damaged_log_is_one_line_and_status_2(records: Path, adaptive: Run) -> None:
     records.write_bytes(b"no database, whatever its name may say" * 50)
-    for command in (("history",), ("records", "stats"), ("records", "purge", "--all", "--yes")):
+    for command in (("history",), ("records", "stats"), ("records", "purge", "--session", "s", "--yes")):
         status, out, err = adaptive(*command)
         assert (status, out) == (2, "")
         assert "is damaged" in err.splitlines()[-1]
+    assert adaptive("records", "purge", "--all", "--yes")[0] == 0  # which is not to be read, only to be gone
+    assert "is empty" in adaptive("records", "stats")[1]
 
 
 def test_the_queries_of_the_documentation_run(records: Path) -> None:

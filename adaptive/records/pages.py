@@ -164,9 +164,17 @@ def frames(wal: Path, size: int) -> Iterator[tuple[int, bytes]]:
             whole = []
 
 
-def committed_beyond(data: bytes, known: int, size: int = PAGE_SIZE) -> bool:
-    """Whether a write-ahead log has a whole transaction's end after its first ``known`` frames, where SQLite ends."""
-    return any(place > known and commit for place, _, _, commit in _frames(data, size, known))
+def cut_short(data: bytes, size: int = PAGE_SIZE) -> bool:
+    """Whether a write-ahead log has whole transactions behind a damaged frame, where SQLite ends it.
+
+    The last frame may be half written, by a process that was killed: nothing whole stands behind it.
+    """
+    gap, last = not _header_is_whole(data), 0
+    for place, _, _, commit in _frames(data, size):
+        gap, last = gap or place != last + 1, place
+        if gap and commit:
+            return True
+    return False
 
 
 def _header_is_whole(data: bytes) -> bool:
@@ -177,11 +185,8 @@ def _header_is_whole(data: bytes) -> bool:
     return _sum(order, data[:24], (0, 0)) == struct.unpack(">II", data[24:32])
 
 
-def _frames(data: bytes, size: int, known: int = 0) -> Iterator[tuple[int, int, bytes, bool]]:
-    """Place from 1, page number, page, and whether a transaction ends there, of each frame that is whole.
-
-    The first ``known`` are left out.
-    """
+def _frames(data: bytes, size: int) -> Iterator[tuple[int, int, bytes, bool]]:
+    """Place from 1, page number, page, and whether a transaction ends there, of each frame that is whole."""
     whole = _header_is_whole(data)
     salts = data[16:24] if whole else data[WAL_HEADER + 8 : WAL_HEADER + 16]
     order = ">" if whole and data[3] & 1 else "<"
@@ -191,7 +196,7 @@ def _frames(data: bytes, size: int, known: int = 0) -> Iterator[tuple[int, int, 
         head, page = data[start : start + FRAME_HEADER], data[start + FRAME_HEADER : start + FRAME_HEADER + size]
         told = struct.unpack(">II", head[16:24])
         # Without the header the first frame cannot be checked; its records still can.
-        if place > known and head[8:16] == salts and (before is None or _sum(order, head[:8] + page, before) == told):
+        if head[8:16] == salts and (before is None or _sum(order, head[:8] + page, before) == told):
             yield place, int.from_bytes(head[:4], "big"), page, head[4:8] != b"\0\0\0\0"
         before = told
 
