@@ -14,7 +14,7 @@ evenly over its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,38 +83,101 @@ def saved_in_words(saved: Saved | None, training_s: float) -> str:
 
 def time_saved(spent: Sequence[Spent]) -> Saved | None:
     """Over all answers, oldest first; None where too little was decoded plainly to say."""
-    answers = [one for one in spent if one.tokens > 0 and one.seconds > 0]
-    drafted = [one for one in answers if one.plain < one.rounds]
+    answers = _timed(spent)
+    drafted = sum(one.plain < one.rounds for one in answers)
     if not drafted:
         return Saved(0.0, 0.0, 0.0, 0)
-    at, tokens, seconds, rounds_s, plain, plain_s = (
-        np.array([getattr(one, name) for one in answers], dtype=np.float64)
-        for name in ("id", "tokens", "seconds", "rounds_s", "plain", "plain_s")
-    )
-    if plain.sum() < FEWEST:
+    paired = _Paired.of(answers)
+    if paired is None:
         return None
-    plain_seconds = plain_s + plain * np.maximum(0.0, seconds - rounds_s) / tokens
-    has_plain = plain > 0
-    others = np.array([one.plain < one.rounds for one in answers])
-    low, high = _nearest(at[has_plain], plain[has_plain], at[others])
-    of_others = (tokens - plain)[others], (seconds - plain_seconds)[others]
-
-    def saved(weights: Numbers) -> Numbers:
-        """For each row of weights of the answers with plain rounds."""
-        counts, costs = (_between(weights * values[has_plain], low, high) for values in (plain, plain_seconds))
-        return (of_others[0] * costs / counts).sum(axis=1) - of_others[1].sum()  # type: ignore[no-any-return]
-
-    drawn = np.concatenate([saved(weights) for weights in _weights(int(has_plain.sum()))])
-    best = float(saved(np.ones((1, int(has_plain.sum()))))[0])
+    took = float(paired.seconds.sum())
+    drawn = np.concatenate([paired.plainly(w).sum(axis=1) for w in _weights(paired.with_plain, DRAWS)])
+    best = float(paired.plainly(np.ones((1, paired.with_plain))).sum()) - took
     # Around the estimate itself, which a bootstrap's percentiles are not: resampling has a spread of its own.
     half = 1.96 * float(drawn.std())
-    return Saved(best, best - half, best + half, len(drafted))
+    return Saved(best, best - half, best + half, drafted)
 
 
-def _weights(answers: int) -> list[Numbers]:
+def speed_change(
+    spent: Sequence[Spent], before: Collection[int], after: Collection[int]
+) -> tuple[float, float, float] | None:
+    """How many times as fast the answers ``after`` (ids) decoded as those ``before``, with its 95% interval.
+
+    Each is held against plain decoding at its own time, so that a machine that has become slower is not an answer that
+    has. None where too little was decoded plainly to say.
+    """
+    answers = _timed(spent)
+    paired = _Paired.of(answers)
+    if paired is None:
+        return None
+    plainly = paired.plainly(np.ones((1, paired.with_plain)))[0]
+    took = paired.seconds
+    chosen = [np.array([one.id in ids for one in answers]) for ids in (before, after)]
+    rng = np.random.default_rng(0)
+    logs, best = [], 0.0
+    for sign, some in zip((-1, 1), chosen, strict=True):
+        if not some.any():
+            return None
+        weights = rng.exponential(size=(DRAWS, int(some.sum())))
+        best += sign * float(np.log(plainly[some].sum() / took[some].sum()))
+        logs.append(sign * np.log((weights @ plainly[some]) / (weights @ took[some])))
+    half = 1.96 * float((logs[0] + logs[1]).std())
+    return float(np.exp(best)), float(np.exp(best - half)), float(np.exp(best + half))
+
+
+@dataclass(frozen=True)
+class _Paired:
+    """Answers beside the plain rounds of their time. Arrays of all answers, but ``costs`` and ``counts`` of those
+    with plain rounds (seconds and number of these), of which each answer looks at ``low`` to ``high``."""
+
+    seconds: Numbers
+    plain: Numbers
+    plain_seconds: Numbers
+    others: Numbers
+    counts: Numbers
+    costs: Numbers
+    low: npt.NDArray[np.int64]
+    high: npt.NDArray[np.int64]
+
+    @property
+    def with_plain(self) -> int:
+        """Answers that have plain rounds."""
+        return len(self.counts)
+
+    @classmethod
+    def of(cls, answers: Sequence[Spent]) -> _Paired | None:
+        """None where too few rounds are plain."""
+        at, tokens, seconds, rounds_s, plain, plain_s = (
+            np.array([getattr(one, name) for one in answers], dtype=np.float64)
+            for name in ("id", "tokens", "seconds", "rounds_s", "plain", "plain_s")
+        )
+        if plain.sum() < FEWEST:
+            return None
+        plain_seconds = plain_s + plain * np.maximum(0.0, seconds - rounds_s) / tokens
+        # Of an answer without another round all is plain, whatever passed between them.
+        whole = np.array([one.plain == one.rounds for one in answers])
+        plain_seconds[whole] = seconds[whole]
+        some = plain > 0
+        low, high = _nearest(at[some], plain[some], at)
+        others = np.where(whole, 0.0, tokens - plain)
+        return cls(seconds, plain, plain_seconds, others, plain[some], plain_seconds[some], low, high)
+
+    def plainly(self, weights: Numbers) -> Numbers:
+        """Seconds that each answer would have taken in plain decoding, for each row of weights of the answers with
+        plain rounds: (rows, answers)."""
+        counts, costs = (_between(weights * values, self.low, self.high) for values in (self.counts, self.costs))
+        return self.plain_seconds + self.others * costs / counts  # type: ignore[no-any-return]
+
+
+def _timed(spent: Sequence[Spent]) -> list[Spent]:
+    return [one for one in spent if one.tokens > 0 and one.seconds > 0]
+
+
+def _weights(answers: int, draws: int) -> Iterator[Numbers]:
     """How much each answer counts in each draw: (AT_ONCE, answers), never 0, with mean and variance 1."""
     rng = np.random.default_rng(0)
-    return [rng.exponential(size=(AT_ONCE, answers)) for _ in range(DRAWS // AT_ONCE)]
+    for _ in range(draws // AT_ONCE):
+        yield rng.exponential(size=(AT_ONCE, answers))
 
 
 def _nearest(at: Numbers, counts: Numbers, wanted: Numbers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
