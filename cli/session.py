@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from cli.state import show_migrations
+
 if TYPE_CHECKING:
     from adaptive.assistant import Assistant
     from adaptive.pair import Pair
@@ -69,6 +71,7 @@ def open_session(settings: Settings, console: Console, cache_bytes: int = 0) -> 
     from adaptive.records.writer import LogWriter
     from adaptive.swapper import Swapper
 
+    show_migrations()
     memory = load(state.controller, where_it_runs(pair))
     policy = length_policy(settings, memory, attentive_on(pair))
     store = AdapterStore(state.adapters)

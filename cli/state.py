@@ -16,6 +16,27 @@ if TYPE_CHECKING:
     from adaptive.state import PairState
 
 
+def show_migrations() -> None:
+    """Show a bar while a log of an older version is brought up to date, which takes seconds for a long one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from adaptive.records import schema
+
+    console = Console(stderr=True)
+    columns = TextColumn("bringing the log up to date"), BarColumn(), TimeRemainingColumn()
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = progress.add_task("", total=1.0)
+
+    def show(share: float) -> None:
+        progress.start()
+        progress.update(task, completed=share)
+        if share >= 1.0:
+            progress.stop()
+
+    schema.on_migration = show
+
+
 def find_state(settings: Settings) -> PairState:
     """The state folder of the pair that ``settings`` names, else the most recently used one.
 
@@ -26,6 +47,7 @@ def find_state(settings: Settings) -> PairState:
     """
     from adaptive.state import PairState, existing_states
 
+    show_migrations()
     home = settings.state_dir
     if settings.target is not None or settings.draft is not None:
         from adaptive.pair import pair_identity

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from records_factory import generation
+from records_factory import DEFAULT_ROUNDS, generation
 
-from adaptive.records.history import GenerationFigures, grouped, history, series, swaps
+from adaptive.records import figures as columns
+from adaptive.records import schema
+from adaptive.records.figures import GenerationFigures
+from adaptive.records.history import KEYS, grouped, history, series, swaps
 from adaptive.records.log import Log
+from adaptive.records.schema import MIGRATIONS, connect, sum_up_generations
 from adaptive.records.stats import RoundCount, acceptance_by_position, count_rounds, speculative_stats
 from adaptive.records.writer import LogWriter
 from adaptive.types import Round
@@ -23,6 +27,58 @@ def figures(
 ) -> GenerationFigures:
     return GenerationFigures(
         number, "s", float(number), adapter, 11, seconds, 2 * seconds, count_rounds(rounds(*pairs))
+    )
+
+
+def test_the_history_is_read_without_the_rounds(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    with LogWriter(path) as writer:
+        for number in range(40):
+            said = rounds(*((4, (number + i) % 5) for i in range(number % 7)))
+            writer.write(generation(number, session=f"s{number // 5}", adapter=f"{number // 9:04d}", rounds=said))
+    with Log(path) as log:
+        before = [history(log.figures(), by) for by in KEYS]
+        assert before[0].totals.speculation.num_spec_steps == sum(number % 7 for number in range(40))
+        assert list(log.figures(3)) == list(log.figures())[-3:]
+    connection = connect(path)
+    connection.execute("DELETE FROM rounds")
+    connection.execute("UPDATE generations SET session = 'another', predicted_n = 0")
+    connection.close()
+    with Log(path) as log:
+        assert [history(log.figures(), by) for by in KEYS] == before
+
+
+def test_a_log_of_before_is_summed_up_once_and_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "records.db"
+    with LogWriter(path) as writer:
+        for number in range(300):
+            writer.write(generation(number, rounds=DEFAULT_ROUNDS * (number % 3), supervised=False))
+    with Log(path) as log:
+        before = list(log.figures())
+    connection = connect(path)
+    connection.execute("DROP TABLE figures")
+    connection.execute(f"PRAGMA user_version={MIGRATIONS.index(sum_up_generations)}")
+    connection.close()
+    shares: list[float] = []
+    monkeypatch.setattr(schema, "on_migration", shares.append)
+    for _ in range(2):
+        with Log(path) as log:
+            assert list(log.figures()) == before
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert shares.count(1.0) == 1
+
+
+def test_many_groups_are_summed_up_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = [tuple(RoundCount(d, min(d, n % 4), 1 + n % 3) for d in range(n % 5)) for n in range(30)]
+    said = [GenerationFigures(n, f"{n % 7}", 1.0 * n, None, 9, 1.0, 0.0, counts) for n, counts in enumerate(counted)]
+    few = grouped(said, "session")
+    monkeypatch.setattr(columns, "WHOLE", 0)
+    assert grouped(said, "session") == few
+    assert sum(row.speculation.num_spec_steps for row in few) == sum(
+        c.rounds for counts in counted for c in counts if c.drafted
     )
 
 

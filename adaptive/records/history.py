@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+
+from adaptive.records.figures import FiguresTable, GenerationFigures, Sums
 from adaptive.records.stats import (
     PositionAcceptance,
-    RoundCount,
     SpeculativeStats,
     acceptance_by_position,
     rounds_by_length,
@@ -29,27 +31,6 @@ POINTS = 60
 # Names of rows without an adapter: the draft as it came, and the target alone (nothing was drafted).
 BASE_DRAFT = "base draft"
 NO_DRAFT = "no draft"
-
-
-@dataclass(frozen=True)
-class GenerationFigures:
-    """The figures of one generation: no text, no tokens. ``seconds`` is the time of ``tokens - 1``
-    output tokens, the first one coming out of the prompt's own pass; ``expected`` what the draft-length
-    policy expected it to be (0: no forecast)."""
-
-    id: int
-    session: str
-    created: float
-    adapter: str | None
-    tokens: int
-    seconds: float
-    expected: float
-    rounds: tuple[RoundCount, ...]
-
-    @property
-    def drafted(self) -> bool:
-        """Whether anything was drafted."""
-        return any(count.drafted for count in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -118,14 +99,18 @@ class History:
 
 def history(generations: Sequence[GenerationFigures], by: By = "adapter", points: int = POINTS) -> History:
     """All of it, for generations in the order of their ids."""
+    table = FiguresTable.of(generations)
+    everything = np.zeros(len(table), np.int64)
+    (whole,) = table.sums(everything, 1)
+    (newest,) = table.sums(np.where(np.arange(len(table)) < len(table) - LATEST, -1, 0), 1)
     return History(
-        totals=summed("all", generations),
-        latest=summed("latest", generations[-LATEST:]),
-        rows=grouped(generations, by),
-        positions=acceptance_by_position(count for g in generations for count in g.rounds),
-        lengths=rounds_by_length(count for g in generations for count in g.rounds),
-        series=series(generations, points),
-        swaps=swaps(generations),
+        totals=_figures("all", whole),
+        latest=_figures("latest", newest),
+        rows=grouped(table, by),
+        positions=acceptance_by_position(whole.rounds),
+        lengths=rounds_by_length(whole.rounds),
+        series=series(table, points),
+        swaps=swaps(table),
     )
 
 
@@ -150,28 +135,30 @@ def _figures_object(row: Figures) -> dict[str, Any]:
     return values
 
 
-def summed(key: str, generations: Sequence[GenerationFigures]) -> Figures:
-    """The figures of ``generations`` together, under the name ``key``."""
+def _figures(key: str, sums: Sums) -> Figures:
+    rounds = sum(count.rounds for count in sums.rounds)
+    drafted = sum(count.drafted * count.rounds for count in sums.rounds)
     return Figures(
         key=key,
-        generations=len(generations),
-        tokens=sum(g.tokens for g in generations),
-        tokens_per_second=_tokens_per_second(generations),
-        expected_tokens_per_second=_expected(generations),
-        mean_draft_length=_mean_draft_length(generations),
-        tokens_per_round=tokens_per_round(count for g in generations for count in g.rounds),
-        first=min((g.created for g in generations), default=None),
-        last=max((g.created for g in generations), default=None),
-        speculation=stats_of_counts(count for g in generations for count in g.rounds),
+        generations=sums.generations,
+        tokens=sums.tokens,
+        tokens_per_second=sums.timed / sums.seconds if sums.seconds else None,
+        expected_tokens_per_second=sums.forecast / sums.expected if sums.expected else None,
+        mean_draft_length=drafted / rounds if rounds else None,
+        tokens_per_round=tokens_per_round(sums.rounds),
+        first=sums.first,
+        last=sums.last,
+        speculation=stats_of_counts(sums.rounds),
     )
 
 
-def grouped(generations: Iterable[GenerationFigures], by: By) -> tuple[Figures, ...]:
+def grouped(generations: Sequence[GenerationFigures], by: By) -> tuple[Figures, ...]:
     """One row per adapter, day (local time) or session, in the order of their first generation."""
-    groups: dict[str, list[GenerationFigures]] = {}
-    for g in generations:
-        groups.setdefault(KEYS[by](g), []).append(g)
-    return tuple(summed(key, members) for key, members in groups.items())
+    table = FiguresTable.of(generations)
+    numbers: dict[str, int] = {}
+    group = [numbers.setdefault(key, len(numbers)) for key in KEYS[by](table)]
+    sums = table.sums(np.array(group, np.int64), len(numbers))
+    return tuple(_figures(key, one) for key, one in zip(numbers, sums, strict=True))
 
 
 def series(generations: Sequence[GenerationFigures], points: int = POINTS) -> tuple[Point, ...]:
@@ -179,67 +166,58 @@ def series(generations: Sequence[GenerationFigures], points: int = POINTS) -> tu
 
     A swap ends a bucket early, so that no point mixes two adapters; there can be more points then.
     """
-    size = max(1, -(-len(generations) // points))
-    buckets: list[list[GenerationFigures]] = []
-    for g in generations:
-        if not buckets or len(buckets[-1]) == size or buckets[-1][-1].adapter != g.adapter:
-            buckets.append([])
-        buckets[-1].append(g)
-    return tuple(_point(bucket) for bucket in buckets)
+    table = FiguresTable.of(generations)
+    size = max(1, -(-len(table) // points))
+    firsts: list[int] = []
+    bucket = []
+    for place, adapter in enumerate(table.adapters):
+        if not firsts or place - firsts[-1] == size or table.adapters[place - 1] != adapter:
+            firsts.append(place)
+        bucket.append(len(firsts) - 1)
+    ends = [*(first - 1 for first in firsts[1:]), len(table) - 1]
+    sums = table.sums(np.array(bucket, np.int64), len(firsts))
+    return tuple(_point(table, first, last, one) for first, last, one in zip(firsts, ends, sums, strict=False))
 
 
 def swaps(generations: Sequence[GenerationFigures]) -> tuple[Swap, ...]:
     """Where a generation ran under another adapter than the one before it."""
+    table = FiguresTable.of(generations)
     return tuple(
-        Swap(after.id, after.created, before.adapter, after.adapter)
-        for before, after in itertools.pairwise(generations)
-        if before.adapter != after.adapter
+        Swap(table.ids[place], float(table.created[place]), before, after)
+        for place, (before, after) in enumerate(itertools.pairwise(table.adapters), start=1)
+        if before != after
     )
 
 
-def _adapter_name(g: GenerationFigures) -> str:
-    return g.adapter or (BASE_DRAFT if g.drafted else NO_DRAFT)
+def _adapter_names(table: FiguresTable) -> list[str]:
+    named = zip(table.adapters, table.drafted().tolist(), strict=True)
+    return [adapter or (BASE_DRAFT if drafted else NO_DRAFT) for adapter, drafted in named]
 
 
-def _day(g: GenerationFigures) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(g.created))
+def _days(table: FiguresTable) -> list[str]:
+    return [time.strftime("%Y-%m-%d", time.localtime(created)) for created in table.created.tolist()]
 
 
-KEYS: dict[By, Callable[[GenerationFigures], str]] = {
-    "adapter": _adapter_name,
-    "day": _day,
-    "session": lambda g: g.session,
+KEYS: dict[By, Callable[[FiguresTable], Sequence[str]]] = {
+    "adapter": _adapter_names,
+    "day": _days,
+    "session": lambda table: table.sessions,
 }
 
 
-def _tokens_per_second(generations: Sequence[GenerationFigures]) -> float | None:
-    timed = [g for g in generations if g.seconds > 0]
-    return sum(g.tokens - 1 for g in timed) / sum(g.seconds for g in timed) if timed else None
-
-
-def _expected(generations: Sequence[GenerationFigures]) -> float | None:
-    forecast = [g for g in generations if g.expected > 0]
-    return sum(g.tokens - 1 for g in forecast) / sum(g.expected for g in forecast) if forecast else None
-
-
-def _mean_draft_length(generations: Sequence[GenerationFigures]) -> float | None:
-    counts = [count for g in generations for count in g.rounds]
-    rounds = sum(count.rounds for count in counts)
-    return sum(count.drafted * count.rounds for count in counts) / rounds if rounds else None
-
-
-def _point(bucket: Sequence[GenerationFigures]) -> Point:
-    stats = stats_of_counts(count for g in bucket for count in g.rounds)
+def _point(table: FiguresTable, first: int, last: int, sums: Sums) -> Point:
+    figures = _figures("", sums)
+    stats = figures.speculation
     return Point(
-        first_id=bucket[0].id,
-        last_id=bucket[-1].id,
-        created=bucket[-1].created,
-        generations=len(bucket),
-        adapter=bucket[0].adapter,
+        first_id=table.ids[first],
+        last_id=table.ids[last],
+        created=float(table.created[last]),
+        generations=sums.generations,
+        adapter=table.adapters[first],
         acceptance_rate=stats.draft_acceptance_rate if stats.num_spec_steps else None,
         mean_acceptance_length=stats.mean_acceptance_length if stats.num_spec_steps else None,
-        tokens_per_second=_tokens_per_second(bucket),
-        expected_tokens_per_second=_expected(bucket),
-        mean_draft_length=_mean_draft_length(bucket),
-        tokens_per_round=tokens_per_round(count for g in bucket for count in g.rounds),
+        tokens_per_second=figures.tokens_per_second,
+        expected_tokens_per_second=figures.expected_tokens_per_second,
+        mean_draft_length=figures.mean_draft_length,
+        tokens_per_round=figures.tokens_per_round,
     )

@@ -6,7 +6,6 @@ while another process writes, and holds no lock between two calls. A damaged rec
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.erase import delete, selection, shrink
-from adaptive.records.history import GenerationFigures
+from adaptive.records.figures import FiguresTable, is_packed
 from adaptive.records.recover import Place, abandon, remove
 from adaptive.records.rows import DamagedRecordError, generation_of, messages_of, read_rows, select_columns
 from adaptive.records.saved import Spent
@@ -32,15 +31,14 @@ from adaptive.records.schema import (
     no_room,
     transaction,
 )
-from adaptive.records.stats import RoundCount
 from adaptive.types import Generation, Message, Round
 
 # Generations read at a time: each page is one short read, so that a slow reader never keeps the
 # writer from emptying the WAL. Larger costs memory (about 100 kB a generation), smaller costs queries.
 PAGE = 64
 
-# Tokens that one round may have drafted at most. A damaged number above it would be taken for a very long draft.
-LONGEST_DRAFT = 4096
+# Seconds since the epoch, tokens and durations stay far below it; damaged bytes may be any number.
+MOST_PLAUSIBLE = 1e11
 
 
 @dataclass(frozen=True)
@@ -196,26 +194,22 @@ class Log:
         generations, sessions, tokens, positions, first, last = row
         return LogStats(generations, sessions, tokens, positions, self._size(), first, last, domains, adapters)
 
-    def figures(self) -> tuple[GenerationFigures, ...]:
-        """What ``adaptive.records.history`` needs of every generation, oldest first; no text, no tokens."""
+    def figures(self, last: int | None = None) -> FiguresTable:
+        """What ``adaptive.records.history`` needs of every generation, or of the ``last`` ones, oldest first; no
+        text, no tokens."""
+        columns = "generation, session, created, adapter, predicted_n, predicted_s, expected_s, counts"
         with self._reading() as connection:
-            heads = connection.execute(
-                "SELECT id, session, created, adapter, predicted_n, predicted_s, expected_s FROM generations"
-                " ORDER BY id"
+            rows = connection.execute(
+                f"SELECT {columns} FROM figures ORDER BY generation DESC LIMIT ?", (-1 if last is None else last,)
             ).fetchall()
-            counts = connection.execute(
-                """SELECT generation, drafted, accepted, count(*) FROM rounds
-                GROUP BY generation, drafted, accepted ORDER BY generation, drafted, accepted"""
-            )
-            rounds = {
-                number: tuple(RoundCount(*row[1:]) for row in rows if plausible_round(row[1], row[2]))
-                for number, rows in itertools.groupby(counts, key=lambda row: row[0])
-            }
-        return tuple(
-            GenerationFigures(number, session, created, adapter, tokens, seconds, expected, rounds.get(number, ()))
-            for number, session, created, adapter, tokens, seconds, expected in heads
-            if plausible(created, tokens, seconds, expected)
-        )
+        rows.reverse()
+        try:
+            table = FiguresTable(rows)
+        except (TypeError, ValueError):  # a damaged row; looking at each takes as long as all the rest
+            table = None
+        if table is None or not table.plausible(MOST_PLAUSIBLE):
+            table = FiguresTable([row for row in rows if plausible(*row[4:7], row[2]) and is_packed(row[7])])
+        return table
 
     def outlines(self) -> tuple[Outline, ...]:
         """Every generation in outline, oldest first; no text, no tokens."""
@@ -230,8 +224,8 @@ class Log:
         """What ``adaptive.records.saved`` needs of every generation that took a round, oldest first."""
         with self._reading() as connection:
             rows = connection.execute(
-                """SELECT id, predicted_n - 1, predicted_s, t.rounds_n, rounds_s, plain_n, plain_s
-                FROM round_times AS t JOIN generations ON id = generation ORDER BY id"""
+                """SELECT t.generation, predicted_n - 1, predicted_s, t.rounds_n, rounds_s, plain_n, plain_s
+                FROM round_times AS t JOIN figures ON figures.generation = t.generation ORDER BY t.generation"""
             ).fetchall()
         return tuple(Spent(*row) for row in rows)
 
@@ -326,12 +320,7 @@ class Log:
 
 def plausible(*numbers: object) -> bool:
     """Whether these are numbers that a record may hold: damaged bytes may be text, or beyond all bounds."""
-    return all(isinstance(n, (int, float)) and 0 <= n < 1e11 for n in numbers)
-
-
-def plausible_round(drafted: object, accepted: object) -> bool:
-    """Whether a round may have drafted and accepted so much; a damaged one could name billions of tokens."""
-    return isinstance(drafted, int) and isinstance(accepted, int) and 0 <= accepted <= drafted <= LONGEST_DRAFT
+    return all(isinstance(n, (int, float)) and 0 <= n < MOST_PLAUSIBLE for n in numbers)
 
 
 def _readable(text: bytes) -> str:

@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.codec import decode, encode
+from adaptive.records.figures import packed
+from adaptive.records.stats import count_rounds
 from adaptive.types import Generation, Message, Round, SamplingParams, Timings
 
 # What the checksum is made of, in this order. A column that is added later comes after "checksum".
@@ -49,6 +51,7 @@ INSERT_GENERATION = f"INSERT INTO generations (id, {', '.join(COLUMNS)}) VALUES 
 INSERT_ROUND = (
     "INSERT INTO rounds (generation, idx, drafter, drafted, accepted, draft_s, verify_s) VALUES (?, ?, ?, ?, ?, ?, ?)"
 )
+INSERT_FIGURES = "INSERT INTO figures VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 INSERT_TIMES = "INSERT INTO round_times (generation, rounds_n, rounds_s, plain_n, plain_s) VALUES (?, ?, ?, ?, ?)"
 
 
@@ -70,6 +73,10 @@ def insert(connection: sqlite3.Connection, generation: Generation, number: int |
     )
     if rounds:
         connection.execute(INSERT_TIMES, (number, *_times(rounds)))
+    timings = generation.timings
+    head = number, _storable(generation.session), generation.created, generation.adapter
+    measured = timings.predicted_n, timings.predicted_s, timings.expected_s
+    connection.execute(INSERT_FIGURES, (*head, *measured, packed(count_rounds(rounds))))
     return number
 
 

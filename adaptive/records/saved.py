@@ -14,7 +14,7 @@ evenly over its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ NEAR = 300
 FEWEST = 20
 # Draws of the bootstrap over answers; 1,000 give the ends of a 95% interval to a tenth of its width.
 DRAWS = 1000
+# Answers that are drawn each by itself. Of a longer log neighbours are drawn together, so that it takes no longer.
+MOST = 1000
 # Draws computed at once, which bounds the memory: answers times these are numbers held.
 AT_ONCE = 50
 # Seconds of a unit and its name, the largest first; one is used from two of it on.
@@ -83,101 +85,49 @@ def saved_in_words(saved: Saved | None, training_s: float) -> str:
 
 def time_saved(spent: Sequence[Spent]) -> Saved | None:
     """Over all answers, oldest first; None where too little was decoded plainly to say."""
-    answers = _timed(spent)
-    drafted = sum(one.plain < one.rounds for one in answers)
-    if not drafted:
+    all_columns = np.array(spent, dtype=np.float64).reshape(-1, len(Spent._fields)).T
+    timed = (all_columns[1] > 0) & (all_columns[2] > 0)
+    at, tokens, seconds, rounds, rounds_s, plain, plain_s = all_columns[:, timed]
+    others, has_plain = plain < rounds, plain > 0
+    if not others.any():
         return Saved(0.0, 0.0, 0.0, 0)
-    paired = _Paired.of(answers)
-    if paired is None:
+    if plain.sum() < FEWEST:
         return None
-    took = float(paired.seconds.sum())
-    drawn = np.concatenate([paired.plainly(w).sum(axis=1) for w in _weights(paired.with_plain, DRAWS)])
-    best = float(paired.plainly(np.ones((1, paired.with_plain))).sum()) - took
+    plain_seconds = plain_s + plain * np.maximum(0.0, seconds - rounds_s) / tokens
+    counted = _merged(plain[has_plain]), _merged(plain_seconds[has_plain])
+    of_others = _merged((tokens - plain)[others]), _merged((seconds - plain_seconds)[others])
+    low, high = _nearest(_firsts(at[has_plain]), counted[0], _firsts(at[others]))
+
+    def saved(weights: Numbers) -> Numbers:
+        """For each row of weights of the answers with plain rounds."""
+        counts, costs = (_between(weights * values, low, high) for values in counted)
+        return (of_others[0] * costs / counts).sum(axis=1) - of_others[1].sum()  # type: ignore[no-any-return]
+
+    drawn = np.concatenate([saved(weights) for weights in _weights(len(counted[0]))])
+    best = float(saved(np.ones((1, len(counted[0]))))[0])
     # Around the estimate itself, which a bootstrap's percentiles are not: resampling has a spread of its own.
     half = 1.96 * float(drawn.std())
-    return Saved(best, best - half, best + half, drafted)
+    return Saved(best, best - half, best + half, int(others.sum()))
 
 
-def speed_change(
-    spent: Sequence[Spent], before: Collection[int], after: Collection[int]
-) -> tuple[float, float, float] | None:
-    """How many times as fast the answers ``after`` (ids) decoded as those ``before``, with its 95% interval.
-
-    Each is held against plain decoding at its own time, so that a machine that has become slower is not an answer that
-    has. None where too little was decoded plainly to say.
-    """
-    answers = _timed(spent)
-    paired = _Paired.of(answers)
-    if paired is None:
-        return None
-    plainly = paired.plainly(np.ones((1, paired.with_plain)))[0]
-    took = paired.seconds
-    chosen = [np.array([one.id in ids for one in answers]) for ids in (before, after)]
-    rng = np.random.default_rng(0)
-    logs, best = [], 0.0
-    for sign, some in zip((-1, 1), chosen, strict=True):
-        if not some.any():
-            return None
-        weights = rng.exponential(size=(DRAWS, int(some.sum())))
-        best += sign * float(np.log(plainly[some].sum() / took[some].sum()))
-        logs.append(sign * np.log((weights @ plainly[some]) / (weights @ took[some])))
-    half = 1.96 * float((logs[0] + logs[1]).std())
-    return float(np.exp(best)), float(np.exp(best - half)), float(np.exp(best + half))
+def _merged(values: Numbers) -> Numbers:
+    """``values`` of answers that follow each other, summed up so that there are at most MOST."""
+    return np.add.reduceat(values, np.arange(0, len(values), _each(values))) if len(values) else values
 
 
-@dataclass(frozen=True)
-class _Paired:
-    """Answers beside the plain rounds of their time. Arrays of all answers, but ``costs`` and ``counts`` of those
-    with plain rounds (seconds and number of these), of which each answer looks at ``low`` to ``high``."""
-
-    seconds: Numbers
-    plain: Numbers
-    plain_seconds: Numbers
-    others: Numbers
-    counts: Numbers
-    costs: Numbers
-    low: npt.NDArray[np.int64]
-    high: npt.NDArray[np.int64]
-
-    @property
-    def with_plain(self) -> int:
-        """Answers that have plain rounds."""
-        return len(self.counts)
-
-    @classmethod
-    def of(cls, answers: Sequence[Spent]) -> _Paired | None:
-        """None where too few rounds are plain."""
-        at, tokens, seconds, rounds_s, plain, plain_s = (
-            np.array([getattr(one, name) for one in answers], dtype=np.float64)
-            for name in ("id", "tokens", "seconds", "rounds_s", "plain", "plain_s")
-        )
-        if plain.sum() < FEWEST:
-            return None
-        plain_seconds = plain_s + plain * np.maximum(0.0, seconds - rounds_s) / tokens
-        # Of an answer without another round all is plain, whatever passed between them.
-        whole = np.array([one.plain == one.rounds for one in answers])
-        plain_seconds[whole] = seconds[whole]
-        some = plain > 0
-        low, high = _nearest(at[some], plain[some], at)
-        others = np.where(whole, 0.0, tokens - plain)
-        return cls(seconds, plain, plain_seconds, others, plain[some], plain_seconds[some], low, high)
-
-    def plainly(self, weights: Numbers) -> Numbers:
-        """Seconds that each answer would have taken in plain decoding, for each row of weights of the answers with
-        plain rounds: (rows, answers)."""
-        counts, costs = (_between(weights * values, self.low, self.high) for values in (self.counts, self.costs))
-        return self.plain_seconds + self.others * costs / counts  # type: ignore[no-any-return]
+def _firsts(at: Numbers) -> Numbers:
+    """The first answer of each of ``_merged``."""
+    return at[:: _each(at)]
 
 
-def _timed(spent: Sequence[Spent]) -> list[Spent]:
-    return [one for one in spent if one.tokens > 0 and one.seconds > 0]
+def _each(values: Numbers) -> int:
+    return max(1, -(-len(values) // MOST))
 
 
-def _weights(answers: int, draws: int) -> Iterator[Numbers]:
+def _weights(answers: int) -> list[Numbers]:
     """How much each answer counts in each draw: (AT_ONCE, answers), never 0, with mean and variance 1."""
     rng = np.random.default_rng(0)
-    for _ in range(draws // AT_ONCE):
-        yield rng.exponential(size=(AT_ONCE, answers))
+    return [rng.exponential(size=(AT_ONCE, answers)) for _ in range(DRAWS // AT_ONCE)]
 
 
 def _nearest(at: Numbers, counts: Numbers, wanted: Numbers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import shutil
 import sqlite3
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from adaptive.errors import AdaptiveError
+from adaptive.records.figures import LONGEST_DRAFT, packed
+from adaptive.records.stats import RoundCount
 
 # How long a statement waits for another process's lock, in seconds. Too low and two assistants that
 # write at once report false problems; too high and a stuck process is noticed late.
@@ -117,7 +120,59 @@ def add_round_times(connection: sqlite3.Connection) -> None:
     )
 
 
-MIGRATIONS = (create_tables, index_session_and_created, add_expected_seconds, add_checksum, add_round_times)
+def sum_up_generations(connection: sqlite3.Connection) -> None:
+    """Migration 6. The figures of every answer in one short row, so that a history need not read a million rounds."""
+    connection.execute("DROP TABLE IF EXISTS figures")
+    connection.execute(
+        """CREATE TABLE figures (
+            generation INTEGER PRIMARY KEY REFERENCES generations (id) ON DELETE CASCADE,
+            session TEXT NOT NULL,
+            created REAL NOT NULL,
+            adapter TEXT,
+            predicted_n INTEGER NOT NULL,
+            predicted_s REAL NOT NULL,
+            expected_s REAL NOT NULL,
+            counts BLOB NOT NULL
+        )"""
+    )
+    total = connection.execute("SELECT count(*) FROM generations").fetchone()[0]
+    if not total:
+        return
+    counts = itertools.groupby(
+        connection.execute(
+            """SELECT generation, drafted, accepted, count(*) FROM rounds
+            GROUP BY generation, drafted, accepted ORDER BY generation"""
+        ),
+        key=lambda row: row[0],
+    )
+    for done, (number, rows) in enumerate(counts, start=1):
+        packed_counts = packed(RoundCount(*row[1:]) for row in rows if plausible_round(row[1], row[2]))
+        connection.execute(f"{FIGURES_OF_GENERATIONS} WHERE id = ?", (packed_counts, number))
+        if done % 256 == 0:
+            on_migration(done / total)
+    connection.execute(f"{FIGURES_OF_GENERATIONS} WHERE id NOT IN (SELECT generation FROM figures)", (b"",))
+    on_migration(1.0)
+
+
+FIGURES_OF_GENERATIONS = """INSERT INTO figures
+    SELECT id, session, created, adapter, predicted_n, predicted_s, expected_s, ? FROM generations"""
+
+MIGRATIONS = (
+    create_tables, index_session_and_created, add_expected_seconds, add_checksum, add_round_times, sum_up_generations,
+)  # fmt: skip
+
+
+def plausible_round(drafted: object, accepted: object) -> bool:
+    """Whether a round may have drafted and accepted so much; a damaged one could name billions of tokens."""
+    return isinstance(drafted, int) and isinstance(accepted, int) and 0 <= accepted <= drafted <= LONGEST_DRAFT
+
+
+def _silent(share: float) -> None:
+    pass
+
+
+# Called with how much of a long migration is done, 0 to 1; a front end puts its progress bar here.
+on_migration: Callable[[float], None] = _silent
 
 
 class DamagedLogError(AdaptiveError):
@@ -273,12 +328,11 @@ def _expected_tables() -> dict[str, frozenset[tuple[str, str]]]:
 
 
 def _tables(connection: sqlite3.Connection) -> dict[str, frozenset[tuple[str, str]]]:
-    """Names and types of the columns of every table."""
+    """Names and types of the columns of every table, and what each refers to and goes with."""
     names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-    return {
-        name: frozenset(connection.execute("SELECT name, type FROM pragma_table_info(?)", (name,)).fetchall())
-        for (name,) in names
-    }
+    query = """SELECT name, type FROM pragma_table_info(:name)
+        UNION ALL SELECT "table", on_delete FROM pragma_foreign_key_list(:name)"""
+    return {name: frozenset(connection.execute(query, {"name": name}).fetchall()) for (name,) in names}
 
 
 def _version(connection: sqlite3.Connection, path: Path) -> int:

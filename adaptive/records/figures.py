@@ -1,0 +1,192 @@
+"""The figures of every generation of a log, as columns: what the history is computed from without reading the log.
+
+In: rows that the writer has summed up. Out: sums over groups of generations. A log of a million rounds has some
+20,000 rows here, which numpy sums up in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from adaptive.records.stats import RoundCount
+
+# How the rounds of a generation are kept: how many drafted and accepted exactly so much (RoundCount).
+COUNTS = np.dtype([("drafted", "<u2"), ("accepted", "<u2"), ("rounds", "<u4")])
+# Tokens drafted in one round beyond which a number is damaged; it could name billions.
+LONGEST_DRAFT = 4096
+# Numbers of a table of sums that is filled whole; a larger one is sorted instead.
+WHOLE = 1 << 24
+
+Numbers = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class GenerationFigures:
+    """The figures of one generation: no text, no tokens. ``seconds`` is the time of ``tokens - 1``
+    output tokens, the first one coming out of the prompt's own pass; ``expected`` what the draft-length
+    policy expected it to be (0: no forecast)."""
+
+    id: int
+    session: str
+    created: float
+    adapter: str | None
+    tokens: int
+    seconds: float
+    expected: float
+    rounds: tuple[RoundCount, ...]
+
+    @property
+    def drafted(self) -> bool:
+        """Whether anything was drafted."""
+        return any(count.drafted for count in self.rounds)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A group of generations together. ``timed`` counts tokens but the first of each generation that took
+    ``seconds``, ``forecast`` those of which ``expected`` seconds were expected."""
+
+    generations: int
+    tokens: int
+    timed: int
+    seconds: float
+    forecast: int
+    expected: float
+    first: float | None
+    last: float | None
+    rounds: tuple[RoundCount, ...]
+
+
+def is_packed(value: object) -> bool:
+    """Whether this may be the rounds of a generation as the log keeps them."""
+    return isinstance(value, bytes) and len(value) % COUNTS.itemsize == 0
+
+
+def packed(counts: Iterable[RoundCount]) -> bytes:
+    """The rounds of one generation as the log keeps them."""
+    return np.array([(c.drafted, c.accepted, c.rounds) for c in counts], COUNTS).tobytes()
+
+
+class FiguresTable(Sequence[GenerationFigures]):
+    """Generations in the order of their ids, column by column; each is made only where it is asked for."""
+
+    def __init__(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """``rows`` are (id, session, created, adapter, tokens, seconds, expected, packed rounds).
+
+        Raises TypeError or ValueError where one holds something else. Rounds that cannot be count for nothing.
+        """
+        columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) if rows else [()] * 8
+        self.ids, self.sessions, created, self.adapters, tokens, seconds, expected, rounds = columns
+        self.created = np.array(created, np.float64)
+        self.tokens = np.array(tokens, np.int64)
+        self.seconds = np.array(seconds, np.float64)
+        self.expected = np.array(expected, np.float64)
+        if any(len(one) % COUNTS.itemsize for one in rounds):
+            raise ValueError("the rounds of a generation are no whole number of counts")
+        self.counts = np.frombuffer(b"".join(rounds), COUNTS)
+        wrong = (self.counts["accepted"] > self.counts["drafted"]) | (self.counts["drafted"] > LONGEST_DRAFT)
+        if wrong.any():
+            self.counts = np.where(wrong, np.zeros(1, COUNTS), self.counts)
+        self.ends: Places = np.cumsum([len(one) // COUNTS.itemsize for one in rounds], dtype=np.int64)
+
+    @classmethod
+    def of(cls, generations: Sequence[GenerationFigures]) -> FiguresTable:
+        """``generations`` as a table; one that is a table already stays as it is."""
+        if isinstance(generations, cls):
+            return generations
+        return cls(
+            [
+                (g.id, g.session, g.created, g.adapter, g.tokens, g.seconds, g.expected, packed(g.rounds))
+                for g in generations
+            ]
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as any sequence that compares by what it holds
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, place: int) -> GenerationFigures: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[GenerationFigures]: ...
+
+    def __getitem__(self, place: int | slice) -> GenerationFigures | Sequence[GenerationFigures]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        counts = self.counts[self.ends[place - 1] if place else 0 : self.ends[place]]
+        return GenerationFigures(
+            self.ids[place], self.sessions[place], float(self.created[place]), self.adapters[place],
+            int(self.tokens[place]), float(self.seconds[place]), float(self.expected[place]),
+            tuple(RoundCount(*map(int, count)) for count in counts if count["rounds"]),
+        )  # fmt: skip
+
+    def plausible(self, most: float) -> bool:
+        """Whether every number lies between 0 and ``most``."""
+        columns = (self.created, self.tokens, self.seconds, self.expected)
+        return all(bool(((column >= 0) & (column < most)).all()) for column in columns)
+
+    def drafted(self) -> npt.NDArray[np.bool_]:
+        """Of each generation, whether anything was drafted."""
+        found = np.zeros(len(self), bool)
+        found[self._owners()[self.counts["drafted"] > 0]] = True
+        return found
+
+    def sums(self, group: Places, groups: int) -> list[Sums]:
+        """The sums over each of ``groups``; ``group`` says of each generation which it is in, -1 none."""
+        inside = group >= 0
+        of = group[inside]
+
+        def total(values: npt.NDArray[Any], which: npt.NDArray[np.bool_] | None = None) -> list[float]:
+            weights = values[inside] if which is None else np.where(which, values, 0)[inside]
+            return np.bincount(of, weights, groups).tolist()  # type: ignore[no-any-return]
+
+        first, last = np.full(groups, np.inf), np.full(groups, -np.inf)
+        np.minimum.at(first, of, self.created[inside])
+        np.maximum.at(last, of, self.created[inside])
+        timed, forecast = self.seconds > 0, self.expected > 0
+        columns = zip(
+            np.bincount(of, minlength=groups).tolist(), total(self.tokens), total(self.tokens - 1, timed),
+            total(self.seconds, timed), total(self.tokens - 1, forecast), total(self.expected, forecast),
+            first.tolist(), last.tolist(), self._rounds(group, groups), strict=True,
+        )  # fmt: skip
+        return [
+            Sums(n, int(tokens), int(of_timed), seconds, int(of_forecast), expected, begin, end, rounds)
+            if n
+            else Sums(0, 0, 0, 0.0, 0, 0.0, None, None, ())
+            for n, tokens, of_timed, seconds, of_forecast, expected, begin, end, rounds in columns
+        ]
+
+    def _owners(self) -> Places:
+        """The generation of each count."""
+        lengths = np.diff(self.ends, prepend=0) if len(self.ends) else self.ends
+        return np.repeat(np.arange(len(self), dtype=np.int64), lengths)
+
+    def _rounds(self, group: Places, groups: int) -> list[tuple[RoundCount, ...]]:
+        owner = group[self._owners()] if len(self) else np.zeros(0, np.int64)
+        kept = owner >= 0
+        base = 1 + int(self.counts["drafted"].max(initial=0))  # group, drafted and accepted make one number
+        keys = (owner[kept] * base + self.counts["drafted"][kept]) * base + self.counts["accepted"][kept]
+        rounds = self.counts["rounds"][kept].astype(np.float64)
+        if groups * base**2 <= WHOLE:
+            summed = np.bincount(keys, rounds, groups * base**2)
+            known = np.flatnonzero(summed)
+            summed = summed[known]
+        else:
+            known, inverse = np.unique(keys, return_inverse=True)
+            summed = np.bincount(inverse, rounds, len(known))
+        found: list[list[RoundCount]] = [[] for _ in range(groups)]
+        for key, number in zip(known.tolist(), summed.tolist(), strict=True):
+            found[key // base**2].append(RoundCount(key // base % base, key % base, int(number)))
+        return [tuple(counts) for counts in found]
