@@ -7,7 +7,7 @@ Out: for every stream, recipe and seed: acceptance, mean acceptance length and p
      second after each round of training, on prompts that never come in the stream and (``live``) on those
      that come before the next round; retention; break-even.
 
-Training is ``trainers.round.distill`` on a real log and a real store, gate included, at the generations
+Training is ``trainers.run.distill`` on a real log and a real store, gate included, at the generations
 named by ``--rounds``. Acceptance is by replay, which is exact. Tokens per second are predicted: expected
 rounds by replay times the costs of a round on this machine (``--costs``), at the best fixed draft length;
 a controller does as well or better. Training seconds are one core's processor time for the whole round, so
@@ -45,7 +45,7 @@ from trainers.dataset import Example, examples, from_rows, prompt_key, read_log,
 from trainers.fit import fit
 from trainers.recipe import Recipe
 from trainers.replay import Replay, acceptance_rate, expected_rounds, mean_acceptance_length, replay
-from trainers.round import distill
+from trainers.run import distill
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Full(Rounds):
             self.fresh = lora.snapshot(self.draft)
         lora.restore(self.draft, self.fresh)
         context = longest_output(self.draft)
-        parts = split(read_log(self.state.records, self.recipe.buffer, None, self.recipe.retain))
+        parts = split(read_log(self.state.records, self.recipe.buffer))
         validation = examples(parts.validation, context)
 
         def evaluate() -> float:

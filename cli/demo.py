@@ -225,7 +225,7 @@ class Tour:
         from adaptive.pair import load_draft_for_training
         from cli.distill import progress_bar
         from trainers.recipe import Recipe
-        from trainers.round import distill
+        from trainers.run import distill
 
         draft = load_draft_for_training(self.settings)
         with progress_bar(self.console) as report:

@@ -1,4 +1,4 @@
-"""``adaptive distill``: one round of training, from the log or from files, and what the gate said to it."""
+"""``adaptive distill``: one training run, from the log or from files, and what the gate said to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cli.prompts import Prompt
     from trainers.fit import Progress
     from trainers.recipe import Recipe
-    from trainers.round import DistillOutcome, Promotion
+    from trainers.run import DistillOutcome, Promotion
 
 TRAINING = "Training"
 
@@ -88,7 +88,7 @@ def distill(
     """Teach the draft what the target said, and put it into use if that helps on text it was not trained on.
 
     ctrl-C stops at once and keeps the best draft so far as a candidate. The same command again goes on with a
-    round that was interrupted. Under torchrun (torchrun -m cli.main distill), several processes train as one.
+    run that was interrupted. Under torchrun (torchrun -m cli.main distill), several processes train as one.
 
     Example: adaptive distill
 
@@ -138,7 +138,7 @@ def run(
     extra: Dataset | None = None,
     compare: bool = False,
 ) -> DistillOutcome:
-    """One round for the pair of ``settings``, with a progress bar on ``console`` and ctrl-C as the brake.
+    """One training run for the pair of ``settings``, with a progress bar on ``console`` and ctrl-C as the brake.
 
     ``compare`` trains the recipe's rivals too. Raises AdaptiveError for a pair with nothing to learn from, before
     a model is loaded.
@@ -149,10 +149,10 @@ def run(
     from adaptive.state import open_state
     from checkpoints.store import AdapterStore
     from trainers import processes
-    from trainers.alone import only_trainer
     from trainers.dataset import read_log
+    from trainers.lock import only_trainer
     from trainers.lora import width_of
-    from trainers.round import distill as train
+    from trainers.run import distill as train
 
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
@@ -172,7 +172,7 @@ def run(
                 should_stop=should_stop,
                 extra=extra,
                 promotion=promotion,
-                checkpoint=state.training,
+                state=state.training,
                 rivals=recipe.rivals(width_of(draft)) if compare else (),
             )
 

@@ -17,7 +17,7 @@ from adaptive.types import Round, SamplingParams, StopParams
 from cli.prompts import Prompt, read_prompts
 from cli.session import Session, open_session
 from trainers.recipe import Recipe
-from trainers.round import distill
+from trainers.run import distill
 
 
 def answer(session: Session, prompts: list[Prompt], record: bool) -> list[Round]:

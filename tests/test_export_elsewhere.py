@@ -19,7 +19,7 @@ from adaptive.state import open_state
 from adaptive.types import SamplingParams, StopParams
 from checkpoints.store import AdapterStore
 from cli.main import app
-from trainers.round import distill
+from trainers.run import distill
 
 LENGTH, TOKENS = 4, 60
 

@@ -23,10 +23,10 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from checkpoints import files
-from trainers.resume import Checkpoint, Standing
+from trainers.resume import Standing, TrainingState
 files.flush = lambda path: os.kill(os.getpid(), signal.SIGKILL)
 weight = torch.nn.Parameter(torch.ones(100, 100))
-Checkpoint(Path(sys.argv[1])).save(Standing(), [weight], torch.optim.SGD([weight]))
+TrainingState(Path(sys.argv[1])).save(Standing(), [weight], torch.optim.SGD([weight]))
 """
 
 

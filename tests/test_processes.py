@@ -25,7 +25,7 @@ from adaptive.state import PairState, open_state
 from adaptive.types import Generation, SamplingParams
 from checkpoints.store import AdapterStore
 from trainers.recipe import Recipe
-from trainers.round import DistillOutcome, distill
+from trainers.run import DistillOutcome, distill
 
 # Seconds for what takes a few on an idle machine.
 PATIENCE_S = 180.0
@@ -47,7 +47,7 @@ def round_in(folder: Path, recipe: Recipe) -> DistillOutcome:
     state = PairState(folder)
     return distill(
         state.records, AdapterStore(state.adapters), BASE, small_draft(), recipe,
-        promotion="never", checkpoint=state.training,
+        promotion="never", state=state.training,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from trainers.dataset import examples, fold, gate_share, loop_start, read_log, r
 from trainers.fit import position_losses
 from trainers.recipe import Recipe
 from trainers.replay import acceptance_rate, replay
-from trainers.round import distill
+from trainers.run import distill
 from trainers.sets import gather
 
 VOCAB = 48
@@ -359,7 +359,7 @@ sys.path.insert(0, sys.argv[3])
 from test_trainer import BASE, SHORT, small_draft
 from checkpoints.store import AdapterStore
 from trainers.recipe import Recipe
-from trainers.round import distill
+from trainers.run import distill
 torch.set_num_threads(1)
 while True:
     recipe = Recipe(**{**SHORT.to_json(), "epochs": 2})

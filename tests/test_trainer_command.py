@@ -26,9 +26,9 @@ from adaptive.types import SamplingParams
 from checkpoints.store import AdapterStore
 from cli.main import app
 from cli.options import PAIR, as_typed
-from trainers.alone import only_trainer
 from trainers.chats import read_chats
 from trainers.dataset import examples
+from trainers.lock import only_trainer
 
 WORDS = [f"w{i}" for i in range(40)]
 TEMPLATE = (

@@ -13,7 +13,7 @@ from adaptive.types import SamplingParams
 from checkpoints.store import AdapterStore
 from trainers.batches import PASS_LOGITS, PASS_TOKENS, collate, longest_output, longest_text
 from trainers.dataset import Example
-from trainers.round import _streak, distill
+from trainers.run import _streak, distill
 from trainers.sets import gather
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from store_factory import NEW, write
-from test_appeal import said_under
+from test_reconsider import said_under
 from test_trainer import SHORT, small_draft, write_log
 from test_worker import Taught, let_it_look, live, taught, training, until
 
@@ -21,7 +21,7 @@ from adaptive.service.watch import Watch
 from adaptive.types import Round
 from checkpoints.manifest import HeldOut, Interval, Manifest
 from checkpoints.store import AdapterStore
-from trainers.round import distill
+from trainers.run import distill
 
 __all__ = ["taught"]
 

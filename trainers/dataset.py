@@ -20,8 +20,6 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 
 from adaptive.errors import AdaptiveError
 from adaptive.types import Generation, SamplingParams, Supervision
-from trainers.buffer import retained, runs
-from trainers.recipe import Retain
 
 FEATURES = Features(
     {
@@ -123,7 +121,7 @@ def loop_start(repeated: npt.NDArray[np.bool_], length: int) -> int:
 def fold(key: str) -> float:
     """Where a prompt falls in [0, 1): the same for ever, whatever else is in the log.
 
-    A prompt that was held out once is held out in every later round, so no adapter is ever judged
+    A prompt that was held out once is held out in every later run, so no adapter is ever judged
     on a prompt that it, or one it continues from, was trained on.
     """
     plain = " ".join(key.lower().split())
@@ -177,10 +175,8 @@ def from_rows(rows: Iterable[dict[str, Any]]) -> Dataset:
     return Dataset.from_dict({name: [r[name] for r in listed] for name in FEATURES}, features=FEATURES)
 
 
-def read_log(
-    log: Path, size: int, until: int | None = None, retain: Retain = "newest", damaged: set[int] | None = None
-) -> Dataset:
-    """The ``size`` generations of the log that are retained for training (``trainers.buffer``), oldest first.
+def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] | None = None) -> Dataset:
+    """The newest ``size`` generations of the log, the supervision buffer of a run, oldest first.
 
     Those after id ``until`` are left out, and those with nothing to learn from (fewer than two output
     tokens before a loop), and damaged ones, whose ids are added to ``damaged``. Raises AdaptiveError where there is
@@ -195,13 +191,12 @@ def read_log(
         )
     made = []
     with Log(log) as reader:
-        known = [o for o in reader.outlines() if until is None or o.id <= until]
-        for first, count in runs(known, retained(known, size, retain)):
-            for logged in reader.generations(first - 1, count, with_supervision=True):
-                g = logged.generation
-                limited = g.finish_reason == "length"
-                key = prompt_key(g)
-                made.append(row(logged.id, key, g.domain, g.prompt, g.output, g.sampling, g.supervision, limited))
+        wanted = reader.newest(size, until)
+        for logged in reader.generations(wanted[0] - 1, len(wanted), with_supervision=True) if wanted else ():
+            g = logged.generation
+            limited = g.finish_reason == "length"
+            key = prompt_key(g)
+            made.append(row(logged.id, key, g.domain, g.prompt, g.output, g.sampling, g.supervision, limited))
         if damaged is not None:
             damaged.update(reader.damaged)
     return from_rows(r for r in made if len(r["output"]) >= 2 and len(r["prompt"]))

@@ -24,14 +24,14 @@ from trainers.dataset import Example
 from trainers.lora import AdapterState, default_learning_rate, snapshot, width_of
 from trainers.recipe import LossName, Recipe
 from trainers.replay import Stopped
-from trainers.resume import Checkpoint, Standing
+from trainers.resume import Standing, TrainingState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# A round's length where none is asked for: so many times over the training set, and at least so many
+# A run's length where none is asked for: so many times over the training set, and at least so many
 # steps, since a hundred generations are not learned in the steps that a dozen passes over them make.
-# Longer rounds gain little (and stop by themselves once held-out acceptance turns).
+# Longer runs gain little (and stop by themselves once held-out acceptance turns).
 DEFAULT_EPOCHS = 12
 DEFAULT_STEPS = 240
 
@@ -41,7 +41,7 @@ AUTO = "kl-tv"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a round stands. ``loss`` is a running mean in nats per token; ``held_out_acceptance`` that of
+    """Where a training run stands. ``loss`` is a running mean in nats per token; ``held_out_acceptance`` that of
     the last evaluation (nan before the first); ``seconds_left`` at the present pace, at most."""
 
     step: int
@@ -71,19 +71,19 @@ def fit(
     recipe: Recipe,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-    checkpoint: Checkpoint | None = None,
+    state: TrainingState | None = None,
 ) -> Fit:
     """Train what ``model`` lets train: its adapter, or all of a plain draft.
 
-    ``evaluate`` gives held-out acceptance, by which the best checkpoint is kept, and may raise Stopped. With a
-    ``checkpoint`` that was begun, the round goes on where an interrupted one stood, and can be gone on with
+    ``evaluate`` gives held-out acceptance, by which the best weights are kept, and may raise Stopped. With a
+    ``state`` that was begun, the run goes on where an interrupted one stood, and can be gone on with
     from its last evaluation.
     """
     stop = should_stop or (lambda: False)
     weights = [p for p in model.parameters() if p.requires_grad]
     rate = recipe.learning_rate or default_learning_rate(width_of(model))
-    optimizer = torch.optim.AdamW(_groups(model, recipe), lr=rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
-    now = checkpoint.load(weights, optimizer) if checkpoint else None
+    optimizer = torch.optim.AdamW(_groups(model, recipe), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    now = state.load(weights, optimizer) if state else None
     now = now or Standing(next_evaluation=1 / recipe.evaluations)
     clock, stopped = _Clock(recipe, _steps(len(train), recipe), now), False
     try:
@@ -99,8 +99,8 @@ def fit(
                 now.fruitless = 0 if now.acceptance > now.best_acceptance else now.fruitless + 1
                 if now.acceptance > now.best_acceptance:
                     now.best, now.best_acceptance, now.best_step = snapshot(model), now.acceptance, now.step
-                if checkpoint is not None:
-                    checkpoint.save(now, weights, optimizer)
+                if state is not None:
+                    state.save(now, weights, optimizer)
             if on_progress is not None:
                 on_progress(Progress(now.step, clock.steps, now.loss, now.acceptance, clock.seconds_left))
             if clock.share >= 1 or now.fruitless >= recipe.patience:
@@ -120,7 +120,7 @@ def _groups(model: PeftModel | PreTrainedModel, recipe: Recipe) -> list[dict[str
 
 
 def _steps(generations: int, recipe: Recipe) -> int:
-    """Updates of a round over so many generations."""
+    """Updates of a run over so many generations."""
     once = math.ceil(generations / recipe.batch)
     if recipe.epochs is None:
         return max(DEFAULT_STEPS, DEFAULT_EPOCHS * once)
@@ -158,11 +158,9 @@ class _Clock:
 
 
 def _schedule(share: float, recipe: Recipe) -> float:
-    """Factor of the learning rate: linear warm-up, then cosine to a tenth, or constant."""
+    """Factor of the learning rate: linear warm-up, then cosine to a tenth."""
     if share < recipe.warm_up:
         return max(share / recipe.warm_up, 0.1)
-    if recipe.schedule == "constant":
-        return 1.0
     return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (share - recipe.warm_up) / (1 - recipe.warm_up)))
 
 
@@ -201,9 +199,9 @@ def _step(
         stopped = stop()
         if stopped:
             break
-        with _precision(device, recipe.autocast):
+        with _precision(device):
             logits = supervised_logits(model, collate(group, limit, device))
-        loss = position_losses(logits.float(), group, recipe.loss, recipe.kept).sum() / positions
+        loss = position_losses(logits.float(), group, recipe.loss).sum() / positions
         loss.backward()
         value += loss.item()
     value, anyone_stopped = processes.total([value, stopped])
@@ -215,30 +213,27 @@ def _step(
     return value
 
 
-def _precision(device: torch.device, autocast: bool | None) -> AbstractContextManager[object]:
-    """bfloat16 for the matrix products (weights, loss and optimiser stay float32), by default where it is faster.
+def _precision(device: torch.device) -> AbstractContextManager[object]:
+    """bfloat16 for the matrix products (weights, loss and optimiser stay float32) where it is faster.
 
     On a processor that multiplies bfloat16 itself a step takes a half (width 256) to a third (width
     896) of its time in float32; on one that does not, bfloat16 is emulated and slower.
     """
-    wanted = autocast
-    if wanted is None and device.type == "cuda":
+    wanted = False
+    if device.type == "cuda":
         wanted = torch.cuda.is_bf16_supported()
-    if wanted is None and device.type == "cpu":
+    if device.type == "cpu":
         checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
         wanted = any(check() for check in checks if check is not None)
     return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
 
 
-def position_losses(
-    logits: torch.Tensor, examples: Sequence[Example], name: LossName, kept: int | None = None
-) -> torch.Tensor:
+def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: LossName) -> torch.Tensor:
     """Loss (N,) at every output position of ``examples``, from the draft's logits (N, vocab) there.
 
     ``auto`` is the KL-TV mixture at the temperature that the record was sampled at, which did best
     where the draft began far from the target (docs/notes/2026-11-distillation.md). Distribution losses are
     taken at temperature 1 for greedy records. Where only text is known, the loss is cross-entropy.
-    ``kept`` is how many of the stored entries are used (None: all).
     """
     soft = [e.supervision is not None and name != "cross-entropy" for e in examples]
     parts = logits.split([len(e.output) for e in examples])
@@ -252,7 +247,7 @@ def position_losses(
     chosen = [i for i, is_soft in enumerate(soft) if is_soft]
     if chosen:
         divergence = losses.DIVERGENCES[AUTO if name == "auto" else name]
-        wanted = _wanted([examples[i] for i in chosen], logits.device, kept)
+        wanted = _wanted([examples[i] for i in chosen], logits.device)
         found = divergence(*losses.outcomes(torch.cat([parts[i] for i in chosen]), *wanted))
         for i, value in zip(chosen, found.split([len(parts[i]) for i in chosen]), strict=True):
             values[i] = value
@@ -260,14 +255,14 @@ def position_losses(
 
 
 def _wanted(
-    examples: Sequence[Example], device: torch.device, kept: int | None
+    examples: Sequence[Example], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids, logprobs, rest and temperature of all positions together.
 
     Records may keep different numbers of entries: all are cut to the fewest, what is cut joins the rest.
     """
     held = [e.supervision for e in examples if e.supervision is not None]
-    k = min([s.ids.shape[1] for s in held] + ([kept] if kept else []))
+    k = min(s.ids.shape[1] for s in held)
     logprobs = [torch.from_numpy(s.logprobs).float() for s in held]
     rest = [
         torch.cat([torch.from_numpy(s.rest).float()[:, None], listed[:, k:]], dim=1).logsumexp(-1)

@@ -9,7 +9,7 @@ bootstrap over generations (the same draws for before and after), and the bound 
 one degree of freedom less than there are generations, because percentiles of a bootstrap over a
 dozen generations promise more than they hold.
 
-**Many rounds.** An assistant that trains every day asks this question for ever, and at a fixed 2.5%
+**Many runs.** An assistant that trains every day asks this question for ever, and at a fixed 2.5%
 it would sooner or later promote noise. The r-th candidate since the last promotion may therefore be
 wrong with probability ``alpha(r)`` = FALSE_PROMOTION r^-1.5 / zeta(1.5) only: the sum over all r is
 FALSE_PROMOTION, so a whole streak of useless candidates, however long, ends in a promotion with at

@@ -32,30 +32,21 @@ def default_learning_rate(width: int) -> float:
 
     The best rate of LoRA with alpha 32 hardly depends on the rank and falls with the width of the
     model; exponent and constant are the fit of Schulman et al. 2025 ("LoRA without regret"), times
-    the 1.5 that they find for short runs, which rounds of some hundred generations are. 3.7e-3 at
+    the 1.5 that they find for short runs, which runs of some hundred generations are. 3.7e-3 at
     width 256, where 2.5e-3 learns less in the same steps and 1e-2 no more; 1.4e-3 at 896. Higher and the
-    loss jumps on unusual batches; lower and a round ends before it has learned.
+    loss jumps on unusual batches; lower and a run ends before it has learned.
     """
     return float(7.5e-4 * (2000 / width) ** 0.78)
 
 
-def linear_names(draft: PreTrainedModel, head: bool, embeddings: bool) -> list[str]:
-    """Full names of the layers that get an adapter: every linear layer (Conv1D included) but the head.
-
-    ``head`` and ``embeddings`` add the output and input embeddings. Raises AdaptiveError where these
-    two are one tensor, which an adapter on either would change for both once merged.
-    """
-    output, inputs = draft.get_output_embeddings(), draft.get_input_embeddings()
-    if (head or embeddings) and output is not None and output.weight is inputs.weight:
-        raise AdaptiveError(
-            "this draft ties its input and output embeddings, so neither can have an adapter of its own"
-        )
-    names = []
-    for name, module in draft.named_modules():
-        linear = isinstance(module, (torch.nn.Linear, Conv1D)) and module is not output
-        if linear or (head and module is output) or (embeddings and module is inputs):
-            names.append(name)
-    return names
+def linear_names(draft: PreTrainedModel) -> list[str]:
+    """Full names of the layers that get an adapter: every linear layer (Conv1D included) but the output embeddings."""
+    head = draft.get_output_embeddings()
+    return [
+        name
+        for name, module in draft.named_modules()
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not head
+    ]
 
 
 def _shortened(names: list[str], everything: list[str]) -> list[str]:
@@ -68,15 +59,13 @@ def _shortened(names: list[str], everything: list[str]) -> list[str]:
 def attach(draft: PreTrainedModel, recipe: Recipe) -> PeftModel:
     """A new adapter on ``draft``, at first without effect (B = 0)."""
     torch.manual_seed(recipe.seed)
-    names = linear_names(draft, recipe.head, recipe.embeddings)
+    names = linear_names(draft)
     modules = dict(draft.named_modules())
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=recipe.rank or default_rank(width_of(draft)),
         lora_alpha=recipe.alpha,
         target_modules=_shortened(names, list(modules)),
-        use_rslora=recipe.rslora,
-        use_dora=recipe.dora,
         fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in names),
     )
     with _quiet():

@@ -10,7 +10,6 @@ from adaptive.errors import AdaptiveError
 
 LossName = Literal["auto", "forward-kl", "reverse-kl", "js", "tv", "kl-tv", "cross-entropy"]
 Start = Literal["zero", "parent"]
-Retain = Literal["newest", "kinds"]
 
 
 def default_rank(width: int) -> int:
@@ -25,33 +24,25 @@ def default_rank(width: int) -> int:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The choices of one round.
+    """The choices of one training run.
 
     ``loss`` auto is the KL-TV mixture where the target's distribution was stored, cross-entropy where
-    only text is known (``fit.position_losses``). ``kept`` is how many entries of each stored distribution
-    are used, the others joining the rest bucket (None: all). ``rank`` and ``learning_rate`` None go by the draft's
+    only text is known (``fit.position_losses``). ``rank`` and ``learning_rate`` None go by the draft's
     width (``default_rank``, ``lora.default_learning_rate``); ``b_factor`` multiplies the rate for the B matrices,
     which start at zero and learn too slowly at that of the others (LoRA+, Hayou et al. 2024). ``start`` zero trains
-    a new adapter over the retained records, parent goes on from the one in use. ``buffer`` is how many
-    generations are retained, ``retain`` which (``trainers.buffer``). A round ends after ``epochs`` (None:
+    a new adapter over the supervision buffer, parent goes on from the one in use. ``buffer`` is how many
+    generations that holds, the newest. A run ends after ``epochs`` (None:
     see ``fit.DEFAULT_EPOCHS``) or ``max_seconds`` of training, whichever is first, or when ``patience``
-    evaluations in a row found no better checkpoint.
+    evaluations in a row found no better weights.
     """
 
     loss: LossName = "auto"
-    kept: int | None = None
     rank: int | None = None
     alpha: int = 32
-    rslora: bool = False
-    dora: bool = False
-    head: bool = False
-    embeddings: bool = False
     start: Start = "zero"
     learning_rate: float | None = None
     b_factor: float = 4.0
-    schedule: Literal["cosine", "constant"] = "cosine"
     warm_up: float = 0.05
-    weight_decay: float = 0.0
     clip: float = 1.0
     batch: int = 8
     epochs: float | None = None
@@ -59,9 +50,7 @@ class Recipe:
     evaluations: int = 16
     patience: int = 5
     buffer: int = 2000
-    retain: Retain = "newest"
     draft_length: int = 4
-    autocast: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +58,6 @@ class Recipe:
         if self.loss not in get_args(LossName):
             raise AdaptiveError(f"loss is {self.loss!r}; it must be one of {', '.join(get_args(LossName))}")
         positive = {
-            "kept": 1 if self.kept is None else self.kept,
             "rank": 1 if self.rank is None else self.rank,
             "alpha": self.alpha,
             "lr": 1.0 if self.learning_rate is None else self.learning_rate,

@@ -1,8 +1,8 @@
-"""What an interrupted round needs to go on where it stood: one file beside the log, whole or not there.
+"""What an interrupted training run needs to go on where it stood: one file beside the log, whole or not there.
 
-A round that was killed is finished by the next one that would do the same: same recipe, same draft, same
-adapter in use, and the records that it began with (newer ones wait for the round after). Anything
-else, and a record that was deleted since, makes the next round start afresh.
+A run that was killed is finished by the next one that would do the same: same recipe, same draft, same
+adapter in use, and the records that it began with (newer ones wait for the run after). Anything
+else, and a record that was deleted since, makes the next run start afresh.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Standing:
     best: dict[str, torch.Tensor] | None = field(default=None, repr=False)
 
 
-class Checkpoint:
-    """The file of one pair. ``key`` names the round: what it trains, on what, and how. ``problem`` says why the file
+class TrainingState:
+    """The file of one pair. ``key`` names the run: what it trains, on what, and how. ``problem`` says why the file
     could not be written, a full disk say: the round then goes on, and could not be gone on with."""
 
     def __init__(self, path: Path) -> None:
@@ -52,12 +52,12 @@ class Checkpoint:
         self.problem: str | None = None
 
     def last_id(self) -> int | None:
-        """Up to which record the round that was interrupted read the log; None where there is none to go on with."""
+        """Up to which record the run that was interrupted read the log; None where there is none to go on with."""
         meta = self._meta()
         return None if meta is None else int(meta["last_id"])
 
     def begin(self, made_of: Iterable[object], examples: Sequence[Example], last_id: int) -> bool:
-        """This round is made of these choices and examples, of a log that was read up to ``last_id``; whether it is the
+        """This run is made of these choices and examples, of a log that was read up to ``last_id``; whether it is the
         one that was interrupted."""
         digest = hashlib.sha256(repr(list(made_of)).encode())
         for example in examples:
@@ -67,7 +67,7 @@ class Checkpoint:
         return meta is not None and meta["key"] == self.key
 
     def load(self, weights: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Standing | None:
-        """Put weights and optimiser back as they were; None where there is nothing of this round."""
+        """Put weights and optimiser back as they were; None where there is nothing of this run."""
         meta = self._meta()
         if meta is None or meta["key"] != self.key:
             return None
@@ -111,7 +111,7 @@ class Checkpoint:
                 files.finished(temporary)
 
     def forget(self) -> None:
-        """The round is done."""
+        """The run is done."""
         if processes.first():
             self.path.unlink(missing_ok=True)
 
@@ -120,5 +120,5 @@ class Checkpoint:
             with safe_open(self.path, "pt") as file:
                 meta: dict[str, Any] = json.loads((file.metadata() or {})["round"])
         except (OSError, SafetensorError, KeyError, ValueError):
-            return None  # no round was interrupted, or what it left is no use
+            return None  # no run was interrupted, or what it left is no use
         return meta

@@ -1,4 +1,4 @@
-"""The records of a round: what is trained on, what chooses the checkpoint, what the gate judges on."""
+"""The records of a training run: what is trained on, what chooses the best weights, what the gate judges on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainers import processes
 from trainers.dataset import VALIDATION_SHARE, Example, examples, from_rows, gate_share, join, read_log, split
 from trainers.gate import MIN_GENERATIONS, MIN_POSITIONS
 from trainers.recipe import Recipe
-from trainers.resume import Checkpoint
+from trainers.resume import TrainingState
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Fewer teach the draft the wording of a few answers and nothing of the kind.
 MIN_TRAIN = 16
 
-# Fewer leave the choice of the checkpoint to chance. It is no more than a choice: the gate still stands.
+# Fewer leave the choice of the best weights to chance. It is no more than a choice: the gate still stands.
 MIN_VALIDATION = 2
 
 # New held-out generations from which on they are judged apart from the older ones. With fewer, only a
@@ -31,7 +31,7 @@ MIN_VALIDATION = 2
 ENOUGH_RECENT = 12
 
 # Generations replayed at most. Twice as many would narrow the gate's intervals by a third and take
-# as long again as the training of a small round.
+# as long again as the training of a small run.
 MOST_VALIDATION = 48
 MOST_RECENT = 128
 MOST_OLDER = 64
@@ -39,7 +39,7 @@ MOST_OLDER = 64
 
 @dataclass(frozen=True)
 class Sets:
-    """The records of a round. ``recent`` and ``older`` are the gate's; ``damaged`` could not be read."""
+    """The records of a run. ``recent`` and ``older`` are the gate's; ``damaged`` could not be read."""
 
     train: list[Example]
     validation: list[Example]
@@ -59,9 +59,9 @@ def gather(
     recipe: Recipe,
     base: BaseDraft,
     longest: int,
-    kept: Checkpoint | None,
+    kept: TrainingState | None,
 ) -> tuple[Sets, bool]:
-    """The records of this round, and whether it is one that was interrupted.
+    """The records of this run, and whether it is one that was interrupted.
 
     Raises AdaptiveError where there is too little.
     """
@@ -92,7 +92,7 @@ def _read(
     rows = from_rows([])
     damaged: set[int] = set()
     if log is not None and (log.exists() or extra is None):
-        rows = read_log(log, recipe.buffer, until, recipe.retain, damaged)
+        rows = read_log(log, recipe.buffer, until, damaged)
     if extra is not None:
         rows = join(rows, extra)
     parts = split(rows, first=in_use is None)
@@ -145,6 +145,6 @@ def _check_enough(sets: Sets, first: bool, where: str) -> None:
     if more > 0:
         raise AdaptiveError(
             f"too little to distil from: {where} has {train + validation + gate} usable generations: {train} to train "
-            f"on, {validation} to choose a checkpoint by and {gate} for the gate ({MIN_TRAIN}, {MIN_VALIDATION} and "
+            f"on, {validation} to choose weights by and {gate} for the gate ({MIN_TRAIN}, {MIN_VALIDATION} and "
             f"{MIN_GENERATIONS} are needed); about {more} more will do"
         )

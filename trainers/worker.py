@@ -1,4 +1,4 @@
-"""One round of distillation in a process of its own: ``python -m trainers.worker``.
+"""One training run in a process of its own: ``python -m trainers.worker``.
 
 ``adaptive serve`` and ``adaptive chat`` start it at low priority and speak with it over its pipes
 (``adaptive.pipe``). When told ``busy`` it stands still at once, in the middle of a pass, where the
@@ -27,7 +27,7 @@ from adaptive.state import PairState
 
 if TYPE_CHECKING:
     from trainers.fit import Progress
-    from trainers.round import DistillOutcome
+    from trainers.run import DistillOutcome
 
 # Bytes that must stay available while training: with less the system begins to push out the pages of
 # the models that answer. At most a twentieth of the machine's memory, for small machines.
@@ -35,7 +35,7 @@ SPARE_MEMORY = 512 << 20
 
 
 class Brake:
-    """Follows what the parent says; ``should_stop`` is what the round asks between two passes, and blocks.
+    """Follows what the parent says; ``should_stop`` is what the run asks between two passes, and blocks.
 
     ``steady`` is held while others could be waiting for this process, which then does not stand still.
     """
@@ -52,7 +52,7 @@ class Brake:
         threading.Thread(target=self._follow, args=(commands,), name="orders", daemon=True).start()
 
     def should_stop(self) -> bool:
-        """Wait while the assistant is busy; True when the round is to end."""
+        """Wait while the assistant is busy; True when the run is to end."""
         self._go.wait()
         if not self.stopped and not self.out_of_memory:
             self.out_of_memory = memory_is_short()
@@ -113,7 +113,7 @@ def step_behind(niceness: int) -> None:
 
 def train(order: Order, brake: Brake, report: IO[str]) -> Report:
     """Carry out one order; reports go to ``report`` as they come, the last one is returned."""
-    from trainers.alone import AnotherTrainerError, only_trainer
+    from trainers.lock import AnotherTrainerError, only_trainer
 
     adopt(order.models)
     settings = Settings(**order.settings)
@@ -143,7 +143,7 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
     from adaptive.pair import load_draft_for_training, pair_identity
     from checkpoints.store import AdapterStore
     from trainers.recipe import Recipe
-    from trainers.round import distill
+    from trainers.run import distill
 
     def progress(at: Progress) -> None:
         share = at.step / at.steps if at.steps else 0.0
@@ -159,14 +159,14 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         Recipe(max_seconds=settings.distill_seconds),
         on_progress=progress,
         should_stop=brake.should_stop,
-        checkpoint=state.training,
+        state=state.training,
     )
 
 
 def _reconsider(settings: Settings, state: PairState, brake: Brake, name: str) -> Report:
     from adaptive.pair import load_draft_for_training, pair_identity
     from checkpoints.store import AdapterStore
-    from trainers.appeal import reconsider
+    from trainers.reconsider import reconsider
     from trainers.replay import Stopped
 
     base, draft = pair_identity(settings).base, load_draft_for_training(settings)
@@ -185,9 +185,9 @@ def _reconsider(settings: Settings, state: PairState, brake: Brake, name: str) -
 
 
 def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:
-    """The last report of a round."""
+    """The last report of a run."""
     if outcome is None or outcome.stopped:
-        message = "stopped before the round began" if outcome is None else outcome.message
+        message = "stopped before the run began" if outcome is None else outcome.message
         if brake.out_of_memory:
             return Report("memory", f"stepped aside, the machine is short of memory; {message}")
         return Report("stopped", message)

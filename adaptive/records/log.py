@@ -70,16 +70,6 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Outline:
-    """What tells generations apart without reading them: id, domain label, tokens drafted and accepted."""
-
-    id: int
-    domain: str | None
-    drafted: int
-    accepted: int
-
-
-@dataclass(frozen=True)
 class LogStats:
     """What the log holds. ``positions`` are output tokens with supervision; ``size`` counts bytes on
     disk, the WAL included; ``first`` and ``last`` are seconds since the epoch."""
@@ -211,14 +201,13 @@ class Log:
             table = FiguresTable([row for row in rows if plausible(*row[4:7], row[2]) and is_packed(row[7])])
         return table
 
-    def outlines(self) -> tuple[Outline, ...]:
-        """Every generation in outline, oldest first; no text, no tokens."""
+    def newest(self, count: int, until: int | None = None) -> tuple[int, ...]:
+        """Ids of the newest ``count`` generations, of those up to ``until``, oldest first."""
         with self._reading() as connection:
             rows = connection.execute(
-                """SELECT id, domain, coalesce(sum(drafted), 0), coalesce(sum(accepted), 0)
-                FROM generations LEFT JOIN rounds ON generation = id GROUP BY id ORDER BY id"""
+                "SELECT id FROM generations WHERE ? IS NULL OR id <= ? ORDER BY id DESC LIMIT ?", (until, until, count)
             ).fetchall()
-        return tuple(Outline(*row) for row in rows if plausible(row[2], row[3]))
+        return tuple(sorted(row[0] for row in rows))
 
     def spent(self) -> tuple[Spent, ...]:
         """What ``adaptive.records.saved`` needs of every generation that took a round, oldest first."""

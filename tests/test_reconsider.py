@@ -16,9 +16,9 @@ from adaptive.types import Generation, SamplingParams
 from checkpoints.manifest import TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 from trainers import lora
-from trainers.appeal import reconsider
 from trainers.recipe import Recipe
-from trainers.round import distill
+from trainers.reconsider import reconsider
+from trainers.run import distill
 
 __all__ = ["taught"]
 

@@ -1,6 +1,6 @@
-"""One round of distillation, from the log to a judged adapter: the function behind ``adaptive distill``.
+"""One training run, from the log to a judged adapter: the function behind ``adaptive distill``.
 
-log -> dataset -> split by prompt -> train on one part -> choose the checkpoint on the second ->
+log -> dataset -> split by prompt -> train on one part -> choose the best weights on the second ->
 publish as candidate with its figures on the third -> gate -> promoted or rejected.
 
 Killed at any moment, the log is as it was (it is only read) and the store is valid (an adapter is
@@ -28,7 +28,7 @@ from trainers.fit import Fit, Progress, fit
 from trainers.gate import Verdict, held_out, judge
 from trainers.recipe import Recipe
 from trainers.replay import Replay, Stopped, replay
-from trainers.resume import Checkpoint
+from trainers.resume import TrainingState
 from trainers.sets import Sets, gather
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ VALIDATION_SLACK = 0.03
 
 @dataclass(frozen=True)
 class Attempt:
-    """One recipe of a round and what training by it came to; ``fit.acceptance`` is on the validation prompts."""
+    """One recipe of a run and what training by it came to; ``fit.acceptance`` is on the validation prompts."""
 
     recipe: Recipe
     fit: Fit
@@ -54,12 +54,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class DistillOutcome:
-    """What a round came to.
+    """What a run came to.
 
     ``manifest`` is the adapter as it now stands in the store, None where none was worth keeping.
-    ``verdict`` is None where the gate was not asked (no better checkpoint, or stopped early).
+    ``verdict`` is None where the gate was not asked (no better weights, or stopped early).
     ``message`` says in one sentence what happened. ``train_seconds`` is training with its evaluations,
-    ``seconds`` all of the round. ``notes`` are lines a person should see, such as a damaged adapter
+    ``seconds`` all of the run. ``notes`` are lines a person should see, such as a damaged adapter
     that was set aside. ``attempts`` are the recipes that were tried, the first one first.
     """
 
@@ -88,7 +88,7 @@ def distill(
     should_stop: Callable[[], bool] | None = None,
     extra: Dataset | None = None,
     promotion: Promotion = "gate",
-    checkpoint: Path | None = None,
+    state: Path | None = None,
     rivals: Sequence[Recipe] = (),
 ) -> DistillOutcome:
     """Train an adapter for ``draft`` on the log (and ``extra`` rows) and let the gate decide.
@@ -96,18 +96,18 @@ def distill(
     ``draft`` is a fresh float32 copy on the training device; its weights are not changed. With
     ``extra``, held-out rows of it are the gate's recent set and held-out records of the log the older
     one. ``log`` None trains on ``extra`` alone. ``should_stop`` is asked between passes and may block.
-    When it says stop, the best checkpoint so far is kept as a candidate that was not judged.
+    When it says stop, the best weights so far are kept as a candidate that was not judged.
     ``promotion`` never leaves the adapter a candidate, force promotes it whatever the gate says.
-    ``checkpoint`` is the file by which an interrupted round is gone on with (``trainers.resume``).
+    ``state`` is the file by which an interrupted run is gone on with (``trainers.resume``).
     ``rivals`` are trained as well, one after the other, and the best on the validation prompts is what
-    the gate sees; such a round cannot be gone on with.
+    the gate sees; such a run cannot be gone on with.
 
     Raises AdaptiveError where there is too little to learn from or to judge by.
     """
     began = time.perf_counter()
     in_use, notes = store.usable(base) if store.root.is_dir() else (None, [])
     current = store.current_id()  # which may be an adapter of other weights, that nobody uses
-    kept = Checkpoint(checkpoint) if checkpoint is not None and not rivals else None
+    kept = TrainingState(state) if state is not None and not rivals else None
     sets, resumed = gather(log, extra, in_use, recipe, base, longest_output(draft), kept)
     # With no adapter in use, going on from it is starting from zero: one of the two is enough.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
@@ -141,8 +141,8 @@ def distill(
 
 
 def _notes(resumed: bool, damaged: int, unkept: str | None) -> list[str]:
-    """What a person should know of how the round came about."""
-    notes = ["going on with the round that was interrupted"] if resumed else []
+    """What a person should know of how the run came about."""
+    notes = ["going on with the run that was interrupted"] if resumed else []
     if unkept:
         notes.append(f"where the training stood could not be kept ({unkept}); interrupted, it would have begun anew")
     if damaged:
@@ -159,7 +159,7 @@ def _attempts(
     recipes: Sequence[Recipe],
     on_progress: Callable[[Progress], None] | None,
     should_stop: Callable[[], bool] | None,
-    kept: Checkpoint | None,
+    kept: TrainingState | None,
 ) -> tuple[list[Attempt], bool]:
     """Train by each recipe, one after the other; also whether that was stopped early."""
     attempts: list[Attempt] = []
@@ -262,7 +262,7 @@ def _publish(
     recipe: Recipe,
     in_use: Manifest | None,
 ) -> Manifest:
-    """The best checkpoint as a candidate in the store."""
+    """The best weights as a candidate in the store."""
     state = result.best
     assert state is not None
     ids = [e.id for e in sets.train if e.id > 0]
@@ -320,7 +320,7 @@ def _message(manifest: Manifest | None, verdict: Verdict | None, result: Fit, va
         )
     if manifest is None:
         return (
-            f"No checkpoint was as good as the draft in use on {validation} validation generations; "
+            f"No state of training was as good as the draft in use on {validation} validation generations; "
             "nothing was kept, and the draft in use stays."
         )
     if verdict is None:
