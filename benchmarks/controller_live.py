@@ -33,7 +33,8 @@ from adaptive.measure import attentive_on, measure
 from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
-from cli.calibrate import Forecast, answer_plainly, predict, read_sample
+from cli.calibrate import answer_plainly, read_sample
+from cli.forecast import Forecast, predict
 from cli.prompts import Prompt, read_prompts
 from trainers.dataset import repeated_ngrams
 
@@ -138,7 +139,7 @@ def forecast(pair: Pair, costs: CostTable, prompts: list[Prompt], tokens: int) -
         answer_plainly(Assistant(pair, FixedLength(0), None), GREEDY, prompts, log, tokens)
         sample = read_sample(pair, log)
         assert sample, "these answers are too short to learn acceptance from"
-    return predict(costs, sample, pair)
+    return predict([costs], sample, pair)
 
 
 def one_kind(pair: Pair, kind: str, prompts: list[Prompt], args: argparse.Namespace) -> None:

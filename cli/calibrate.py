@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from adaptive.errors import AdaptiveError
+from cli.forecast import Forecast, predict
 from cli.options import shared_options
 from cli.other import OtherDraft, OtherTarget
+from cli.repeats import Repeats, measure_repeatedly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    import numpy.typing as npt
     from rich.console import Console
 
     from adaptive.assistant import Assistant
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from cli.session import Session
     from trainers.dataset import Example
 
-# Samples of the generations, drawn with replacement, behind the interval of the predicted speed-up.
-RESAMPLES = 1000
 # Generations of the log that acceptance is computed from, the newest: enough for a percent or two.
 NEWEST = 100
 # Answers of the init sample and their length in tokens: some 500 tokens, half a minute on a small machine.
@@ -51,29 +48,6 @@ PROMPTS = (
 )
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What is to be expected of every draft length from 0, and what follows.
-
-    ``acceptance`` is the mean over all positions. ``mean_acceptance_length`` and ``tokens_per_second``
-    have an entry for every length; ``speed_up`` is that of ``draft_length`` over plain decoding and its
-    interval (95%) what the choice of generations leaves open; ``break_even`` is the acceptance (the same
-    at every position) below which no length pays, ``by_acceptance`` the best length and its speed-up at
-    some acceptances.
-    """
-
-    costs: CostTable
-    generations: int
-    acceptance: float
-    mean_acceptance_length: tuple[float, ...]
-    tokens_per_second: tuple[float, ...]
-    draft_length: int
-    speed_up: float
-    speed_up_interval: tuple[float, float]
-    break_even: float
-    by_acceptance: tuple[tuple[float, int, float], ...]
-
-
 @shared_options(without=("draft_length", "max_new_tokens", "record"))
 def calibrate(
     settings: Settings,
@@ -83,12 +57,16 @@ def calibrate(
     answers: Annotated[int, typer.Option(help="Answers of the init sample.", min=1)] = ANSWERS,
     other_target: OtherTarget = None,
     other_draft: OtherDraft = None,
+    busy: Annotated[
+        bool, typer.Option("--busy", help="Measure beside other programs, too; figures are then rough, and not kept.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure what drafting and verifying cost here, predict the speed-up, and recommend a draft length.
 
     Acceptance comes from the log, if there is one, else from a few answers given now. What is measured
-    is kept with the pair, for `--draft-length auto` to start from.
+    is kept with the pair, for `--draft-length auto` to start from. Where other programs keep this machine busy nothing
+    is promised and nothing kept, and the exit status is 1.
 
     Example: adaptive calibrate
 
@@ -112,11 +90,9 @@ def calibrate(
         if session.pair.draft is None:
             raise AdaptiveError("there is no draft to calibrate; name one with --draft")
         from adaptive.assistant import sampling_params
-        from adaptive.measure import measure
 
         sampling = sampling_params(settings, session.pair)
-        with console.status("measuring rounds"):
-            costs = measure(session.pair, sampling, thorough=True).costs
+        repeats = measure_repeatedly(session.pair, sampling, console, busy)
         with tempfile.TemporaryDirectory() as folder:
             log, source = session.state.records, "the log"
             sample = read_sample(session.pair, log) if prompts is None and log.exists() else []
@@ -128,20 +104,21 @@ def calibrate(
             if not sample:
                 raise AdaptiveError("these answers are too short to learn acceptance from; give others with --prompts")
         with console.status("replaying the draft"):
-            forecast = predict(costs, sample, session.pair)
-        _keep(session, forecast.costs)
+            forecast = predict(repeats.costs, sample, session.pair)
+        if not repeats.busy:
+            _keep(session, forecast.costs)
         if elsewhere is not None:
             other = load_other(elsewhere, session, console)
             if other.draft is None:
                 raise AdaptiveError("--other-target is given without --other-draft; name both")
-            with console.status(f"measuring {engines(other)}"):
-                there = predict(measure(other, sampling, thorough=True).costs, sample, other)
+            elsewhere_repeats = measure_repeatedly(other, sampling, console, busy)
+            there = predict(elsewhere_repeats.costs, sample, other)
             speeds = {
                 engines(session.pair): (max(forecast.tokens_per_second), settings),
                 engines(other): (max(there.tokens_per_second), elsewhere),
             }
             verdict = advice(speeds)
-    report = _report(session, forecast, source)
+    report = _report(session, forecast, source, repeats)
     if verdict is not None:
         report["other"] = {
             "engine": engines(other),
@@ -154,6 +131,9 @@ def calibrate(
         print(json.dumps(report, indent=2))
         return
     _show(Console(highlight=False), forecast, report)
+    if repeats.busy:
+        said = f"[yellow]Measured beside other programs ({repeats.load}): figures may be off, and are not kept.[/]"
+        Console(highlight=False).print(said, soft_wrap=True)
     if verdict is not None:
         _show(Console(highlight=False), there, {**report, "pair": f"{other.identity.id} ({engines(other)})"})
         Console(highlight=False).print(verdict, soft_wrap=True)
@@ -188,52 +168,6 @@ def read_sample(pair: Pair, log: Path) -> list[Example]:
     return [example for example in found if example.replayable]
 
 
-def predict(costs: CostTable, sample: Sequence[Example], pair: Pair) -> Forecast:
-    """Rates of every length: tokens of a round at that length, by replay, over its seconds."""
-    from adaptive.control.costs import LONGEST, CostModel
-    from trainers.replay import acceptance_rate, expected_rounds, mean_acceptance_length, replay_on
-
-    assert pair.draft is not None
-    replays = replay_on(pair.draft, sample)
-    model = CostModel(costs)
-    model.at(int(statistics.mean(len(e.prompt) + len(e.output) / 2 for e in sample)))
-    lengths = range(LONGEST + 1)
-    seconds = [model.round(k) for k in lengths]
-    tokens = [mean_acceptance_length(replays, k) if k else 1.0 for k in lengths]
-    rates = [model.with_tokens(tokens[k] / seconds[k]) for k in lengths]
-    best = max(lengths, key=rates.__getitem__)
-
-    def at(acceptance: float) -> tuple[int, float]:
-        expected = (sum(acceptance**i for i in range(k + 1)) / seconds[k] for k in lengths)
-        gains = [model.with_tokens(rate) / rates[0] for rate in expected]
-        top = max(lengths, key=gains.__getitem__)
-        return top, gains[top]
-
-    drawn = resampled_lengths(*expected_rounds(replays, best)) if best else [1.0, 1.0]
-    interval = [model.with_tokens(length / seconds[best]) / rates[0] for length in drawn]
-    return Forecast(
-        costs=costs,
-        generations=len(replays),
-        acceptance=acceptance_rate(replays),
-        mean_acceptance_length=tuple(tokens),
-        tokens_per_second=tuple(rates),
-        draft_length=best,
-        speed_up=rates[best] / rates[0],
-        speed_up_interval=(interval[0], interval[1]),
-        break_even=next((a / 200 for a in range(200) if at(a / 200)[0] > 0), 1.0),
-        by_acceptance=tuple((a / 10, *at(a / 10)) for a in range(1, 10)),
-    )
-
-
-def resampled_lengths(accepted: npt.NDArray[np.float64], rounds: npt.NDArray[np.float64]) -> list[float]:
-    """The 2.5th and 97.5th percentile of 1 + accepted / rounds, generations (G,) drawn anew with replacement."""
-    import numpy as np
-
-    drawn = np.random.default_rng(0).integers(0, len(rounds), (RESAMPLES, len(rounds)))
-    lengths = 1 + accepted[drawn].sum(1) / rounds[drawn].sum(1)
-    return [float(value) for value in np.percentile(lengths, (2.5, 97.5))]
-
-
 def _keep(session: Session, costs: CostTable) -> None:
     """The measured costs go to the pair's state; what was learned of acceptance stays."""
     from adaptive.control.memory import load, save
@@ -246,12 +180,15 @@ def _keep(session: Session, costs: CostTable) -> None:
         raise AdaptiveError(f"{session.state.controller} cannot be written ({error.strerror})") from error
 
 
-def _report(session: Session, forecast: Forecast, source: str) -> dict[str, Any]:
+def _report(session: Session, forecast: Forecast, source: str, repeats: Repeats) -> dict[str, Any]:
     """The JSON object; docs/controller.md describes it."""
     costs = forecast.costs
     return {
         "pair": session.pair.identity.id,
         "adapter": session.assistant.adapter,
+        "busy": repeats.busy,
+        "other_programs_cores": None if repeats.load is None else repeats.load.others,
+        "measurements": len(repeats.costs),
         "costs": asdict(costs),
         "acceptance_from": source,
         "generations": forecast.generations,
@@ -300,13 +237,14 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
     if forecast.draft_length == 0:
         console.print(
             "[bold yellow]Do not speculate with this pair here:[/] no draft length beats plain decoding. It would pay "
-            f"from an acceptance of {forecast.break_even:.0%}; `adaptive distill` raises it."
+            f"from an acceptance of {forecast.break_even:.1%}; `adaptive distill` raises it."
         )
     else:
         console.print(
             f"[bold]Expected: {forecast.speed_up:.2f}x plain decoding at draft length {forecast.draft_length}[/] "
-            f"({low:.2f} to {high:.2f}, by what so many answers can tell; `--draft-length auto` chooses by itself). "
-            f"Below {forecast.break_even:.0%} acceptance speculation does not pay."
+            f"({low:.2f} to {high:.2f}, by what so many answers and measurements can tell; `--draft-length auto` "
+            "chooses by itself). "
+            f"Below {forecast.break_even:.1%} acceptance speculation does not pay."
         )
     gains = "   ".join(f"{a:.0%}: {gain:.2f}x ({k})" for a, k, gain in forecast.by_acceptance)
     console.print(f"[dim]speed-up (best length) by acceptance   {gains}[/]")

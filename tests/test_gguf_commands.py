@@ -68,7 +68,7 @@ def test_a_draft_file_learns_through_its_checkpoint(names: tuple[str, ...], tmp_
 
 def test_calibration_compares_two_engines(names: tuple[str, ...]) -> None:
     report = json.loads(
-        run("calibrate", "--answers", "2", *names[:4], "--json", "--other-target", str(BUNDLED / "target"),
+        run("calibrate", "--busy", "--answers", "2", *names[:4], "--json", "--other-target", str(BUNDLED / "target"),
             "--other-draft", DRAFT).stdout
     )  # fmt: skip
     assert report["tokens_per_second"][0] > 0

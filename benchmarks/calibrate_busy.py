@@ -1,0 +1,129 @@
+"""What ``adaptive calibrate`` promises beside other programs, against what a quiet run then measures.
+
+First ``busy``: calibrations beside two spinning processes, as many as asked, without and with ``--busy``. Then, on a
+quiet machine, ``quiet``: calibrations again, and a race of plain decoding against every length that was recommended,
+on other prompts of the kind, interleaved. Prints each prediction over what the race measured at its length.
+
+    python benchmarks/calibrate_busy.py busy FOLDER [--kind code] [--times 20]
+    python benchmarks/calibrate_busy.py quiet FOLDER [--times 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from controller_live import Way, interleaved
+
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength
+from adaptive.pair import BUNDLED, load_pair
+from adaptive.settings import load_settings
+from cli.prompts import read_prompts
+
+SPIN = "import hashlib\nwhile True: hashlib.sha256(bytes(2**20)).digest()"
+# Answers from which acceptance is known, prompts that are raced on, tokens of each, and passes of the race.
+ANSWERS, RACED, TOKENS, PASSES = 32, 16, 80, 3
+
+
+@contextlib.contextmanager
+def spinning(count: int) -> Iterator[None]:
+    """So many processes that take all the time they get."""
+    started = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def adaptive(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One command on the bundled pair, greedy, with its state in ``folder``."""
+    start = [sys.executable, "-c", "from cli.main import run; run()", *arguments]
+    where = ["--state-dir", str(folder / "state"), "--temperature", "0"]
+    return subprocess.run([*start, *where], capture_output=True, text=True, check=False)
+
+
+def calibrations(folder: Path, times: int, *options: str) -> tuple[list[dict[str, Any]], int]:
+    """The reports of so many calibrations, and how many were refused."""
+    reports, refused = [], 0
+    for _ in range(times):
+        done = adaptive(folder, "calibrate", "--json", *options)
+        if done.returncode == 1 and "this machine is busy" in done.stderr:
+            refused += 1
+            assert not list((folder / "state").rglob("controller.json")), "costs were kept"
+            continue
+        assert done.returncode == 0, done.stderr
+        reports.append(json.loads(done.stdout))
+        low, high = reports[-1]["predicted_speed_up_interval"]
+        print(
+            f"  predicted {reports[-1]['predicted_speed_up']:.3f} ({low:.3f} to {high:.3f}) at length "
+            f"{reports[-1]['recommended_draft_length']}, break-even {reports[-1]['break_even_acceptance']:.3f}, "
+            f"others took {reports[-1]['other_programs_cores'] or 0:.2f} cores",
+            flush=True,
+        )
+    return reports, refused
+
+
+def busy(folder: Path, kind: str, times: int) -> None:
+    """Calibrations beside two spinning processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (BUNDLED / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+    (folder / "asked.jsonl").write_text("\n".join(lines[1 : 2 * ANSWERS : 2]), encoding="utf-8")
+    (folder / "raced.jsonl").write_text("\n".join(lines[: 2 * RACED : 2]), encoding="utf-8")
+    asked = ("--prompts", str(folder / "asked.jsonl"), "--max-new-tokens", str(TOKENS), "--draft-length", "0")
+    done = adaptive(folder, "generate", "--json", *asked)
+    assert done.returncode == 0, done.stderr
+    with spinning(2):
+        print("beside two spinning processes")
+        promised, refused = calibrations(folder, times)
+        print(f"  refused {refused} of {times}\nbeside two spinning processes, --busy", flush=True)
+        marked, _ = calibrations(folder, times, "--busy")
+    assert all(report["busy"] for report in marked)
+    (folder / "busy.json").write_text(json.dumps([*promised, *marked]), encoding="utf-8")
+
+
+def quiet(folder: Path, times: int) -> None:
+    """Calibrations on a quiet machine, and the race."""
+    before = json.loads((folder / "busy.json").read_text(encoding="utf-8"))
+    print("quiet")
+    now, refused = calibrations(folder, times)
+    assert not refused, "this machine is not quiet"
+    lengths = sorted({0, *(report["recommended_draft_length"] for report in [*before, *now])})
+    pair = load_pair(load_settings({}))
+    ways = {k: Way(f"{k}", Assistant(pair, FixedLength(k), None)) for k in lengths}
+    interleaved(list(ways.values()), read_prompts(folder / "raced.jsonl"), TOKENS, PASSES)
+    measured = {k: way.rate / ways[0].rate for k, way in ways.items()}
+    print("measured: " + ", ".join(f"{speed_up:.3f} at length {k}" for k, speed_up in measured.items()))
+    for name, reports in (("beside two spinning processes", before), ("quiet", now)):
+        over = sorted(r["predicted_speed_up"] / measured[r["recommended_draft_length"]] for r in reports)
+        print(f"{name}: predicted / measured " + " ".join(f"{ratio:.3f}" for ratio in over))
+        print(f"  lowest break-even {min(r['break_even_acceptance'] for r in reports):.3f}")
+    best = max(measured.values())
+    print(f"highest prediction of all over the best length measured: "
+          f"{max(r['predicted_speed_up'] for r in [*before, *now]) / best:.3f}")  # fmt: skip
+
+
+def main() -> None:
+    """One of the two parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["busy", "quiet"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", default="code")
+    parser.add_argument("--times", type=int)
+    args = parser.parse_args()
+    if args.part == "busy":
+        busy(args.folder, args.kind, args.times or 20)
+    else:
+        quiet(args.folder, args.times or 3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What is to be expected of every draft length, from what rounds cost and what texts were accepted.
+
+In: measurements of a pair, and generations to replay. Out: a ``Forecast``, whose interval covers the machine and the
+texts together.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cli.repeats import typical
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from adaptive.control.costs import CostModel, CostTable
+    from adaptive.pair import Pair
+    from trainers.dataset import Example
+
+# Samples of the generations, drawn with replacement, and of the machine, behind the interval of the predicted speed-up.
+RESAMPLES = 2000
+# Acceptances at which the break-even is looked for.
+STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is to be expected of every draft length from 0, and what follows.
+
+    ``acceptance`` is that of all positions. ``mean_acceptance_length`` and ``tokens_per_second`` have an entry for
+    every length; ``speed_up`` is that of ``draft_length`` over plain decoding and its interval (95%) what the choice of
+    generations and the moment of the measurements leave open; ``break_even`` is the acceptance (the same at every
+    position) below which no length pays, ``by_acceptance`` the best length and its speed-up at some acceptances.
+    """
+
+    costs: CostTable
+    generations: int
+    acceptance: float
+    mean_acceptance_length: tuple[float, ...]
+    tokens_per_second: tuple[float, ...]
+    draft_length: int
+    speed_up: float
+    speed_up_interval: tuple[float, float]
+    break_even: float
+    by_acceptance: tuple[tuple[float, int, float], ...]
+
+
+def predict(repeats: Sequence[CostTable], sample: Sequence[Example], pair: Pair) -> Forecast:
+    """Rates of every length: tokens of a round at that length, by replay, over its seconds.
+
+    ``repeats`` are independent measurements; of a single one nothing can be said about the machine.
+    """
+    from adaptive.control.costs import LONGEST, CostModel
+    from trainers.replay import acceptance_rate, expected_rounds, mean_acceptance_length, replay_on
+
+    assert pair.draft is not None
+    replays, costs = replay_on(pair.draft, sample), typical(repeats)
+    context = int(statistics.mean(len(e.prompt) + len(e.output) / 2 for e in sample))
+
+    def at_context(table: CostTable) -> CostModel:
+        model = CostModel(table)
+        model.at(context)
+        return model
+
+    model, lengths = at_context(costs), range(LONGEST + 1)
+    seconds = [model.round(k) for k in lengths]
+    tokens = [mean_acceptance_length(replays, k) if k else 1.0 for k in lengths]
+    rates = [model.with_tokens(tokens[k] / seconds[k]) for k in lengths]
+    best = max(lengths, key=rates.__getitem__)
+
+    def at(acceptance: float) -> tuple[int, float]:
+        expected = (sum(acceptance**i for i in range(k + 1)) / seconds[k] for k in lengths)
+        gains = [model.with_tokens(rate) / rates[0] for rate in expected]
+        top = max(lengths, key=gains.__getitem__)
+        return top, gains[top]
+
+    interval = (1.0, 1.0)
+    if best:
+        models = [at_context(table) for table in repeats]
+        interval = speed_up_interval(models, *expected_rounds(replays, best), best, rates[best] / rates[0])
+    return Forecast(
+        costs=costs,
+        generations=len(replays),
+        acceptance=acceptance_rate(replays),
+        mean_acceptance_length=tuple(tokens),
+        tokens_per_second=tuple(rates),
+        draft_length=best,
+        speed_up=rates[best] / rates[0],
+        speed_up_interval=interval,
+        break_even=next((a / STEPS for a in range(1, STEPS) if at(a / STEPS)[0] > 0), 1.0),
+        by_acceptance=tuple((a / 10, *at(a / 10)) for a in range(1, 10)),
+    )
+
+
+def speed_up_interval(
+    repeats: Sequence[CostModel],
+    accepted: npt.NDArray[np.float64],
+    rounds: npt.NDArray[np.float64],
+    length: int,
+    predicted: float,
+) -> tuple[float, float]:
+    """The 2.5th and 97.5th percentile of the speed-up at draft ``length`` that another run, over other texts, would
+    measure.
+
+    Generations (G,), with the tokens ``accepted`` and the ``rounds`` of each, are drawn anew with replacement. Another
+    run of the machine differs from the mean of ``repeats`` by what these differ by among themselves, with the tails of
+    so few (Student's t). A round takes at least as long as a plain step, so no speed-up is above its tokens.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, len(rounds), (RESAMPLES, len(rounds)))
+    tokens = 1 + accepted[drawn].sum(1) / rounds[drawn].sum(1)
+    middle = 1 + accepted.sum() / rounds.sum()
+    gains = np.log([m.with_tokens(middle / m.round(length)) * (m.round(0) + m.token_s * m.speed) for m in repeats])
+    off = np.zeros(RESAMPLES)
+    if len(repeats) > 1:
+        spread = gains.std(ddof=1) * (1 + 1 / len(gains)) ** 0.5
+        off = spread * rng.standard_t(len(gains) - 1, RESAMPLES)
+    found = np.minimum(predicted * tokens / middle * np.exp(off), tokens)
+    low, high = np.percentile(found, (2.5, 97.5))
+    return float(low), float(high)

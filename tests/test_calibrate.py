@@ -1,0 +1,119 @@
+"""``adaptive calibrate`` promises what holds: bounded, with an interval that covers the machine, or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import save_random_pair
+from spinning import spinning
+
+from adaptive.control.costs import UNMEASURED, CostModel, CostTable
+from cli import repeats
+from cli.forecast import speed_up_interval
+from cli.main import run
+from cli.repeats import typical, uncertainty
+
+ACCEPTED, ROUNDS = np.array([40.0, 52.0, 31.0, 66.0]), np.array([20.0, 24.0, 18.0, 30.0])
+TOKENS = 1 + ACCEPTED.sum() / ROUNDS.sum()
+
+
+def calibrate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    """Exit status, output and errors of the command."""
+    monkeypatch.setattr(sys, "argv", ["adaptive", "calibrate", *arguments])
+    code = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    target, draft = save_random_pair(tmp_path_factory.mktemp("pair"), "qwen2")
+    return "--target", str(target), "--draft", str(draft), "--dtype", "float32"
+
+
+def test_beside_other_programs_nothing_is_promised_and_nothing_kept(
+    pair: tuple[str, ...],
+    own_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(repeats, "PATIENCE_S", 1.0)
+    with spinning(3):
+        code, out, err = calibrate(monkeypatch, capsys, *pair, "--answers", "2")
+    assert code == 1
+    assert "this machine is busy (" in err
+    assert "again when it is quiet, or with --busy" in err
+    assert "x plain" not in out
+    assert not list(own_home.rglob("controller.json"))
+
+
+def test_figures_beside_other_programs_are_bounded_marked_and_not_kept(
+    pair: tuple[str, ...],
+    own_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with spinning(3):
+        code, out, err = calibrate(monkeypatch, capsys, *pair, "--answers", "2", "--busy", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["busy"] is True
+    assert report["other_programs_cores"] > 0.3
+    assert report["measurements"] >= 3
+    assert report["break_even_acceptance"] > 0
+    best = report["recommended_draft_length"]
+    assert 1 <= report["predicted_speed_up"] <= report["mean_acceptance_length"][best]
+    low, high = report["predicted_speed_up_interval"]
+    assert low <= report["predicted_speed_up"] <= high <= max(report["mean_acceptance_length"]) + 1
+    # At an acceptance of a tenth a round can bring a ninth more than plain decoding at most.
+    assert all(row["speed_up"] <= 1 / (1 - row["acceptance"]) for row in report["by_acceptance"])
+    assert not list(own_home.rglob("controller.json"))
+
+
+def slower(by: float) -> CostTable:
+    """A machine on which verifying takes so many times as long, and a plain step as long as ever."""
+    return dataclasses.replace(UNMEASURED, verify_s=(1.0, *(by * seconds for seconds in UNMEASURED.verify_s[1:])))
+
+
+def interval(*tables: CostTable) -> tuple[float, float]:
+    models, middle = [CostModel(table) for table in tables], CostModel(typical(tables))
+    predicted = middle.with_tokens(TOKENS / middle.round(3)) / middle.with_tokens(1 / middle.round(0))
+    return speed_up_interval(models, ACCEPTED, ROUNDS, 3, predicted)
+
+
+def test_the_interval_covers_the_machine_and_the_texts() -> None:
+    texts = interval(UNMEASURED)
+    steady = interval(UNMEASURED, slower(1.001), slower(0.999))
+    changing = interval(UNMEASURED, slower(1.15), slower(1.3))
+    assert steady == pytest.approx(texts, rel=0.02)
+    assert changing[1] - changing[0] > 1.5 * (texts[1] - texts[0])
+    # It holds each of the machines that were seen, on the texts that were.
+    for table in (UNMEASURED, slower(1.15), slower(1.3)):
+        model = CostModel(table)
+        seen = model.with_tokens(TOKENS / model.round(3)) / model.with_tokens(1 / model.round(0))
+        assert changing[0] < seen < changing[1]
+
+
+def test_no_speed_up_is_above_the_tokens_of_a_round() -> None:
+    free = dataclasses.replace(UNMEASURED, verify_s=(1.0,) * 17, start_s=0.0, draft_s=1e-6, token_s=1e-9)
+    low, high = interval(free, dataclasses.replace(free, plain_s=4.0, verify_s=(4.0,) * 17), free)
+    best = 1 + max(accepted / rounds for accepted, rounds in zip(ACCEPTED, ROUNDS, strict=True))
+    assert low <= high <= best
+
+
+def test_measurements_are_repeated_while_they_disagree() -> None:
+    assert uncertainty([UNMEASURED, UNMEASURED, UNMEASURED]) == 0
+    assert uncertainty([UNMEASURED, slower(1.2), slower(0.9)]) > repeats.CERTAIN
+    # One in a bad moment does not move what is predicted.
+    assert typical([UNMEASURED, slower(3.2), UNMEASURED]) == dataclasses.replace(UNMEASURED, plain_s=1.0)
