@@ -58,6 +58,8 @@ class Settings(BaseSettings):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     record: bool = True
+    keep_days: float | None = Field(None, gt=0)
+    keep_gb: float | None = Field(None, gt=0)
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     api_key: SecretStr | None = None

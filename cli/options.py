@@ -85,6 +85,12 @@ SHARED: dict[str, Any] = {
         Optional[bool],
         typer.Option("--record/--no-record", help="Keep what is said in the log.", rich_help_panel=RUNNING),
     ],
+    "keep_days": Annotated[
+        Optional[float], typer.Option(help="Delete records that are older.", rich_help_panel=RUNNING)
+    ],
+    "keep_gb": Annotated[
+        Optional[float], typer.Option(help="Delete the oldest records beyond this size.", rich_help_panel=RUNNING)
+    ],
     "config": Annotated[
         Optional[Path], typer.Option(help="Settings file, instead of adaptive.toml.", rich_help_panel=RUNNING)
     ],

@@ -68,6 +68,7 @@ def open_session(settings: Settings, console: Console, cache_bytes: int = 0) -> 
     from adaptive.control.memory import load, remembered, save
     from adaptive.control.policy import FixedLength
     from adaptive.measure import attentive_on, measure, where_it_runs
+    from adaptive.records.retention import Keep
     from adaptive.records.writer import LogWriter
     from adaptive.swapper import Swapper
 
@@ -75,7 +76,8 @@ def open_session(settings: Settings, console: Console, cache_bytes: int = 0) -> 
     memory = load(state.controller, where_it_runs(pair))
     policy = length_policy(settings, memory, attentive_on(pair))
     store = AdapterStore(state.adapters)
-    log = LogWriter(state.records, after=store.last_record()) if settings.record else None
+    keep = Keep(settings.keep_days, settings.keep_gb)
+    log = LogWriter(state.records, after=store.last_record(), keep=keep) if settings.record else None
     assistant = Assistant(pair, FixedLength(0), log, cache_bytes)
     swapper = Swapper(assistant, store, identity.base, lambda said: console.print(f"[yellow]adapter:[/] {said}"))
     session = Session(assistant, pair, state, store, swapper)

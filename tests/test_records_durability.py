@@ -124,7 +124,7 @@ def test_a_full_file_system_is_said_and_nothing_is_lost_once_there_is_room(tmp_p
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", small], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=768k", "tmpfs", small], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")

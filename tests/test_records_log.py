@@ -15,6 +15,7 @@ from records_factory import generation, same, start
 from adaptive.errors import AdaptiveError
 from adaptive.records.export import export_jsonl, export_parquet
 from adaptive.records.log import Log
+from adaptive.records.retention import Keep
 from adaptive.records.schema import MIGRATIONS, connect, create_tables
 from adaptive.records.writer import LogWriter
 from adaptive.types import Generation, Message
@@ -282,3 +283,28 @@ def test_an_export_that_fails_leaves_nothing(path: Path, tmp_path: Path) -> None
     with pytest.raises(AdaptiveError, match="cannot export"):
         export_jsonl(Log(path), tmp_path / "taken")
     assert [f.name for f in tmp_path.iterdir() if f.is_file()] == []
+
+
+def test_old_records_and_those_beyond_a_size_are_deleted_only_where_that_is_asked_for(path: Path) -> None:
+    now = time.time()
+    said = [generation(n, created=now - 86400 * (200 - n), tokens=60) for n in range(200)]
+    filled(path, said)
+    assert Log(path).count() == 200
+    with LogWriter(path, keep=Keep(days=99.5)) as writer:
+        writer.write(generation(200, created=now))
+        assert writer.flush()
+    with Log(path) as log:
+        assert [entry.id for entry in log.generations()] == list(range(102, 202))
+        whole = path.stat().st_size
+    with LogWriter(path, keep=Keep(gigabytes=whole / 4 / 1e9)) as writer:
+        writer.write(generation(201, created=now))
+        assert writer.flush()
+    with Log(path) as log:
+        kept = [entry.id for entry in log.generations()]
+        assert 0 < len(kept) < 60
+        assert kept[-1] == 202
+        assert len(log.figures()) == len(kept)
+    for number in range(300):  # what was freed is used again
+        with LogWriter(path, keep=Keep(gigabytes=whole / 4 / 1e9)) as writer:
+            writer.write(generation(number, created=now, tokens=60))
+    assert path.stat().st_size < 1.2 * whole

@@ -11,8 +11,10 @@ import atexit
 import contextlib
 import dataclasses
 import logging
+import math
 import sqlite3
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from adaptive.records.recover import (
     remove_beside,
     replacing,
 )
+from adaptive.records.retention import LOOK_S, Keep
 from adaptive.records.rows import insert
 from adaptive.records.schema import DiskFullError, connect, transaction
 from adaptive.types import Generation
@@ -73,9 +76,16 @@ class LogWriter:
     """
 
     def __init__(
-        self, path: Path, *, memory_bytes: int = MEMORY_BYTES, retry_s: float = RETRY_S, after: int = 0
+        self,
+        path: Path,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        retry_s: float = RETRY_S,
+        after: int = 0,
+        keep: Keep | None = None,
     ) -> None:
         """Open (or create) the log at ``path``; new ids are above ``after``. A damaged log is replaced (``recover``).
+        What ``keep`` does not keep is deleted now and as records come.
 
         A full disk is no reason to stop: what is written waits in memory. Raises AdaptiveError where the log
         cannot be opened for another reason.
@@ -86,6 +96,8 @@ class LogWriter:
         self._held = 0  # bytes of what waits
         self._retry_s = retry_s
         self._newest = after
+        self._keep = keep
+        self._looked = -math.inf  # when ``keep`` was last enforced
         self._pending: deque[Generation] = deque()
         self._changed = threading.Condition()
         self._handed = self._settled = 0  # generations given to write(), and committed or given up
@@ -190,6 +202,7 @@ class LogWriter:
             self._give_up(self._failure or "the disk is too slow")
 
     def _run(self) -> None:
+        self._enforce()
         while (generation := self._next()) is not None:
             failure = permanent = None
             try:
@@ -202,6 +215,8 @@ class LogWriter:
                 permanent = f"{type(error).__name__}: {error}"
             if failure is not None or permanent is not None:
                 self._drop_connection()
+            else:
+                self._enforce()
             if not self._conclude(generation, failure, permanent):
                 break
         self._drop_connection()
@@ -227,6 +242,19 @@ class LogWriter:
         with transaction(connection):
             number = insert(connection, generation)
         self._newest = max(self._newest, number)
+
+    def _enforce(self) -> None:
+        """Delete what is not to stay, now and then. What hinders it, a full disk or a reader, is met again later."""
+        if self._keep is None or self._connection is None or time.monotonic() - self._looked < LOOK_S:
+            return
+        self._looked = time.monotonic()
+        try:
+            deleted = self._keep.enforce(self._connection)
+        except sqlite3.Error as error:
+            logger.warning("old records cannot be deleted now: %s", error)
+            return
+        if deleted:
+            logger.info("%d records were older or more than are kept, and are deleted", deleted)
 
     def _conclude(self, generation: Generation, failure: str | None, permanent: str | None) -> bool:
         """Book the outcome of one try. False when a closing writer must stop although something waits."""
