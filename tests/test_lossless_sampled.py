@@ -16,11 +16,12 @@ import torch
 from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaptive.control.policy import FixedLength
+from adaptive.control.policy import Adviser, FixedLength
 from adaptive.decoding import loop
 from adaptive.decoding.loop import Decoding, Request, TargetSampler
 from adaptive.decoding.verify import Verdict, verify_logits, verify_on_device, verify_sampled
 from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.proposal import Proposal
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.errors import AdaptiveError
 from adaptive.sampling import (
@@ -101,8 +102,38 @@ def exact_distribution(target: TransformersEngine, params: SamplingParams) -> di
     return distribution
 
 
+class Certain:
+    """A drafter without chance: after every token the same others, whatever the target makes of them. ``probs`` is what
+    it says of their distributions."""
+
+    name = "certain"
+
+    def __init__(self, probs: torch.Tensor | None = None) -> None:
+        self.probs = probs
+
+    def limit(self, committed: int) -> int:
+        return 8
+
+    def waiting(self, committed: int) -> int:
+        return 0
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal:
+        tokens = [(3 * committed[-1] + place) % VOCAB for place in range(length)]
+        return Proposal(self.name, tokens, None if self.probs is None else self.probs[:length])
+
+    def reserve(self, length: int) -> None:
+        pass
+
+    def rollback(self, length: int) -> None:
+        pass
+
+
 def run_loop(
-    models: tuple[TransformersEngine, TransformersEngine], params: SamplingParams, length: int, runs: int = RUNS
+    models: tuple[TransformersEngine, TransformersEngine],
+    params: SamplingParams,
+    length: int,
+    runs: int = RUNS,
+    certain: Certain | None = None,
 ) -> Counter[tuple[int, ...]]:
     """The first three of four tokens of ``runs`` generations by the whole loop (so that two are drafted at once)."""
     target, draft = models
@@ -114,7 +145,7 @@ def run_loop(
         other.rollback(len(PROMPT) - 1)
         penalties = Penalties(params, VOCAB, torch.device("cpu"))
         request = Request(PROMPT, params, StopParams(max_new_tokens=4), frozenset(), record=False)
-        drafter = ModelDrafter(other, draft, VOCAB, params, penalties, generator)
+        drafter = certain or ModelDrafter(other, draft, VOCAB, params, penalties, generator)
         sampler = TargetSampler(params, penalties, generator)
         decoding = Decoding(request, one, 64, drafter, sampler, FixedLength(length), NoText())  # type: ignore[arg-type]
         for _ in decoding.steps():
@@ -140,6 +171,32 @@ def test_the_whole_loop_samples_from_the_target(
     models: tuple[TransformersEngine, TransformersEngine], params: SamplingParams
 ) -> None:
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) > 0.001
+
+
+@pytest.mark.parametrize(
+    ("params", "fused"),
+    [(PARAMS[1], True), (PARAMS[1], False), (PARAMS[2], True), (PARAMS[4], False)],
+    ids=[f"{IDS[1]}-in-one-call", f"{IDS[1]}-from-logits", f"{IDS[2]}-in-one-call", IDS[4]],
+)
+def test_tokens_proposed_without_chance_leave_the_target_its_distribution(
+    models: tuple[TransformersEngine, TransformersEngine],
+    params: SamplingParams,
+    fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not fused:
+        monkeypatch.setattr(TransformersSequence, "fused", None)
+    exact = exact_distribution(models[0], params)
+    assert p_value(run_loop(models, params, length=2, certain=Certain()), exact) > 0.001
+
+
+def test_tokens_proposed_without_chance_and_verified_as_drawn_fail_the_same_test(
+    models: tuple[TransformersEngine, TransformersEngine],
+) -> None:
+    params = PARAMS[1]
+    drawn = Certain(torch.full((2, VOCAB), 1 / VOCAB))
+    counts = run_loop(models, params, length=2, certain=drawn)
+    assert p_value(counts, exact_distribution(models[0], params)) < 0.001
 
 
 def always_accept(p: torch.Tensor, drafted: list[int], q: Distributions, uniform: Uniform) -> Verdict:

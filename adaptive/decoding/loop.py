@@ -17,7 +17,7 @@ from adaptive.control.policy import Adviser, LengthPolicy
 from adaptive.decoding.supervision import SupervisionTape
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verify import Verdict, verify_fused, verify_greedy, verify_logits
-from adaptive.drafting.proposal import Proposal
+from adaptive.drafting.proposal import Proposal, point_masses
 from adaptive.drafting.protocol import Drafter
 from adaptive.engines.protocol import Sequence
 from adaptive.sampling import Penalties, Transform, Uniform
@@ -74,6 +74,8 @@ class TargetSampler:
     def verify(self, target: Sequence, fed: list[int], proposal: Proposal | None) -> tuple[Verdict, torch.Tensor]:
         """Feed the target ``fed`` and the K tokens of a proposal in one pass. What stands of them, and the target's raw
         logits (K + 1, vocab) after the last token of ``fed`` and after each of the K."""
+        if proposal is not None and proposal.probs is None and not self.params.greedy:
+            proposal = proposal._replace(probs=point_masses(proposal.tokens, self.penalties.vocab_size))
         fused, rule, drafted = target.fused, self.transform.rule, [] if proposal is None else proposal.tokens
         if fused is not None and rule is not None and isinstance(drafted, list) and not self.adjusts:
             return verify_fused(fused, rule, fed, proposal, self.uniform)
