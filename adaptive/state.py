@@ -37,6 +37,11 @@ class PairState:
         return self.root / "controller.json"
 
     @property
+    def promotions(self) -> Path:
+        """What each promotion was expected to bring, and what came."""
+        return self.root / "promotions.json"
+
+    @property
     def doubts(self) -> Path:
         """The adapter that was rolled back and is to be judged once more."""
         return self.root / "doubts.json"

@@ -73,11 +73,13 @@ class Conversation:
         trainer: Trainer,
     ) -> None:
         from adaptive.assistant import sampling_params
+        from adaptive.control.memory import current_costs
         from adaptive.types import StopParams
 
         self.opened = opened
         self.console = console
         self.trainer = trainer
+        trainer.costs = lambda: current_costs(opened.assistant.policy, opened.state.controller)
         self.sampling = sampling_params(settings, opened.pair)
         self.limits = StopParams(settings.max_new_tokens)
         self.name = name or opened.assistant.session

@@ -317,28 +317,25 @@ def _attempts_table(outcome: DistillOutcome) -> Any:
 def break_even(outcome: DistillOutcome, settings: Settings) -> str | None:
     """When the time of training is saved again, at the costs of the last session; None where nothing is known.
 
-    Both drafts at the table's draft length, or plain decoding where that is faster.
+    Both drafts at the best draft length there, or plain decoding where that is faster.
     """
     from adaptive.control.memory import last_costs
     from adaptive.pair import pair_identity
+    from adaptive.promotions import expected_speed, seconds_a_token
     from adaptive.state import PairState
 
     costs = last_costs(PairState(settings.state_dir / pair_identity(settings).id).controller)
     if costs is None or outcome.verdict is None:
         return None
-    held = outcome.verdict.recent
-    plain = costs.plain_step_s + costs.overhead_s
-    verify_s = costs.verify_s[min(held.draft_length, len(costs.verify_s) - 1)]
-    round_s = held.draft_length * costs.draft_s + verify_s + costs.overhead_s
-    before, after = (
-        min(plain, round_s / lengths.mean) + costs.token_s
-        for lengths in (held.mean_acceptance_length_before, held.mean_acceptance_length_after)
-    )
+    faster, over_plain = expected_speed(outcome.verdict.recent, costs)
+    after = seconds_a_token((), costs) / over_plain
+    before = after * faster
     if after >= before:
         return "At the costs of the last session, that makes answers no faster."
     answers = outcome.train_seconds / (ANSWER_TOKENS * (before - after))
     return (
-        f"At the costs of the last session: {1 / before:.0f} tokens/s become {1 / after:.0f}, and the "
+        f"At the costs of the last session: {faster:.2f} times as fast as now, by replay ({1 / before:.0f} tokens/s "
+        f"become {1 / after:.0f}, {over_plain:.2f} times plain decoding), and the "
         f"{outcome.train_seconds:.0f} s of training are saved again after {answers:.0f} answers of "
         f"{ANSWER_TOKENS} tokens."
     )

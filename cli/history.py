@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Rows of the table: a year of days or sessions would scroll the plot away. --json and --csv have all.
 TABLE_ROWS = 30
+# Promotions whose speed is shown below it.
+SHOWN_PROMOTIONS = 5
 
 
 class Grouping(str, Enum):
@@ -60,6 +62,7 @@ def history(
     """
     if as_json and as_csv:
         raise AdaptiveError("--json and --csv exclude each other; choose one")
+    from adaptive.promotions import load
     from adaptive.records.history import history as history_of
     from adaptive.records.log import Log
     from adaptive.records.saved import saved_in_words, time_saved
@@ -76,7 +79,8 @@ def history(
         write_report(found, state.root.name, by.of_rows, html)
         typer.echo(f"adaptive: wrote {html}", err=True)
     if as_json:
-        spent = {"saved": None if saved is None else asdict(saved), "training_seconds": training_s}
+        known = [asdict(one) for one in load(state.promotions)]
+        spent = {"saved": None if saved is None else asdict(saved), "training_seconds": training_s, "promotions": known}
         _print_json(found, state.root.name, by, spent)
     elif as_csv:
         _print_csv(found, by)
@@ -87,6 +91,8 @@ def history(
         _show(found, state.root.name, by, console)
         if found.totals.generations:
             console.print(saved_in_words(saved, training_s))
+            for promotion in load(state.promotions)[-SHOWN_PROMOTIONS:]:
+                console.print(f"adapter {promotion.adapter}: {promotion.text}", markup=False)
 
 
 def print_summary(state: PairState, console: Console, session: str | None = None) -> None:

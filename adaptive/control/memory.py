@@ -16,6 +16,7 @@ from adaptive.control.acceptance import Acceptance, Counts
 from adaptive.control.confidence import FOLLOW_STEP, Calibration
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
+from adaptive.control.policy import LengthPolicy
 from checkpoints import files
 
 # Version of the file's shape; another one is not read.
@@ -100,6 +101,13 @@ def load(file: Path, device: str) -> Memory:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return empty
     return Memory(device, content.get("adapter"), costs, acceptance, calibration)
+
+
+def current_costs(policy: LengthPolicy | None, file: Path) -> CostTable | None:
+    """What a round costs now, as ``policy`` knows; where it has measured nothing or does not ask, ``last_costs``."""
+    if isinstance(policy, GoodputLength) and policy.costs.measured:
+        return policy.costs.table()
+    return last_costs(file)
 
 
 def last_costs(file: Path) -> CostTable | None:

@@ -14,7 +14,7 @@ evenly over its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,15 +85,12 @@ def saved_in_words(saved: Saved | None, training_s: float) -> str:
 
 def time_saved(spent: Sequence[Spent]) -> Saved | None:
     """Over all answers, oldest first; None where too little was decoded plainly to say."""
-    all_columns = np.array(spent, dtype=np.float64).reshape(-1, len(Spent._fields)).T
-    timed = (all_columns[1] > 0) & (all_columns[2] > 0)
-    at, tokens, seconds, rounds, rounds_s, plain, plain_s = all_columns[:, timed]
-    others, has_plain = plain < rounds, plain > 0
+    at, tokens, seconds, plain, plain_seconds, whole = _columns(spent)
+    others, has_plain = ~whole, plain > 0
     if not others.any():
         return Saved(0.0, 0.0, 0.0, 0)
     if plain.sum() < FEWEST:
         return None
-    plain_seconds = plain_s + plain * np.maximum(0.0, seconds - rounds_s) / tokens
     counted = _merged(plain[has_plain]), _merged(plain_seconds[has_plain])
     of_others = _merged((tokens - plain)[others]), _merged((seconds - plain_seconds)[others])
     low, high = _nearest(_firsts(at[has_plain]), counted[0], _firsts(at[others]))
@@ -110,6 +107,43 @@ def time_saved(spent: Sequence[Spent]) -> Saved | None:
     return Saved(best, best - half, best + half, int(others.sum()))
 
 
+def speed_change(
+    spent: Sequence[Spent], before: Collection[int], after: Collection[int]
+) -> tuple[float, float, float] | None:
+    """How many times as fast the answers ``after`` (ids) decoded as those ``before``, with its 95% interval.
+
+    Each is held against plain decoding at its own time, so that a machine that has become slower is not an answer that
+    has. None where too little was decoded plainly to say.
+    """
+    at, tokens, seconds, plain, plain_seconds, _ = _columns(spent)
+    if plain.sum() < FEWEST:
+        return None
+    has_plain = plain > 0
+    low, high = _nearest(at[has_plain], plain[has_plain], at)
+    counts, costs = (_between(values[None, has_plain], low, high)[0] for values in (plain, plain_seconds))
+    plainly = plain_seconds + (tokens - plain) * costs / counts
+    rng = np.random.default_rng(0)
+    drawn, best = np.zeros(DRAWS), 0.0
+    for sign, ids in ((-1, before), (1, after)):
+        chosen = np.isin(at, list(ids))
+        if not chosen.any():
+            return None
+        weights = rng.exponential(size=(DRAWS, int(chosen.sum())))
+        best += sign * float(np.log(plainly[chosen].sum() / seconds[chosen].sum()))
+        drawn += sign * np.log((weights @ plainly[chosen]) / (weights @ seconds[chosen]))
+    half = 1.96 * float(drawn.std())
+    return float(np.exp(best)), float(np.exp(best - half)), float(np.exp(best + half))
+
+
+def _columns(spent: Sequence[Spent]) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, npt.NDArray[np.bool_]]:
+    """Of the answers that were timed: id, tokens, seconds, plain rounds and their seconds with what passed between
+    them, and whether all of the answer is plain."""
+    columns = np.array(spent, dtype=np.float64).reshape(-1, len(Spent._fields)).T
+    at, tokens, seconds, rounds, rounds_s, plain, plain_s = columns[:, (columns[1] > 0) & (columns[2] > 0)]
+    plain_seconds = plain_s + plain * np.maximum(0.0, seconds - rounds_s) / tokens
+    return at, tokens, seconds, plain, plain_seconds, plain == rounds
+
+
 def _merged(values: Numbers) -> Numbers:
     """``values`` of answers that follow each other, summed up so that there are at most MOST."""
     return np.add.reduceat(values, np.arange(0, len(values), _each(values))) if len(values) else values
@@ -124,10 +158,11 @@ def _each(values: Numbers) -> int:
     return max(1, -(-len(values) // MOST))
 
 
-def _weights(answers: int) -> list[Numbers]:
+def _weights(answers: int) -> Iterator[Numbers]:
     """How much each answer counts in each draw: (AT_ONCE, answers), never 0, with mean and variance 1."""
     rng = np.random.default_rng(0)
-    return [rng.exponential(size=(AT_ONCE, answers)) for _ in range(DRAWS // AT_ONCE)]
+    for _ in range(DRAWS // AT_ONCE):
+        yield rng.exponential(size=(AT_ONCE, answers))
 
 
 def _nearest(at: Numbers, counts: Numbers, wanted: Numbers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

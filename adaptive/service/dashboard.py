@@ -11,10 +11,12 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Response
 from fastapi import Path as InPath
 
+from adaptive import promotions
 from adaptive.records.history import By, as_object, history
 from adaptive.records.log import Log
 from adaptive.records.saved import time_saved
 from adaptive.service.trainer import Trainer
+from adaptive.state import PairState
 from checkpoints.manifest import Manifest
 from checkpoints.store import AdapterStore, training_seconds
 
@@ -46,7 +48,7 @@ def add_dashboard(app: FastAPI, trainer: Trainer) -> None:
 
     @app.get("/adaptive/history")
     async def past(by: By = "adapter") -> dict[str, Any]:
-        return await asyncio.to_thread(_history, trainer.state.records, store, by)
+        return await asyncio.to_thread(_history, trainer.state, store, by)
 
     @app.get("/adaptive/trainer")
     async def training() -> dict[str, Any]:
@@ -54,7 +56,7 @@ def add_dashboard(app: FastAPI, trainer: Trainer) -> None:
 
     @app.get("/adaptive/adapters")
     async def adapters() -> list[dict[str, Any]]:
-        return await asyncio.to_thread(_adapters, store)
+        return await asyncio.to_thread(_adapters, store, trainer.state)
 
     @app.post("/adaptive/adapters/rollback")
     async def rollback() -> dict[str, Any]:
@@ -79,8 +81,8 @@ def _plotly() -> bytes:
     return str(get_plotlyjs()).encode()
 
 
-def _history(records: Path, store: AdapterStore, by: By) -> dict[str, Any]:
-    with Log(records) as log:
+def _history(state: PairState, store: AdapterStore, by: By) -> dict[str, Any]:
+    with Log(state.records) as log:
         generations = log.figures()
         saved = time_saved(log.spent())
     found = history(generations, by)
@@ -88,15 +90,17 @@ def _history(records: Path, store: AdapterStore, by: By) -> dict[str, Any]:
         **as_object(found),
         "saved": None if saved is None else {**asdict(saved), "text": saved.text},
         "training_seconds": training_seconds(store),
+        "promotions": [{**asdict(one), "text": one.text} for one in promotions.load(state.promotions)],
     }
 
 
-def _adapters(store: AdapterStore) -> list[dict[str, Any]]:
+def _adapters(store: AdapterStore, state: PairState) -> list[dict[str, Any]]:
     current = store.current_id()
-    return [_object(manifest, current) for manifest in store.list()]
+    speeds = {one.adapter: one.text for one in promotions.load(state.promotions)}
+    return [_object(manifest, current, speeds.get(manifest.id)) for manifest in store.list()]
 
 
-def _object(manifest: Manifest, current: str | None) -> dict[str, Any]:
+def _object(manifest: Manifest, current: str | None, speed: str | None) -> dict[str, Any]:
     known = asdict(manifest)
     del known["files"]
-    return {**known, "current": manifest.id == current}
+    return {**known, "current": manifest.id == current, "speed": speed}

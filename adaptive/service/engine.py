@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from adaptive.assistant import Assistant
+from adaptive.control.policy import LengthPolicy
 from adaptive.decoding.loop import Decoding
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
@@ -118,6 +119,11 @@ class EngineThread:
         """Begin to load; ``when_over`` is called on the engine thread when it ends, also by failure."""
         self._when_over = when_over
         self._thread.start()
+
+    @property
+    def policy(self) -> LengthPolicy | None:
+        """What chooses draft lengths; None until the models are loaded."""
+        return None if self.session is None else self.session.assistant.policy
 
     def listen(self, listener: Listener) -> None:
         """Tell ``listener`` from now on what the engine does."""

@@ -17,6 +17,7 @@ from types import FrameType
 import uvicorn
 from pydantic import SecretStr
 
+from adaptive.control.memory import current_costs
 from adaptive.errors import AdaptiveError
 from adaptive.service.app import Api, create_app
 from adaptive.service.engine import EngineThread, Opened
@@ -54,6 +55,7 @@ def serve(
             metrics = Metrics()
             engine = EngineThread(open_session, metrics, settings.queue)
             engine.listen(trainer)
+            trainer.costs = lambda: current_costs(engine.policy, state.controller)
             app = create_app(Api(engine, settings, metrics, trainer))
             config = uvicorn.Config(
                 app, log_config=None, access_log=False, timeout_graceful_shutdown=int(GRACE_S) + 2, lifespan="off"

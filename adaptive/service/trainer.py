@@ -13,11 +13,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from adaptive import isolated
+from adaptive.control.costs import CostTable
+from adaptive.control.memory import last_costs
 from adaptive.devices import free_bytes
 from adaptive.errors import AdaptiveError
 from adaptive.hub import resolved
@@ -26,6 +28,7 @@ from adaptive.pipe import BUSY, IDLE, LAST, STOP, Order, Report
 from adaptive.records.log import Log
 from adaptive.records.stats import count_rounds
 from adaptive.service.doubts import Doubts
+from adaptive.service.gains import Gains, why_not
 from adaptive.service.watch import Watch
 from adaptive.settings import Settings, training_window
 from adaptive.state import PairState
@@ -81,6 +84,8 @@ class Trainer:
         self.rounds = self.crashes = 0
         self._need = LIBRARY_BYTES + PER_WEIGHT_BYTE * draft_bytes
         self._has_draft = draft_bytes > 0
+        self.costs: Callable[[], CostTable | None] = lambda: last_costs(state.controller)  # of a round, as last known
+        self._gains = Gains(state)
         self._watch = Watch()
         self._lock = threading.Lock()  # over the worker's input, and over who is busy
         self._process: subprocess.Popen[str] | None = None
@@ -180,6 +185,7 @@ class Trainer:
 
     def _look(self, log: Log) -> None:
         self._roll_back_if_worse(log)
+        self._note_promotion(log)
         self._newest = log.last_id()
         if self._process is not None:
             self._attend()
@@ -199,6 +205,10 @@ class Trainer:
             return "off", "switched off (distill is off)"
         if time.monotonic() < self._not_before:
             return "backing off", f"{self._last_round}; next try in {self._not_before - time.monotonic():.0f} s"
+        useless = why_not(self.costs()) if self.settings.draft_length == "auto" else None
+        if useless is not None:
+            self._warn(useless)
+            return "waiting", useless
         if new < self.settings.distill_after and not self._must_reconsider():
             return "waiting", f"{new} new answers of the {self.settings.distill_after} that a round needs"
         if not self._in_window():
@@ -330,6 +340,11 @@ class Trainer:
             self._watch.rolled_back()
             self._doubt(replace(doubts, settled=log.last_id()))
             logger.warning("adapter %s is rolled back: %s", current, reason)
+
+    def _note_promotion(self, log: Log) -> None:
+        """What a promotion should bring, and when enough was answered what came of it."""
+        with contextlib.suppress(AdaptiveError):  # damaged, or gone meanwhile: said elsewhere
+            self._gains.look(log, self.store.current(), self.costs)
 
     def _doubt(self, doubts: Doubts) -> None:
         """Remember, over a restart too, what is in doubt."""

@@ -1,0 +1,80 @@
+"""Follows promotions: says at each what it should bring in speed, and later what came. Used by the trainer's thread.
+
+In: which adapter is in use, the log, the costs of a round. Out: ``promotions.json``, and lines in the server's log.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from adaptive.control.costs import CostTable
+from adaptive.promotions import CHECKED, Promotion, checked, expected_speed, load, perfect_speed_up, save
+from adaptive.records.log import Log
+from adaptive.state import PairState
+from checkpoints.manifest import Manifest
+
+logger = logging.getLogger("adaptive.trainer")
+
+# Answers after which a check that could not be made is tried again.
+AGAIN = 20
+
+
+class Gains:
+    """The promotions of one pair."""
+
+    def __init__(self, state: PairState) -> None:
+        self._file = state.promotions
+        self._known = load(self._file)
+        self._last: str | None = self._known[-1].adapter if self._known else None
+        self._check_at = self._known[-1].answer + CHECKED if self._known else 0
+
+    def look(self, log: Log, in_use: Manifest | None, costs: Callable[[], CostTable | None]) -> None:
+        """Note another adapter than before, or check the one in use when enough was answered."""
+        if in_use is None:
+            self._last = None
+        elif in_use.id != self._last:
+            self._promoted(in_use, log.last_id(), costs())
+        elif self._known and self._known[-1].came is None and log.last_id() >= self._check_at:
+            self._check(log)
+
+    def _promoted(self, manifest: Manifest, newest: int, costs: CostTable | None) -> None:
+        self._last, self._check_at = manifest.id, newest + CHECKED
+        promotion = Promotion(manifest.id, time.time(), newest, None, None)
+        if manifest.recent is not None and costs is not None:
+            expected, over_plain = expected_speed(manifest.recent, costs)
+            promotion = replace(promotion, expected=expected, over_plain=over_plain)
+            logger.info(
+                "adapter %s: %.2f times as fast as now, by replay, and %.2f times as fast as plain decoding",
+                *(manifest.id, expected, over_plain),
+            )
+        self._keep([*self._known, promotion])
+
+    def _check(self, log: Log) -> None:
+        self._check_at = log.last_id() + AGAIN
+        found = checked(self._known[-1], log.spent())
+        if found is not None:
+            logger.info("adapter %s: %s", found.adapter, found.text)
+            self._keep([*self._known[:-1], found])
+
+    def _keep(self, known: list[Promotion]) -> None:
+        self._known = known
+        try:
+            save(self._file, known)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s); what came of a promotion is not kept", self._file, error.strerror
+            )
+
+
+def why_not(costs: CostTable | None) -> str | None:
+    """Why training is of no use on this pair and machine, or None where it may be."""
+    best = None if costs is None else perfect_speed_up(costs)
+    if best is None or best > 1:
+        return None
+    return (
+        "not even a draft that is always right would be faster here than plain decoding, by the costs of a round; "
+        "training waits until that changes"
+    )

@@ -1,0 +1,197 @@
+"""Does live acceptance roll back the right adapters? A good one over many restarts of a real server under load, with
+drafting and without, and harmful ones (random weights), which must go within some answers. After every answer the
+sentence of ``/props`` about what decoding does is checked against the rounds of that answer in the log.
+
+    python benchmarks/rollbacks.py --restarts 40 --spin 2
+
+Prints a line a restart and the counts; exit status 1 where a good adapter went, a harmful one stayed, or a sentence
+was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from served import Served, prompts, served
+
+from adaptive.pair import load_draft_for_training, pair_identity
+from adaptive.records.log import Log
+from adaptive.settings import load_settings
+from checkpoints.manifest import TrainedOn
+from checkpoints.store import AdapterStore, NewAdapter
+
+# Answers that a rollback of a harmful adapter may take.
+WITHIN = 30
+# Drafted tokens by which answers are learned from, and the passes over them: enough for a clear gain.
+LEARN_LENGTH, EPOCHS = 4, 6
+
+
+@dataclass
+class Tally:
+    """What came of it: prompts not asked yet, answers, sentences that were wrong."""
+
+    left: Iterator[str]
+    answers: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def main() -> None:
+    """Run it and print what came of it."""
+    options = _options()
+    tally = Tally(itertools.cycle(prompts(options.kind, 320)))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        home = Path(folder)
+        good = _learn(home, tally, options)
+        for _ in range(options.spin):
+            stack.enter_context(_spinning())
+        gone = [_restart(home, good, number, tally, options) for number in range(options.restarts)]
+        took = {length: _harmful(home, length, tally, options) for length in ("auto", "4")}
+    print(f"good adapter: {sum(gone)} rollbacks in {options.restarts} restarts")
+    for length, answers in took.items():
+        said = ", ".join("stayed" if n is None else str(n) for n in answers)
+        print(f"harmful adapters at draft length {length}: gone after {said} answers")
+    print(f"sentences: {tally.answers} asked for, {len(tally.wrong)} wrong")
+    for line in tally.wrong[:10]:
+        print(f"  {line}")
+    stayed = any(n is None or n > WITHIN for answers in took.values() for n in answers)
+    sys.exit(bool(sum(gone) or stayed or tally.wrong))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--restarts", type=int, default=40, help="half of them without drafting")
+    parser.add_argument("--answers", type=int, default=15, help="answers after each restart")
+    parser.add_argument("--harmful", type=int, default=3, help="harmful adapters a draft length")
+    parser.add_argument("--learn", type=int, default=120, help="answers that the good adapter is trained on")
+    parser.add_argument("--spin", type=int, default=2, help="spinning processes beside the server")
+    parser.add_argument("--tokens", type=int, default=60, help="longest answer")
+    parser.add_argument("--kind", default="math", help="a file of the bundled prompts")
+    return parser.parse_args()
+
+
+def _learn(home: Path, tally: Tally, options: argparse.Namespace) -> str:
+    """Answers of a server that drafts with the plain draft, and an adapter that learned from them; its id."""
+    from trainers.round import distill
+
+    from trainers.recipe import Recipe
+
+    with served(home, ["--draft-length", str(LEARN_LENGTH)], distill="off") as server:
+        for _ in range(options.learn):
+            _ask(server, tally, options)
+        state = server.state
+    settings = load_settings({})
+    store = AdapterStore(state / "adapters")
+    recipe = Recipe(epochs=EPOCHS, draft_length=LEARN_LENGTH)
+    draft = load_draft_for_training(settings)
+    outcome = distill(state / "records.db", store, pair_identity(settings).base, draft, recipe)
+    print(outcome.message, flush=True)
+    current = store.current_id()
+    assert current is not None
+    return current
+
+
+def _restart(home: Path, good: str, number: int, tally: Tally, options: argparse.Namespace) -> bool:
+    """One start with some answers; whether the good adapter was rolled back."""
+    length = "0" if number % 2 else "auto"
+    with served(home, ["--draft-length", length], distill="off") as server:
+        for _ in range(options.answers):
+            _ask(server, tally, options)
+        time.sleep(1.5)  # live acceptance is looked at twice a second
+        watch, said = server.get("/adaptive/trainer")["watch"], server.get("/props")["speculation"]["sentence"]
+        store = AdapterStore(server.state / "adapters")
+        gone = store.current_id() != good
+    print(f"restart {number + 1}, draft length {length}: {said}; {watch}{'; ROLLED BACK' * gone}", flush=True)
+    if gone:
+        store.promote(good, "again, by the benchmark")
+    return gone
+
+
+def _harmful(home: Path, length: str, tally: Tally, options: argparse.Namespace) -> list[int | None]:
+    """Answers after which each harmful adapter was gone; None for one that stayed."""
+    took: list[int | None] = []
+    with served(home, ["--draft-length", length], distill="off") as server:
+        store = AdapterStore(server.state / "adapters")
+        for seed in range(options.harmful):
+            for _ in range(options.answers):  # which say what is usual
+                _ask(server, tally, options)
+            bad = _publish_random(store, seed)
+            store.promote(bad, "forced by the benchmark")
+            while server.get("/props")["adapter"] != bad:
+                time.sleep(0.1)
+            took.append(None)
+            for number in range(1, 2 * WITHIN + 1):
+                _ask(server, tally, options)
+                time.sleep(0.7)
+                if store.current_id() != bad:
+                    took[-1] = number
+                    break
+            trainer = server.get("/adaptive/trainer")["watch"]
+            print(f"harmful {seed} at draft length {length}: {took[-1]} answers; {trainer}", flush=True)
+            if took[-1] is None:
+                store.rollback("by the benchmark")
+    return took
+
+
+def _publish_random(store: AdapterStore, seed: int) -> str:
+    """A candidate of large random weights, which leaves nothing of what the draft knew."""
+    import torch
+
+    from trainers import lora
+    from trainers.recipe import Recipe
+
+    settings = load_settings({})
+    torch.manual_seed(seed)
+    model = lora.attach(load_draft_for_training(settings), Recipe())
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight.data, std=0.5)
+    write = partial(lora.write, model, lora.snapshot(model))
+    return store.publish(write, NewAdapter(pair_identity(settings).base, TrainedOn(None, None, 0, 0))).id
+
+
+def _ask(server: Served, tally: Tally, options: argparse.Namespace) -> None:
+    """One answer, and whether what the server says of it is so."""
+    body = {
+        "messages": [{"role": "user", "content": next(tally.left)}],
+        "max_tokens": options.tokens,
+        "temperature": 0.7,
+        "seed": tally.answers,
+    }
+    server.post("/v1/chat/completions", body)
+    found = server.get("/props")["speculation"]
+    tally.answers += 1
+    with Log(server.state / "records.db") as log:
+        newest = next(iter(log.generations(after_id=log.last_id() - 1, with_supervision=False))).generation
+    drafting = [r for r in newest.rounds if r.drafted]
+    ahead = sum(r.drafted for r in drafting) / len(drafting) if drafting else 0.0
+    mode = "drafting" if drafting and 2 * len(drafting) >= len(newest.rounds) else "plain"
+    if newest.rounds and (
+        (found["rounds"], found["drafting_rounds"], found["tokens_ahead"]) != (len(newest.rounds), len(drafting), ahead)
+        or not found["sentence"].startswith(f"{mode} {ahead:.1f} tokens ahead" if mode == "drafting" else mode)
+    ):
+        tally.wrong.append(f"{found['sentence']} of {len(newest.rounds)} rounds, {len(drafting)} drafting, {ahead}")
+
+
+@contextlib.contextmanager
+def _spinning() -> Iterator[None]:
+    """Another program that takes what it can get of a core."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()

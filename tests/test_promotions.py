@@ -1,0 +1,151 @@
+"""What a promotion should bring is foreseen from the gate's replay and the costs, and checked against what came."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from records_factory import generation
+from store_factory import NEW, write
+from test_trainer import write_log
+from test_worker import Taught, let_it_look, taught, training, until
+
+from adaptive.control.costs import LONGEST, CostTable
+from adaptive.promotions import (
+    Promotion,
+    by_position,
+    checked,
+    expected_speed,
+    load,
+    perfect_speed_up,
+    save,
+    seconds_a_token,
+)
+from adaptive.records.log import Log
+from adaptive.service.gains import why_not
+from adaptive.types import Generation, Round
+from checkpoints.manifest import HeldOut, Interval
+from checkpoints.store import AdapterStore
+
+__all__ = ["taught"]
+
+# A plain step takes 10 ms, a drafted token 0.5 ms and 0.2 ms more to verify.
+COSTS = CostTable(0.0, 0.0005, 0.0, tuple(0.01 + 0.0002 * k for k in range(LONGEST + 1)), 0.0, 1e-9, 0.0, 0)
+# A draft step as long as the target's: nothing that it guesses can pay.
+USELESS = CostTable(0.0, 0.012, 0.0, tuple(0.01 + 0.001 * k for k in range(LONGEST + 1)), 0.0, 1e-9, 0.0, 0)
+
+
+def exactly(mean: float) -> Interval:
+    return Interval(mean, mean, mean)
+
+
+def held_out(before: tuple[float, float], after: tuple[float, float]) -> HeldOut:
+    """Acceptance and mean acceptance length at draft length 4, before and after."""
+    (rate, length), (rate_after, length_after) = before, after
+    gain = exactly(rate_after - rate)
+    lengths = exactly(length), exactly(length_after)
+    return HeldOut(30, 1000, 4, exactly(rate), exactly(rate_after), gain, *lengths)
+
+
+def test_acceptance_by_position_gives_back_the_mean_acceptance_length() -> None:
+    found = by_position(0.6, 2.1, 4)
+    assert found[0] == 0.6
+    assert len(set(found[1:])) == 1
+    assert 1 + sum(math.prod(found[:k]) for k in range(1, 5)) == pytest.approx(2.1, abs=1e-6)
+
+
+def test_the_speed_expected_is_that_of_the_best_length_worked_by_hand() -> None:
+    # One in two tokens, and none behind a second: a round of one token yields 1.5 in 10.7 ms.
+    assert seconds_a_token([0.5, 0.0], COSTS) == pytest.approx(0.0107 / 1.5, rel=1e-4)
+    assert seconds_a_token([0.01], COSTS) == pytest.approx(0.01, rel=1e-4)  # plain decoding
+    faster, over_plain = expected_speed(held_out((0.01, 1.01), (0.5, 1.5)), COSTS)
+    assert faster == pytest.approx(over_plain)
+    assert over_plain == pytest.approx(1.5 / 1.07, rel=1e-3)
+    assert expected_speed(held_out((0.5, 1.9), (0.5, 1.9)), COSTS)[0] == pytest.approx(1.0)
+
+
+def test_where_even_a_perfect_draft_does_not_pay_training_waits_and_says_so_once(
+    taught: Taught, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert perfect_speed_up(USELESS) == 1.0
+    assert perfect_speed_up(COSTS) > 7
+    assert why_not(None) is None
+    assert why_not(COSTS) is None
+    with training(taught, distill_after=50) as trainer:
+        trainer.costs = lambda: USELESS
+        trainer.idle()
+        until(lambda: "training waits" in trainer.status.reason, trainer)
+        let_it_look(trainer)
+        assert trainer.status.activity == "waiting"
+        assert trainer.rounds == 0
+        trainer.costs = lambda: COSTS
+        until(lambda: trainer.status.activity == "training", trainer)
+    assert sum("training waits" in record.getMessage() for record in caplog.records) == 1
+
+
+def answered(number: int, adapter: str | None, round_s: float) -> Generation:
+    """Thirty tokens in rounds of two and ten plain steps of 10 ms."""
+    drafted = tuple(Round("model", 1, 1, 0.0, round_s) for _ in range(10))
+    rounds = (*(Round("none", 0, 0, 0.0, 0.01) for _ in range(10)), *drafted)
+    return generation(number, adapter=adapter, rounds=rounds, tokens=31, seconds=0.1 + 10 * round_s)
+
+
+def test_a_promotion_is_foreseen_and_checked_and_both_are_kept(
+    taught: Taught, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    store = AdapterStore(taught.state.adapters)
+    recent = held_out((0.01, 1.01), (0.5, 1.5))
+    from dataclasses import replace
+
+    adapter = store.publish(write, replace(NEW, recent=recent)).id
+    write_log(taught.state.records, [answered(n, None, 0.02) for n in range(40)])
+    with training(taught, distill="off") as trainer:
+        trainer.costs = lambda: COSTS
+        store.promote(adapter, "better on held-out records")
+        until(lambda: bool(load(taught.state.promotions)), trainer)
+        (foreseen,) = load(taught.state.promotions)
+        assert foreseen.expected == pytest.approx(1.5 / 1.07, rel=1e-3)
+        assert "not checked yet" in foreseen.text
+    # A restart between changes nothing, and does not foresee it again.
+    write_log(taught.state.records, [answered(n, adapter, 0.01) for n in range(40, 80)])
+    with training(taught, distill="off") as trainer:
+        until(lambda: load(taught.state.promotions)[-1].came is not None, trainer)
+    (found,) = load(taught.state.promotions)
+    assert found.expected == foreseen.expected
+    assert found.came == pytest.approx(0.3 / 0.2, rel=0.02)  # ten plain steps and ten rounds of 20 ms, then of 10
+    said = [record.getMessage() for record in caplog.records]
+    assert any("1.40 times as fast as now, by replay" in line for line in said)
+    assert any("1.50 times came" in line for line in said)
+
+
+def test_a_slower_machine_is_not_a_worse_adapter(tmp_path: Path) -> None:
+    """Everything takes twice as long under the adapter, plain steps too: it made answers no slower."""
+    path = tmp_path / "records.db"
+    slow = [answered(n, "0001", 0.015) for n in range(60, 120)]
+    slow = [
+        generation(
+            n,
+            adapter="0001",
+            rounds=tuple(r._replace(verify_s=2 * r.verify_s) for r in one.rounds),
+            tokens=31,
+            seconds=2 * one.timings.predicted_s,
+        )
+        for n, one in enumerate(slow)
+    ]
+    write_log(path, [*(answered(n, None, 0.015) for n in range(60)), *slow])
+    with Log(path) as log:
+        found = checked(Promotion("0001", 0.0, 60, 1.0, 1.0), log.spent())
+    assert found is not None
+    assert found.came == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '[{"adapter": "0001"}]', '[{"adapter": "1", "at": "x"}]', "{}"])
+def test_a_damaged_file_of_promotions_is_an_empty_one(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "promotions.json"
+    file.write_text(content, encoding="utf-8")
+    assert load(file) == []
+    known = [Promotion("0001", 1.0, 5, 1.2, 1.4), Promotion("0002", 2.0, 9, None, None, 1.1, 0.9, 1.3, 40)]
+    save(file, known)
+    assert load(file) == known
