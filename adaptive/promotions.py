@@ -46,7 +46,7 @@ class Promotion:
     @property
     def text(self) -> str:
         """What was expected and what came, in one line."""
-        said = "its speed was not foreseen: no costs were known"
+        said = "its speed was not foreseen"
         if self.expected is not None:
             said = f"{self.expected:.2f} times as fast as before, by replay"
         if self.came is None:

@@ -13,6 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,8 +25,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from served import Served, prompts, served
+import peft  # noqa: F401
+import torch
+from served import Served, prompts, wait_until_served
 
+import adaptive.service.server  # noqa: F401 - for the servers, which are forked
 from adaptive.pair import load_draft_for_training, pair_identity
 from adaptive.records.log import Log
 from adaptive.settings import load_settings
@@ -48,10 +54,12 @@ class Tally:
 def main() -> None:
     """Run it and print what came of it."""
     options = _options()
+    torch.set_num_threads(1)  # no thread may run where a process is forked
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers end with this
     tally = Tally(itertools.cycle(prompts(options.kind, 320)))
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        home = Path(folder)
-        good = _learn(home, tally, options)
+    with contextlib.ExitStack() as stack:
+        home = options.home or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        good = _in_use(home) or _learn(home, tally, options)
         for _ in range(options.spin):
             stack.enter_context(_spinning())
         gone = [_restart(home, good, number, tally, options) for number in range(options.restarts)]
@@ -69,6 +77,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--home", type=Path, help="keep the log and the adapters here, or begin with those there")
     parser.add_argument("--restarts", type=int, default=40, help="half of them without drafting")
     parser.add_argument("--answers", type=int, default=15, help="answers after each restart")
     parser.add_argument("--harmful", type=int, default=3, help="harmful adapters a draft length")
@@ -79,13 +88,17 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _in_use(home: Path) -> str | None:
+    """The adapter that an earlier run left in use."""
+    return next((AdapterStore(folder).current_id() for folder in home.glob("*/adapters")), None)
+
+
 def _learn(home: Path, tally: Tally, options: argparse.Namespace) -> str:
     """Answers of a server that drafts with the plain draft, and an adapter that learned from them; its id."""
-    from trainers.round import distill
-
     from trainers.recipe import Recipe
+    from trainers.run import distill
 
-    with served(home, ["--draft-length", str(LEARN_LENGTH)], distill="off") as server:
+    with _served(home, str(LEARN_LENGTH)) as server:
         for _ in range(options.learn):
             _ask(server, tally, options)
         state = server.state
@@ -103,7 +116,7 @@ def _learn(home: Path, tally: Tally, options: argparse.Namespace) -> str:
 def _restart(home: Path, good: str, number: int, tally: Tally, options: argparse.Namespace) -> bool:
     """One start with some answers; whether the good adapter was rolled back."""
     length = "0" if number % 2 else "auto"
-    with served(home, ["--draft-length", length], distill="off") as server:
+    with _served(home, length) as server:
         for _ in range(options.answers):
             _ask(server, tally, options)
         time.sleep(1.5)  # live acceptance is looked at twice a second
@@ -119,7 +132,7 @@ def _restart(home: Path, good: str, number: int, tally: Tally, options: argparse
 def _harmful(home: Path, length: str, tally: Tally, options: argparse.Namespace) -> list[int | None]:
     """Answers after which each harmful adapter was gone; None for one that stayed."""
     took: list[int | None] = []
-    with served(home, ["--draft-length", length], distill="off") as server:
+    with _served(home, length) as server:
         store = AdapterStore(server.state / "adapters")
         for seed in range(options.harmful):
             for _ in range(options.answers):  # which say what is usual
@@ -144,8 +157,6 @@ def _harmful(home: Path, length: str, tally: Tally, options: argparse.Namespace)
 
 def _publish_random(store: AdapterStore, seed: int) -> str:
     """A candidate of large random weights, which leaves nothing of what the draft knew."""
-    import torch
-
     from trainers import lora
     from trainers.recipe import Recipe
 
@@ -180,6 +191,34 @@ def _ask(server: Served, tally: Tally, options: argparse.Namespace) -> None:
         or not found["sentence"].startswith(f"{mode} {ahead:.1f} tokens ahead" if mode == "drafting" else mode)
     ):
         tally.wrong.append(f"{found['sentence']} of {len(newest.rounds)} rounds, {len(drafting)} drafting, {ahead}")
+
+
+@contextlib.contextmanager
+def _served(home: Path, length: str) -> Iterator[Served]:
+    """``adaptive serve`` with this draft length in a process of its own, which has what this one has imported: most of
+    a start's time is that."""
+    (home / "stderr").unlink(missing_ok=True)  # which says where the last one listened
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(home, length))
+    process.start()
+    assert process.pid is not None
+    try:
+        yield Served(wait_until_served(process.is_alive, home / "stderr"), process.pid, home)
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _serve(home: Path, length: str) -> None:
+    from cli import main as command
+
+    home.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    errors = os.open(home / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream in (1, 2):
+        os.dup2(errors, stream)
+    os.environ |= {"ADAPTIVE_HOME": str(home), "ADAPTIVE_DISTILL": "off"}
+    sys.argv = ["adaptive", "serve", "--port", "0", "--threads", "1", "--draft-length", length]
+    command.run()
 
 
 @contextlib.contextmanager

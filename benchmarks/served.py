@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,20 +58,20 @@ def served(home: Path, options: Sequence[str] = (), **settings: object) -> Itera
     with (home / "stderr").open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env={**os.environ, **environment})
     try:
-        yield Served(_wait(process, home / "stderr"), process.pid, home)
+        yield Served(wait_until_served(lambda: process.poll() is None, home / "stderr"), process.pid, home)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], said: Path) -> str:
-    """The address of the server, when it is ready."""
-    while process.poll() is None:
-        found = re.search(r"listening on (http\S+)", said.read_text())
+def wait_until_served(runs: Callable[[], bool], said: Path) -> str:
+    """The address of the server that writes to ``said``, when it is ready."""
+    while runs():
+        found = re.search(r"listening on (http\S+)", said.read_text() if said.exists() else "")
         if found and httpx.get(f"{found.group(1)}/health", timeout=PATIENCE_S).status_code == 200:
             return found.group(1)
         time.sleep(0.1)
-    raise SystemExit(said.read_text())
+    raise SystemExit(said.read_text() if said.exists() else "the server did not start")
 
 
 @dataclass(frozen=True)

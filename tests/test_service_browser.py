@@ -111,6 +111,17 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
     until(lambda: "rolled back" in text("#adapters"))
     assert store.current_id() is None
     until(lambda: "no adapter" in text("#now"))
+    # The header says what the last answer was decoded by, as the server does.
+    with server.http() as http:
+        for tokens in (2, 40):
+            http.post("/v1/completions", json={"prompt": "Once", "max_tokens": tokens, "ignore_eos": True})
+            sentence = http.get("/props").json()["speculation"]["sentence"]
+            assert sentence.startswith("drafting" if tokens > 2 else "plain"), sentence
+            until(lambda said=sentence: said in text("#now"))
+        until(lambda: text("#yield") not in ("", "–"))
+        assert "drafted tokens accepted, last 5 answers" in text("#drafted")
+        assert "saved against plain decoding; nothing was trained" in text("#within")
+    browser.save_screenshot(str(tmp_path / "dashboard-after.png"))
     assert text("#problem") == ""
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert all("401" in entry["message"] for entry in severe), severe

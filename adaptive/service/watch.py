@@ -30,6 +30,9 @@ from checkpoints.manifest import Manifest
 # Answers that drafted, the newest ones: those of the draft before are the measure, those of the adapter are judged.
 # Fewer leave a small drop unseen, more reach back into other work.
 WINDOW = 60
+# Answers in a row without a draft after which the adapter counts as not drafted with: a controller that decodes
+# plainly tries it in every other answer or so.
+IDLE_ANSWERS = 5
 # Answers and judged tokens of the draft before without which there is no measure.
 FEWEST_ANSWERS, FEWEST_JUDGED = 5, 30
 # Share of the acceptance before that must be lost. Less is within what a change of subject does.
@@ -102,7 +105,7 @@ class Watch:
             return "no adapter in use"
         if manifest.id != adapter:
             return "not judged: no answer yet"
-        if undrafted or not now:
+        if not now or undrafted >= IDLE_ANSWERS:
             return "not judged: not drafting"
         seen = f"{_acceptance(now):.2f} of the drafted tokens accepted, {_amount(now)}"
         if not before:
