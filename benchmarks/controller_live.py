@@ -35,7 +35,7 @@ from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
 from cli.calibrate import answer_plainly, read_sample
 from cli.forecast import Forecast, predict
-from cli.prompts import Prompt, read_prompts
+from cli.prompts import PromptLine, read_prompts
 from trainers.dataset import repeated_ngrams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -115,7 +115,7 @@ class Way:
         return sum(self.tokens.values()) / sum(self.seconds)
 
 
-def interleaved(ways: list[Way], prompts: list[Prompt], tokens: int, passes: int) -> float:
+def interleaved(ways: list[Way], prompts: list[PromptLine], tokens: int, passes: int) -> float:
     """Answer every prompt in every way, ``passes`` times; the share of repeated 8-grams in the answers."""
     stop, repeated, order = StopParams(max_new_tokens=tokens), [], random.Random(0)
     for _ in range(passes):
@@ -132,7 +132,7 @@ def interleaved(ways: list[Way], prompts: list[Prompt], tokens: int, passes: int
     return float(np.concatenate(repeated).mean())
 
 
-def forecast(pair: Pair, costs: CostTable, prompts: list[Prompt], tokens: int) -> Forecast:
+def forecast(pair: Pair, costs: CostTable, prompts: list[PromptLine], tokens: int) -> Forecast:
     """What ``adaptive calibrate --prompts`` says about these prompts."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "records.db"
@@ -142,7 +142,7 @@ def forecast(pair: Pair, costs: CostTable, prompts: list[Prompt], tokens: int) -
     return predict([costs], sample, pair)
 
 
-def one_kind(pair: Pair, kind: str, prompts: list[Prompt], args: argparse.Namespace) -> None:
+def one_kind(pair: Pair, kind: str, prompts: list[PromptLine], args: argparse.Namespace) -> None:
     """All ways on the prompts of one kind."""
     costs = measure(pair, GREEDY, thorough=True).costs
     expected = forecast(pair, costs, prompts[1::2][:SAMPLE], args.tokens)

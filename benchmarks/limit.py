@@ -30,7 +30,7 @@ from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.settings import Settings, load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 from cli.calibrate import answer_plainly, read_sample
-from cli.prompts import Prompt, read_prompts
+from cli.prompts import PromptLine, read_prompts
 from trainers.replay import acceptance_rate, replay_on
 
 # Bytes read to find the bandwidth: far beyond any cache.
@@ -116,7 +116,7 @@ def attention_alone(pair: Pair, context: int, length: int) -> float:
     return total
 
 
-def show_memory(pair: Pair, prompts: list[Prompt], length: int, tokens: int) -> None:
+def show_memory(pair: Pair, prompts: list[PromptLine], length: int, tokens: int) -> None:
     """Resident memory before and after many tokens."""
     assistant, process = Assistant(pair, FixedLength(length), None), psutil.Process()
     each = min(1000, pair.target.context_length - 600)
@@ -132,7 +132,7 @@ def show_memory(pair: Pair, prompts: list[Prompt], length: int, tokens: int) -> 
     print(f"resident memory grew by {grown / 1e6:.1f} MB from token {each} to token {done}")
 
 
-def show_int8(pair: Pair, settings: Settings, prompts: list[Prompt]) -> None:
+def show_int8(pair: Pair, settings: Settings, prompts: list[PromptLine]) -> None:
     """A step of the draft, in its own dtype and with int8 weights, in turn; and acceptance of both on the target's
     answers."""
     drafts: list[Engine] = []

@@ -37,7 +37,7 @@ from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
 from cli.bench import mixed
 from cli.contenders import repeated
-from cli.prompts import Prompt, read_prompts
+from cli.prompts import PromptLine, read_prompts
 
 # Seconds that a server may take to load its files.
 START = 120
@@ -57,14 +57,14 @@ class Answered:
     accepted: int
 
 
-Answer = Callable[[Prompt, int], tuple[list[int], float, int, int]]
+Answer = Callable[[PromptLine, int], tuple[list[int], float, int, int]]
 
 
 def ours(pair: Pair, policy: LengthPolicy, sampling: SamplingParams, tokens: int) -> Answer:
     """Our own loop under one policy."""
     assistant = Assistant(pair, policy, None)
 
-    def answer(prompt: Prompt, number: int) -> tuple[list[int], float, int, int]:
+    def answer(prompt: PromptLine, number: int) -> tuple[list[int], float, int, int]:
         for _ in assistant.chat(prompt.messages, sampling, StopParams(tokens)):
             pass
         done = assistant.last
@@ -111,7 +111,7 @@ class Server:
 def theirs(server: Server, pair: Pair, sampling: SamplingParams, tokens: int) -> Answer:
     """llama-server, asked for the same tokens."""
 
-    def answer(prompt: Prompt, number: int) -> tuple[list[int], float, int, int]:
+    def answer(prompt: PromptLine, number: int) -> tuple[list[int], float, int, int]:
         said = server.ask(
             prompt=encode_chat(pair, prompt.messages),
             n_predict=tokens,
@@ -133,7 +133,7 @@ def theirs(server: Server, pair: Pair, sampling: SamplingParams, tokens: int) ->
     return answer
 
 
-def race(field: dict[str, Answer], prompts: list[Prompt]) -> Iterator[Answered]:
+def race(field: dict[str, Answer], prompts: list[PromptLine]) -> Iterator[Answered]:
     """Every contender on every prompt, in rotating order."""
     names = list(field)
     for name in names:

@@ -27,7 +27,7 @@ from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
 from cli.bench import mixed
-from cli.prompts import Prompt
+from cli.prompts import PromptLine
 
 POSITIONS = 5000
 LARGEST_PASS = 10
@@ -60,7 +60,7 @@ def looks(engine: LlamaCppEngine, text: list[int], one: int, other: int) -> list
     return gaps
 
 
-def compare(pair: Pair, prompts: list[Prompt], tokens: int, lengths: list[int], references: list[list[int]]) -> int:
+def compare(pair: Pair, prompts: list[PromptLine], tokens: int, lengths: list[int], references: list[list[int]]) -> int:
     """Print every difference; how many there are."""
     assert isinstance(pair.target, LlamaCppEngine)
     differences = 0

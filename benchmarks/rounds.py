@@ -21,7 +21,7 @@ from adaptive.pair import Pair
 from adaptive.sampling import Transform
 from adaptive.tokens import Ids, Rows, argmax, as_array
 from adaptive.types import SamplingParams, StopParams
-from cli.prompts import Prompt
+from cli.prompts import PromptLine
 
 # Tokens of an answer.
 TOKENS = 100
@@ -100,7 +100,7 @@ class Rounds:
         self._row_s, self._draw_s = seconds_of_choice(pair, sampling)
         self._whole = [pair.draft.sequence().fused, pair.target.sequence().fused]  # type: ignore[union-attr]
 
-    def answer(self, prompt: Prompt) -> tuple[float, float]:
+    def answer(self, prompt: PromptLine) -> tuple[float, float]:
         """Answer one; how many rounds that took, and seconds a token."""
         target, draft, total = self._target, self._draft, self.total
         draft.seconds = target.seconds = before = used = models = 0.0
@@ -174,7 +174,7 @@ class Alone:
         return tokens * plain / (self.length * draft + verify)
 
 
-def show_round(pair: Pair, prompts: list[Prompt], length: int) -> None:
+def show_round(pair: Pair, prompts: list[PromptLine], length: int) -> None:
     """Where the time of rounds goes, greedy and sampled, and what is left of the speed-up that forwards allow."""
     alone = Alone(pair, length)
     for name, sampling in (("greedy", SamplingParams(seed=1)), ("sampled", SamplingParams(temperature=0.7, seed=1))):

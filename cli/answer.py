@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from adaptive.settings import Settings
-    from cli.prompts import Prompt
+    from cli.prompts import PromptLine
 
 
-def answer_into_log(settings: Settings, prompts: Sequence[Prompt], console: Console) -> None:
+def answer_into_log(settings: Settings, prompts: Sequence[PromptLine], console: Console) -> None:
     """Answer every prompt under the settings' sampling, behind a progress bar; all is in the log when it returns.
 
     ctrl-C leaves what was answered so far in the log and is passed on. Raises AdaptiveError where nothing is logged.
@@ -23,9 +23,9 @@ def answer_into_log(settings: Settings, prompts: Sequence[Prompt], console: Cons
         raise AdaptiveError("--prompts learns by way of the log, and recording is off; leave --no-record out")
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from cli.session import open_session
+    from cli.opened import open_pair
 
-    with open_session(settings, console) as session:
+    with open_pair(settings, console) as session:
         from adaptive.assistant import sampling_params
         from adaptive.types import StopParams
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from adaptive.pair import Pair
     from adaptive.settings import Settings
     from cli.contenders import Contender, Row
-    from cli.prompts import Prompt
-    from cli.session import Session
+    from cli.opened import OpenedPair
+    from cli.prompts import PromptLine
 
 
 @shared_options(without=("draft_length", "max_new_tokens", "record"))
@@ -57,12 +57,12 @@ def bench(
     asked = mixed(count) if prompts is None else read_prompts(prompts)[:count]
     console = Console(stderr=True)
 
+    from cli.opened import open_pair
     from cli.other import advice, engines, load_other, other_settings
-    from cli.session import open_session
 
     settings = settings.model_copy(update={"record": False, "draft_length": "auto"})
     elsewhere = other_settings(settings, other_target, other_draft)
-    with open_session(settings, console) as session:
+    with open_pair(settings, console) as session:
         other = load_other(elsewhere, session, console) if elsewhere is not None else None
         rows = run(settings, session, asked, tokens, numbers, only_ours, peer, console, other)
         adapter = session.assistant.adapter
@@ -107,7 +107,7 @@ def _lengths(text: str) -> list[int]:
     return numbers
 
 
-def mixed(count: int) -> list[Prompt]:
+def mixed(count: int) -> list[PromptLine]:
     """``count`` of the shipped prompts, of every kind in turn."""
     from adaptive.pair import BUNDLED
     from cli.prompts import read_prompts
@@ -121,7 +121,7 @@ def mixed(count: int) -> list[Prompt]:
 
 def contenders(
     settings: Settings,
-    session: Session,
+    session: OpenedPair,
     lengths: list[int],
     threads: int,
     url: str | None = None,
@@ -179,8 +179,8 @@ def contenders(
 
 def run(
     settings: Settings,
-    session: Session,
-    prompts: list[Prompt],
+    session: OpenedPair,
+    prompts: list[PromptLine],
     tokens: int,
     lengths: list[int],
     only_ours: bool,

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from adaptive.pair import Pair
     from adaptive.settings import Settings
     from adaptive.types import SamplingParams
-    from cli.prompts import Prompt
-    from cli.session import Session
+    from cli.opened import OpenedPair
+    from cli.prompts import PromptLine
     from trainers.dataset import Example
 
 # Generations of the log that acceptance is computed from, the newest: enough for a percent or two.
@@ -79,14 +79,14 @@ def calibrate(
     from cli.prompts import bare_prompt, read_prompts
 
     asked = read_prompts(prompts) if prompts is not None else [bare_prompt(text) for text in PROMPTS]
+    from cli.opened import open_pair
     from cli.other import advice, engines, load_other, other_settings
-    from cli.session import open_session
 
     console = Console(stderr=True, highlight=False)
     elsewhere = other_settings(settings, other_target, other_draft)
     verdict = None
     unrecorded = settings.model_copy(update={"record": False, "draft_length": "0"})
-    with open_session(unrecorded, console) as session:
+    with open_pair(unrecorded, console) as session:
         if session.pair.draft is None:
             raise AdaptiveError("there is no draft to calibrate; name one with --draft")
         from adaptive.assistant import sampling_params
@@ -140,7 +140,11 @@ def calibrate(
 
 
 def answer_plainly(
-    assistant: Assistant, sampling: SamplingParams, prompts: Sequence[Prompt], log: Path, tokens: int = ANSWER_TOKENS
+    assistant: Assistant,
+    sampling: SamplingParams,
+    prompts: Sequence[PromptLine],
+    log: Path,
+    tokens: int = ANSWER_TOKENS,
 ) -> None:
     """Answer ``prompts`` into ``log``, at most ``tokens`` each; the assistant's policy should be plain decoding."""
     from adaptive.records.writer import LogWriter
@@ -168,7 +172,7 @@ def read_sample(pair: Pair, log: Path) -> list[Example]:
     return [example for example in found if example.replayable]
 
 
-def _keep(session: Session, costs: CostTable) -> None:
+def _keep(session: OpenedPair, costs: CostTable) -> None:
     """The measured costs go to the pair's state; what was learned of acceptance stays."""
     from adaptive.control.memory import load, save
     from adaptive.measure import where_it_runs
@@ -180,7 +184,7 @@ def _keep(session: Session, costs: CostTable) -> None:
         raise AdaptiveError(f"{session.state.controller} cannot be written ({error.strerror})") from error
 
 
-def _report(session: Session, forecast: Forecast, source: str, repeats: Repeats) -> dict[str, Any]:
+def _report(session: OpenedPair, forecast: Forecast, source: str, repeats: Repeats) -> dict[str, Any]:
     """The JSON object; docs/controller.md describes it."""
     costs = forecast.costs
     return {

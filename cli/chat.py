@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from adaptive.service.trainer import Trainer
     from adaptive.settings import Settings
     from adaptive.types import Message
-    from cli.session import Session
+    from cli.opened import OpenedPair
 
 HELP = """[bold]/help[/]      this list
 [bold]/stats[/]     what this session and the log say about speed and acceptance
@@ -51,22 +51,22 @@ def chat(
 
     from adaptive.service.trainer import background
     from adaptive.settings import change_settings
-    from cli.session import open_session
+    from cli.opened import open_pair
 
     console = Console(highlight=False)
     if distill is not None:
         settings = change_settings(settings, {"distill": distill})
-    with open_session(settings, console) as opened, background(settings, opened.state) as trainer:
-        Conversation(settings, opened, console, session, system, trainer).run()
+    with open_pair(settings, console) as opened, background(settings, opened.state) as trainer:
+        Chat(settings, opened, console, session, system, trainer).run()
 
 
-class Conversation:
+class Chat:
     """The messages so far, and the loop that asks and answers."""
 
     def __init__(
         self,
         settings: Settings,
-        opened: Session,
+        opened: OpenedPair,
         console: Console,
         name: str | None,
         system: str | None,

@@ -26,7 +26,7 @@ from adaptive.types import SamplingParams, StopParams
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from cli.prompts import Prompt
+    from cli.prompts import PromptLine
 
 # Tokens of the unrecorded answer that every contender gives first.
 WARM_UP = 16
@@ -60,7 +60,7 @@ class Row:
     loops: float
 
 
-Answer = Callable[["Prompt", int], tuple[list[int], float | None]]
+Answer = Callable[["PromptLine", int], tuple[list[int], float | None]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def ours(name: str, pair: Pair, policy: LengthPolicy, sampling: SamplingParams, 
     that was asked for, or ``ends`` where the target ends it."""
     assistant = Assistant(pair, policy, None)
 
-    def answer(prompt: Prompt, tokens: int) -> tuple[list[int], float | None]:
+    def answer(prompt: PromptLine, tokens: int) -> tuple[list[int], float | None]:
         for _ in assistant.chat(prompt.messages, sampling, StopParams(tokens, ignore_eos=not ends)):
             pass
         assert assistant.last is not None
@@ -98,7 +98,7 @@ def theirs(name: str, pair: Pair, sampling: SamplingParams, threads: int, **how:
     if "lookup" in how:
         arguments["prompt_lookup_num_tokens"] = how["lookup"]
 
-    def answer(prompt: Prompt, tokens: int) -> tuple[list[int], float | None]:
+    def answer(prompt: PromptLine, tokens: int) -> tuple[list[int], float | None]:
         ids = torch.tensor([encode_chat(pair, prompt.messages)], device=target.device)
         given = torch.get_num_threads()
         torch.set_num_threads(threads)
@@ -131,7 +131,7 @@ def peer(url: str, pair: Pair, sampling: SamplingParams) -> Contender:
     must have the target's vocabulary. Raises AdaptiveError where nothing of the kind answers there."""
     where = url.rstrip("/") + "/completion"
 
-    def answer(prompt: Prompt, tokens: int) -> tuple[list[int], float | None]:
+    def answer(prompt: PromptLine, tokens: int) -> tuple[list[int], float | None]:
         asked = {
             "prompt": encode_chat(pair, prompt.messages),
             "n_predict": tokens,
@@ -172,7 +172,7 @@ def transformers_model(engine: object) -> PreTrainedModel:
 
 def race(
     contenders: Sequence[Contender],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptLine],
     tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Result]:
@@ -218,7 +218,7 @@ def repeated(tokens: Sequence[int], n: int = 8) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def fastest_threads(pair: Pair, prompt: Prompt, tokens: int = 24) -> int:
+def fastest_threads(pair: Pair, prompt: PromptLine, tokens: int = 24) -> int:
     """The number of threads at which transformers itself decodes faster here: 1, or all it was given.
 
     Peers are timed at their best; our own engine chooses for itself.

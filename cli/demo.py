@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from adaptive.decoding.loop import Decoding
     from adaptive.settings import Settings
     from adaptive.types import Round
-    from cli.prompts import Prompt
-    from cli.session import Session
+    from cli.opened import OpenedPair
+    from cli.prompts import PromptLine
 
 # The kind of text that the bundled draft has never seen (the target has); see checkpoints/bundled/README.md.
 KIND = "tools"
@@ -140,9 +140,9 @@ class Tour:
 
     def run(self) -> None:
         """All of it."""
-        from cli.session import open_session
+        from cli.opened import open_pair
 
-        with open_session(self.settings, self.console) as session:
+        with open_pair(self.settings, self.console) as session:
             if session.pair.draft is None:
                 from adaptive.errors import AdaptiveError
 
@@ -177,7 +177,7 @@ class Tour:
         self.console.print()
         self.console.print(text)
 
-    def _compare(self, session: Session, tallies: list[Tally]) -> None:
+    def _compare(self, session: OpenedPair, tallies: list[Tally]) -> None:
         """Every way answers every judged prompt, in turn, behind one live table. Not learned from."""
         from rich.live import Live
 
@@ -193,7 +193,7 @@ class Tour:
                     tally.add(self._answer(session.assistant, prompt, tally.draft_length, record=False))
                     live.update(figures_table(tallies, f"prompt {number} of {len(self.judged)}"))
 
-    def _answer(self, assistant: Assistant, prompt: Prompt, draft_length: int | None, record: bool) -> Decoding:
+    def _answer(self, assistant: Assistant, prompt: PromptLine, draft_length: int | None, record: bool) -> Decoding:
         from adaptive.control.policy import FixedLength
         from adaptive.types import SamplingParams, StopParams
 
@@ -205,7 +205,7 @@ class Tour:
         assert assistant.last is not None
         return assistant.last
 
-    def _answer_and_log(self, session: Session) -> None:
+    def _answer_and_log(self, session: OpenedPair) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -220,7 +220,7 @@ class Tour:
             f"{session.state.records.stat().st_size / 1e6:.1f} MB of log"
         )
 
-    def _distil(self, session: Session) -> str | None:
+    def _distil(self, session: OpenedPair) -> str | None:
         """The id of the adapter that the gate let through, or None."""
         from adaptive.pair import load_draft_for_training
         from cli.distill import progress_bar
@@ -241,7 +241,7 @@ class Tour:
         promoted = outcome.manifest is not None and outcome.manifest.status == "promoted"
         return outcome.manifest.id if outcome.manifest is not None and promoted else None
 
-    def _plot(self, session: Session) -> None:
+    def _plot(self, session: OpenedPair) -> None:
         """Judged prompts once more into the log, so that the plot shows the swap; then the plot."""
         from adaptive.records.history import history
         from adaptive.records.log import Log

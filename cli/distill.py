@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from adaptive.settings import Settings
     from checkpoints.manifest import HeldOut, Interval
-    from cli.prompts import Prompt
+    from cli.prompts import PromptLine
     from trainers.fit import Progress
     from trainers.recipe import Recipe
     from trainers.run import DistillOutcome, Promotion
@@ -177,7 +177,7 @@ def run(
             )
 
 
-def _prompts(file: Path) -> list[Prompt]:
+def _prompts(file: Path) -> list[PromptLine]:
     from cli.prompts import read_prompts
 
     return read_prompts(file)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from adaptive.assistant import Assistant
     from adaptive.decoding.loop import Decoding, Step
     from adaptive.settings import Settings
-    from cli.prompts import Prompt
+    from cli.prompts import PromptLine
 
 
 @shared_options()
@@ -46,10 +46,10 @@ def generate(
     else:
         asked = [bare_prompt(_standard_input() if prompt == "-" else prompt or "")]
 
-    from cli.session import open_session
+    from cli.opened import open_pair
 
     console = Console(stderr=True)
-    with open_session(settings, console) as session:
+    with open_pair(settings, console) as session:
         from adaptive.assistant import sampling_params
         from adaptive.types import StopParams
 
@@ -113,7 +113,7 @@ def figures(assistant: Assistant) -> str:
     return " · ".join(parts)
 
 
-def as_object(prompt: Prompt, assistant: Assistant) -> dict[str, Any]:
+def as_object(prompt: PromptLine, assistant: Assistant) -> dict[str, Any]:
     """The JSON object of one answer; figures are those of ``history``, times are in milliseconds."""
     from dataclasses import asdict
 

@@ -12,7 +12,7 @@ from cli.options import PAIR, as_typed
 if TYPE_CHECKING:
     from adaptive.pair import Pair
     from adaptive.settings import Settings
-    from cli.session import Session
+    from cli.opened import OpenedPair
 
 OTHER = "Another engine"
 OtherTarget = Annotated[
@@ -47,9 +47,9 @@ def _bundled_draft() -> str:
     return str(BUNDLED / "draft")
 
 
-def load_other(settings: Settings, session: Session, console: Any) -> Pair:
+def load_other(settings: Settings, session: OpenedPair, console: Any) -> Pair:
     """The other pair, with the adapter that is in use here. Raises AdaptiveError where that does not fit its draft."""
-    from cli.session import load_with_progress
+    from cli.opened import load_with_progress
 
     pair = load_with_progress(settings, console)
     adapter = session.assistant.adapter

@@ -12,7 +12,7 @@ from adaptive.types import Message
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptLine:
     """One line of a prompt file: a chat, and whether it was written as a bare prompt."""
 
     messages: tuple[Message, ...]
@@ -25,12 +25,12 @@ class Prompt:
         return [{"role": m.role, "content": m.content} for m in self.messages]
 
 
-def bare_prompt(text: str) -> Prompt:
+def bare_prompt(text: str) -> PromptLine:
     """A prompt of one user message."""
-    return Prompt((Message("user", text),), bare=True)
+    return PromptLine((Message("user", text),), bare=True)
 
 
-def read_prompts(file: Path) -> list[Prompt]:
+def read_prompts(file: Path) -> list[PromptLine]:
     """Every prompt of the file. Raises AdaptiveError naming the line that is wrong, before anything is done."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
@@ -43,7 +43,7 @@ def read_prompts(file: Path) -> list[Prompt]:
     return prompts
 
 
-def _parse(line: str, where: str) -> Prompt:
+def _parse(line: str, where: str) -> PromptLine:
     try:
         value: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -57,4 +57,4 @@ def _parse(line: str, where: str) -> Prompt:
         fine = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not fine or not isinstance(message.get("content"), str):
             raise AdaptiveError(f'{where}: every message needs a "role" and a "content", both text')
-    return Prompt(tuple(Message(m["role"], m["content"]) for m in messages), bare=False)
+    return PromptLine(tuple(Message(m["role"], m["content"]) for m in messages), bare=False)

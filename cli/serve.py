@@ -71,16 +71,16 @@ def serve(
     from adaptive.pair import pair_identity
     from adaptive.service import server
     from adaptive.state import open_state
-    from cli.session import Session, open_session
+    from cli.opened import OpenedPair, open_pair
 
     settings = server.with_key(settings)
     state = open_state(settings.state_dir, pair_identity(settings).id)
 
-    def opened() -> AbstractContextManager[Session]:
+    def opened() -> AbstractContextManager[OpenedPair]:
         import torch
 
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        return open_session(settings, console, cache_bytes=settings.cache_mb * 10**6)
+        return open_pair(settings, console, cache_bytes=settings.cache_mb * 10**6)
 
     server.serve(settings, state, opened)

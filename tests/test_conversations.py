@@ -18,7 +18,7 @@ from adaptive.engines.protocol import Engine
 from adaptive.records.log import Log
 from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
-from cli.session import Session, open_session
+from cli.opened import OpenedPair, open_pair
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 SYSTEM = Message("system", "You are a patient teacher of small children, and you answer in short sentences. " * 6)
@@ -26,13 +26,13 @@ SHORT, LONG = StopParams(12, ignore_eos=True), StopParams(80, ignore_eos=True)
 
 
 @pytest.fixture
-def session(own_home: Path) -> Iterator[Session]:
+def session(own_home: Path) -> Iterator[OpenedPair]:
     settings = load_settings({"dtype": "float32", "draft_length": "3"})
-    with open_session(settings, Console(file=io.StringIO()), cache_bytes=200_000_000) as opened:
+    with open_pair(settings, Console(file=io.StringIO()), cache_bytes=200_000_000) as opened:
         yield opened
 
 
-def ask(session: Session, *messages: Message, stop: StopParams = SHORT, client: str = "me") -> tuple[str, int, int]:
+def ask(session: OpenedPair, *messages: Message, stop: StopParams = SHORT, client: str = "me") -> tuple[str, int, int]:
     """The answer's text, how many tokens of the prompt a cache held, and how many it has."""
     assistant = session.assistant
     chat = [{"role": m.role, "content": m.content} for m in messages]
@@ -44,7 +44,7 @@ def ask(session: Session, *messages: Message, stop: StopParams = SHORT, client: 
     return assistant.last.text, assistant.last.timings.cached_n, len(prompt)
 
 
-def sessions(session: Session) -> list[int]:
+def sessions(session: OpenedPair) -> list[int]:
     """Answers in each session of the log, the latest first."""
     assert session.assistant.log is not None
     session.assistant.log.flush()
@@ -52,7 +52,7 @@ def sessions(session: Session) -> list[int]:
         return [found.generations for found in log.sessions()]
 
 
-def test_chats_that_share_a_long_system_message_are_two_and_compute_it_once(session: Session) -> None:
+def test_chats_that_share_a_long_system_message_are_two_and_compute_it_once(session: OpenedPair) -> None:
     one, other = Message("user", "What is a boat?"), Message("user", "Why is the sky blue?")
     first, cached, read = ask(session, SYSTEM, one)
     assert cached == 0
@@ -68,7 +68,7 @@ def test_chats_that_share_a_long_system_message_are_two_and_compute_it_once(sess
         assert log.count() == 2
 
 
-def test_asking_the_same_again_finds_its_cache_and_is_one_session(session: Session) -> None:
+def test_asking_the_same_again_finds_its_cache_and_is_one_session(session: OpenedPair) -> None:
     question = Message("user", "Tell me a long story, please.")
     texts = set()
     for number in range(4):
@@ -79,7 +79,7 @@ def test_asking_the_same_again_finds_its_cache_and_is_one_session(session: Sessi
     assert sessions(session) == [4]
 
 
-def test_examples_before_a_question_and_other_clients_make_no_common_session(session: Session) -> None:
+def test_examples_before_a_question_and_other_clients_make_no_common_session(session: OpenedPair) -> None:
     examples = (SYSTEM, Message("user", "1 + 1"), Message("assistant", "2"))
     ask(session, *examples, Message("user", "2 + 2"))
     ask(session, *examples, Message("user", "3 + 3"))
@@ -89,7 +89,7 @@ def test_examples_before_a_question_and_other_clients_make_no_common_session(ses
     assert sessions(session) == [1, 1, 1, 1, 1]
 
 
-def test_text_is_the_targets_own_whatever_was_copied(session: Session) -> None:
+def test_text_is_the_targets_own_whatever_was_copied(session: OpenedPair) -> None:
     chats = [(SYSTEM, Message("user", f"Question {n}: what floats?")) for n in range(3)]
     copied = [ask(session, *chat, stop=LONG)[0] for chat in chats]
     alone = []
@@ -99,7 +99,7 @@ def test_text_is_the_targets_own_whatever_was_copied(session: Session) -> None:
     assert copied == alone
 
 
-def test_caches_stay_within_their_limit_and_a_conversation_keeps_its_session(session: Session) -> None:
+def test_caches_stay_within_their_limit_and_a_conversation_keeps_its_session(session: OpenedPair) -> None:
     questions = [Message("user", f"Question {n}: what floats?") for n in range(4)]
     ask(session, SYSTEM, questions[0])
     conversations = session.assistant.conversations

@@ -11,7 +11,7 @@ from rich.console import Console
 from adaptive.settings import load_settings
 from checkpoints.manifest import TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
-from cli.session import open_session
+from cli.opened import open_pair
 
 
 def publish_two(store: AdapterStore, draft: Path, base: object, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def publish_two(store: AdapterStore, draft: Path, base: object, tmp_path: Path) 
 def test_a_damaged_adapter_is_said_and_the_last_good_one_used(tmp_path: Path, own_home: Path) -> None:
     target, draft = save_random_pair(tmp_path / "pair", "qwen2")
     settings = load_settings({"target": str(target), "draft": str(draft), "dtype": "float32"})
-    with open_session(settings, Console(file=io.StringIO())) as session:
+    with open_pair(settings, Console(file=io.StringIO())) as session:
         publish_two(session.store, draft, session.pair.identity.base, tmp_path)
         assert session.swapper.use_promoted()
         assert session.assistant.adapter == "0002"
@@ -53,7 +53,7 @@ def test_a_damaged_adapter_is_said_and_the_last_good_one_used(tmp_path: Path, ow
     damaged[len(damaged) // 2] ^= 1
     weights.write_bytes(damaged)
     said = io.StringIO()
-    with open_session(settings, Console(file=said, width=400)) as session:
+    with open_pair(settings, Console(file=said, width=400)) as session:
         assert session.assistant.adapter == "0001"
     lines = [line for line in said.getvalue().splitlines() if line.startswith("adapter:")]
     assert len(lines) == 1
@@ -65,7 +65,7 @@ def test_a_promotion_is_picked_up_between_two_turns(tmp_path: Path, own_home: Pa
     target, draft = save_random_pair(tmp_path / "pair", "qwen2")
     settings = load_settings({"target": str(target), "draft": str(draft), "dtype": "float32"})
     console = Console(file=io.StringIO())
-    with open_session(settings, console) as session:
+    with open_pair(settings, console) as session:
         assert session.assistant.adapter is None
         publish_two(AdapterStore(session.state.adapters), draft, session.pair.identity.base, tmp_path)
         assert session.swapper.use_promoted()
@@ -79,11 +79,11 @@ def test_a_promotion_is_picked_up_between_two_turns(tmp_path: Path, own_home: Pa
 def test_a_current_that_cannot_be_read_is_mended_at_the_start(tmp_path: Path, own_home: Path) -> None:
     target, draft = save_random_pair(tmp_path / "pair", "qwen2")
     settings = load_settings({"target": str(target), "draft": str(draft), "dtype": "float32"})
-    with open_session(settings, Console(file=io.StringIO())) as session:
+    with open_pair(settings, Console(file=io.StringIO())) as session:
         publish_two(session.store, draft, session.pair.identity.base, tmp_path)
         root = session.store.root
     (root / "CURRENT").write_text("")
     said = io.StringIO()
-    with open_session(settings, Console(file=said, width=400)) as session:
+    with open_pair(settings, Console(file=said, width=400)) as session:
         assert session.assistant.adapter == "0002"
     assert "CURRENT named no adapter" in said.getvalue()

@@ -14,13 +14,13 @@ from adaptive.control.policy import FixedLength
 from adaptive.pair import load_draft_for_training
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
-from cli.prompts import Prompt, read_prompts
-from cli.session import Session, open_session
+from cli.opened import OpenedPair, open_pair
+from cli.prompts import PromptLine, read_prompts
 from trainers.recipe import Recipe
 from trainers.run import distill
 
 
-def answer(session: Session, prompts: list[Prompt], record: bool) -> list[Round]:
+def answer(session: OpenedPair, prompts: list[PromptLine], record: bool) -> list[Round]:
     """The rounds of the answers to these prompts, at temperature 0.7."""
     rounds: list[Round] = []
     for number, prompt in enumerate(prompts):
@@ -42,7 +42,7 @@ def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_hom
     judged, learned = prompts[:24] + prompts[104:120], prompts[24:104] + prompts[120:200]
     settings = load_settings({"draft_length": "4", "dtype": "float32"})
     console = Console(file=io.StringIO())
-    with open_session(settings, console) as session:
+    with open_pair(settings, console) as session:
         session.assistant.policy = FixedLength(4)
         before = accepted(answer(session, judged, record=False))
         answer(session, learned, record=True)

@@ -18,7 +18,7 @@ from adaptive.service.jobs import Ask, Done, Event, FairQueue, Job, Prompt
 from adaptive.service.metrics import Metrics
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
-from cli.session import Session, open_session
+from cli.opened import OpenedPair, open_pair
 
 
 def job(tokens: int, emit: Callable[[Event], None] = lambda event: None, client: str = "somebody") -> Job:
@@ -46,8 +46,8 @@ class Heard:
 def test_idle_is_not_said_when_a_request_has_just_come(own_home: Path) -> None:
     settings = load_settings({"target": str(BUNDLED / "draft"), "dtype": "float32", "record": False})
 
-    def opened() -> contextlib.AbstractContextManager[Session]:
-        return open_session(settings, Console(file=io.StringIO()))
+    def opened() -> contextlib.AbstractContextManager[OpenedPair]:
+        return open_pair(settings, Console(file=io.StringIO()))
 
     engine = EngineThread(opened, Metrics(), queue=4)
     heard, said, done = Heard(), [], threading.Event()

@@ -21,7 +21,7 @@ from adaptive.service.trainer import Trainer
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
 from cli.chat import Conversation
-from cli.session import Session, open_session
+from cli.opened import OpenedPair, open_pair
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 LONG = StopParams(160, ignore_eos=True)
@@ -29,17 +29,17 @@ PROMPT = "Once upon a time there was a small boat that"
 
 
 @pytest.fixture
-def session(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+def session(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenedPair]:
     monkeypatch.setattr(swapper, "LOOK_S", 0.0)
     monkeypatch.setattr(swapper, "SLICE_S", 0.0)  # one step of a swap between two rounds
     monkeypatch.setattr(loop, "BURST_S", 0.0)  # a round a burst
     settings = load_settings({"dtype": "float32", "draft_length": "4"})
-    with open_session(settings, Console(file=io.StringIO())) as opened:
+    with open_pair(settings, Console(file=io.StringIO())) as opened:
         opened.assistant.between_rounds = opened.swapper.between_rounds
         yield opened
 
 
-def alone(session: Session) -> list[int]:
+def alone(session: OpenedPair) -> list[int]:
     """What the target says without a draft."""
     policy, session.assistant.policy = session.assistant.policy, FixedLength(0)
     said = [step.token for step in session.assistant.complete(PROMPT, GREEDY, LONG, record=False)]
@@ -48,7 +48,7 @@ def alone(session: Session) -> list[int]:
 
 
 def test_swaps_between_rounds_change_no_token_and_each_adapters_rounds_are_known(
-    session: Session, tmp_path: Path
+    session: OpenedPair, tmp_path: Path
 ) -> None:
     expected = alone(session)
     names = [publish_random_adapter(session.store, tmp_path / str(seed), seed) for seed in (1, 2)]
@@ -80,7 +80,7 @@ def test_swaps_between_rounds_change_no_token_and_each_adapters_rounds_are_known
 
 
 def test_a_chat_credits_every_round_to_the_adapter_that_drafted_it(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: OpenedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = publish_random_adapter(session.store, tmp_path / "adapter")
     credited: list[tuple[str | None, int]] = []
@@ -114,7 +114,9 @@ def test_a_chat_credits_every_round_to_the_adapter_that_drafted_it(
     assert before + after == len(session.assistant.last.rounds)
 
 
-def test_a_swap_that_the_answer_was_too_short_for_is_finished_before_the_next(session: Session, tmp_path: Path) -> None:
+def test_a_swap_that_the_answer_was_too_short_for_is_finished_before_the_next(
+    session: OpenedPair, tmp_path: Path
+) -> None:
     name = publish_random_adapter(session.store, tmp_path / "adapter")
     expected, assistant = alone(session), session.assistant
     steps = assistant.complete(PROMPT, GREEDY, LONG)
@@ -130,7 +132,7 @@ def test_a_swap_that_the_answer_was_too_short_for_is_finished_before_the_next(se
 
 
 def test_an_adapter_that_does_not_fit_is_passed_over_in_the_middle_of_an_answer(
-    session: Session, tmp_path: Path
+    session: OpenedPair, tmp_path: Path
 ) -> None:
     expected = alone(session)
     foreign = publish_random_adapter(session.store, tmp_path / "adapter", draft=BUNDLED / "target")
@@ -140,7 +142,7 @@ def test_an_adapter_that_does_not_fit_is_passed_over_in_the_middle_of_an_answer(
     assert session.swapper.swaps == 0
 
 
-def test_a_merge_that_fails_midway_leaves_the_plain_draft(session: Session, tmp_path: Path) -> None:
+def test_a_merge_that_fails_midway_leaves_the_plain_draft(session: OpenedPair, tmp_path: Path) -> None:
     assistant = session.assistant
     draft = assistant.pair.draft
     assert draft is not None

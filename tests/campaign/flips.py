@@ -20,7 +20,7 @@ from adaptive.settings import load_settings
 from adaptive.state import PairState, open_state
 from adaptive.types import SamplingParams, StopParams
 from checkpoints.store import AdapterStore
-from cli.session import open_session
+from cli.opened import open_pair
 
 from .common import TOKENS, Campaign, environment, unusual
 from .processes import publish
@@ -42,7 +42,7 @@ from rich.console import Console
 from adaptive.types import SamplingParams, StopParams
 from adaptive.settings import load_settings
 from adaptive.state import PairState
-from cli.session import open_session
+from cli.opened import open_pair
 from trainers.resume import Checkpoint, Standing
 prompts = json.loads(Path(sys.argv[2]).read_text())
 settings = load_settings({"home": sys.argv[1], "dtype": "float32", "draft_length": "auto"})
@@ -50,13 +50,13 @@ def say(session, number, name):
     prompt, limits = prompts[number % len(prompts)], StopParams(int(sys.argv[4]))
     for _ in session.assistant.complete(prompt, SamplingParams(), limits, session=f"{name}{number}"):
         pass
-with open_session(settings, Console(stderr=True)) as session:
+with open_pair(settings, Console(stderr=True)) as session:
     for number in range(int(sys.argv[3])):
         say(session, number, "s")
     assert session.assistant.log.flush()
     weight = torch.nn.Parameter(torch.ones(64, 64))
     Checkpoint(session.state.training).save(Standing(), [weight], torch.optim.SGD([weight]))
-with open_session(settings, Console(stderr=True)) as session:
+with open_pair(settings, Console(stderr=True)) as session:
     for number in range(6):
         say(session, number, "t")
     assert session.assistant.log.flush()
@@ -119,7 +119,7 @@ def flip_and_start(campaign: Campaign, root: Path, name: str, kept: list[int] | 
     where = f"{name} byte {at} bit {bit}"
     prompt = campaign.rng.choice(list(campaign.expected))
     try:
-        with listening() as said, open_session(start_settings(home), Console(file=said)) as session:
+        with listening() as said, open_pair(start_settings(home), Console(file=said)) as session:
             for _ in session.assistant.complete(prompt, SamplingParams(), StopParams(TOKENS), session="after"):
                 pass
             assert session.assistant.last is not None

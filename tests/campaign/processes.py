@@ -57,11 +57,11 @@ from pathlib import Path
 from rich.console import Console
 from adaptive.types import SamplingParams, StopParams
 from adaptive.settings import load_settings
-from cli.session import open_session
+from cli.opened import open_pair
 until, rng = time.monotonic() + float(sys.argv[2]), random.Random(sys.argv[3])
 prompts = json.loads(Path(sys.argv[5]).read_text())
 settings = load_settings({"home": sys.argv[4], "dtype": "float32", "draft_length": "4"})
-with open_session(settings, Console(stderr=True)) as session:
+with open_pair(settings, Console(stderr=True)) as session:
     while time.monotonic() < until:
         session.swapper.use_promoted()
         prompt, name = rng.choice(prompts), ("p" if rng.random() < 0.5 else "k") + uuid.uuid4().hex

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Session:
+class OpenedPair:
     """An assistant ready to answer, where its pair's state lives, and what brings promoted adapters into use."""
 
     assistant: Assistant
@@ -48,7 +48,7 @@ def load_with_progress(settings: Settings, console: Console) -> Pair:
 
 
 @contextlib.contextmanager
-def open_session(settings: Settings, console: Console, cache_bytes: int = 0) -> Iterator[Session]:
+def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Iterator[OpenedPair]:
     """Everything a command needs to answer prompts; what was said is in the log when it ends.
 
     ``cache_bytes`` as in ``Assistant``.
@@ -80,7 +80,7 @@ def open_session(settings: Settings, console: Console, cache_bytes: int = 0) -> 
     log = LogWriter(state.records, after=store.last_record(), keep=keep) if settings.record else None
     assistant = Assistant(pair, FixedLength(0), log, cache_bytes)
     swapper = Swapper(assistant, store, identity.base, lambda said: console.print(f"[yellow]adapter:[/] {said}"))
-    session = Session(assistant, pair, state, store, swapper)
+    session = OpenedPair(assistant, pair, state, store, swapper)
     try:
         swapper.use_promoted()
         # Only now does the policy come in: what it remembers is in doubt only if the adapter is another one.
