@@ -19,12 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from click.testing import Result
 from controller_live import Way, interleaved
+from typer.testing import CliRunner
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
 from adaptive.pair import BUNDLED, load_pair
 from adaptive.settings import load_settings
+from cli.main import app
 from cli.prompts import read_prompts
 
 SPIN = "import hashlib\nwhile True: hashlib.sha256(bytes(2**20)).digest()"
@@ -44,58 +47,54 @@ def spinning(count: int) -> Iterator[None]:
             process.wait()
 
 
-def adaptive(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def adaptive(folder: Path, *arguments: str) -> Result:
     """One command on the bundled pair, greedy, with its state in ``folder``."""
-    start = [sys.executable, "-c", "from cli.main import run; run()", *arguments]
-    where = ["--state-dir", str(folder / "state"), "--temperature", "0"]
-    return subprocess.run([*start, *where], capture_output=True, text=True, check=False)
+    return CliRunner().invoke(app, [*arguments, "--state-dir", str(folder / "state"), "--temperature", "0"])
 
 
-def calibrations(folder: Path, times: int, *options: str) -> tuple[list[dict[str, Any]], int]:
-    """The reports of so many calibrations, and how many were refused."""
-    reports, refused = [], 0
-    for _ in range(times):
-        done = adaptive(folder, "calibrate", "--json", *options)
-        if done.returncode == 1 and "this machine is busy" in done.stderr:
-            refused += 1
-            assert not list((folder / "state").rglob("controller.json")), "costs were kept"
-            continue
-        assert done.returncode == 0, done.stderr
-        reports.append(json.loads(done.stdout))
-        low, high = reports[-1]["predicted_speed_up_interval"]
-        print(
-            f"  predicted {reports[-1]['predicted_speed_up']:.3f} ({low:.3f} to {high:.3f}) at length "
-            f"{reports[-1]['recommended_draft_length']}, break-even {reports[-1]['break_even_acceptance']:.3f}, "
-            f"others took {reports[-1]['other_programs_cores'] or 0:.2f} cores",
-            flush=True,
-        )
-    return reports, refused
+def calibration(folder: Path, *options: str) -> dict[str, Any] | None:
+    """The report of a calibration; None where it was refused."""
+    done = adaptive(folder, "calibrate", "--json", *options)
+    if done.exit_code == 1 and "this machine is busy" in done.stderr:
+        assert not list((folder / "state").rglob("controller.json")), "costs were kept"
+        return None
+    assert done.exit_code == 0, done.output
+    report: dict[str, Any] = json.loads(done.stdout)
+    low, high = report["predicted_speed_up_interval"]
+    print(
+        f"  predicted {report['predicted_speed_up']:.3f} ({low:.3f} to {high:.3f}) at length "
+        f"{report['recommended_draft_length']}, break-even {report['break_even_acceptance']:.3f}, "
+        f"others took {report['other_programs_cores'] or 0:.2f} cores",
+        flush=True,
+    )
+    return report
 
 
 def busy(folder: Path, kind: str, times: int) -> None:
-    """Calibrations beside two spinning processes."""
+    """Calibrations beside two spinning processes, without and with ``--busy`` in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (BUNDLED / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
     (folder / "asked.jsonl").write_text("\n".join(lines[1 : 2 * ANSWERS : 2]), encoding="utf-8")
     (folder / "raced.jsonl").write_text("\n".join(lines[: 2 * RACED : 2]), encoding="utf-8")
     asked = ("--prompts", str(folder / "asked.jsonl"), "--max-new-tokens", str(TOKENS), "--draft-length", "0")
     done = adaptive(folder, "generate", "--json", *asked)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
+    promised, marked = [], []
+    print("beside two spinning processes")
     with spinning(2):
-        print("beside two spinning processes")
-        promised, refused = calibrations(folder, times)
-        print(f"  refused {refused} of {times}\nbeside two spinning processes, --busy", flush=True)
-        marked, _ = calibrations(folder, times, "--busy")
-    assert all(report["busy"] for report in marked)
-    (folder / "busy.json").write_text(json.dumps([*promised, *marked]), encoding="utf-8")
+        for time in range(times):
+            promised += [report for report in [calibration(folder)] if report is not None]
+            marked += [report for report in [calibration(folder, "--busy")] if report is not None and report["busy"]]
+            print(f"  refused {time + 1 - len(promised)} of {time + 1}", flush=True)
+            (folder / "busy.json").write_text(json.dumps([*promised, *marked]), encoding="utf-8")
 
 
 def quiet(folder: Path, times: int) -> None:
     """Calibrations on a quiet machine, and the race."""
     before = json.loads((folder / "busy.json").read_text(encoding="utf-8"))
     print("quiet")
-    now, refused = calibrations(folder, times)
-    assert not refused, "this machine is not quiet"
+    now = [report for report in (calibration(folder) for _ in range(times)) if report is not None]
+    assert now, "this machine is not quiet"
     lengths = sorted({0, *(report["recommended_draft_length"] for report in [*before, *now])})
     pair = load_pair(load_settings({}))
     ways = {k: Way(f"{k}", Assistant(pair, FixedLength(k), None)) for k in lengths}
