@@ -5,8 +5,7 @@ Every front end (command line, demo, server) talks to an ``Assistant`` and consu
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
+import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +28,6 @@ from adaptive.records.writer import LogWriter
 from adaptive.sampling import Penalties
 from adaptive.settings import Settings
 from adaptive.types import Generation, Message, Round, SamplingParams, StopParams
-
-# Keeps the draft's random numbers apart from the target's under one seed.
-DRAFT_SEED = 0x5DEECE66D
 
 
 def length_policy(settings: Settings, memory: Memory | None = None, attentive: bool = True) -> LengthPolicy:
@@ -62,6 +58,7 @@ class Assistant:
         self.log = log
         self.adapter: str | None = None
         self.last: Decoding | None = None
+        self.chance: random.Random = random.SystemRandom()  # where answers without a seed begin
         self.between_rounds: Callable[[], bool] | None = None
         self.drafted_by: list[tuple[str | None, int]] = []
         self._swap: tuple[str | None, Iterator[None]] | None = None
@@ -89,8 +86,11 @@ class Assistant:
 
     @property
     def rounds_by_adapter(self) -> list[tuple[str | None, tuple[Round, ...]]]:
-        """The last answer's rounds, apart by adapter: one may have been swapped in while it was under way."""
-        rounds = self.last.rounds if self.last is not None else []
+        """The last answer's rounds, apart by adapter: one may have been swapped in while it was under way. None of an
+        answer under a seed: fewer of its drafted tokens stand, which says nothing of an adapter."""
+        if self.last is None or self.last.request.sampling.seeded:
+            return []
+        rounds = self.last.rounds
         ends = [first for _, first in self.drafted_by[1:]] + [len(rounds)]
         return [
             (adapter, tuple(rounds[first:end])) for (adapter, first), end in zip(self.drafted_by, ends, strict=True)
@@ -184,12 +184,10 @@ class Assistant:
                 "shorten it or start anew"
             )
         created = time.time()
-        if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=secrets.randbits(63))
         record = record and self.log is not None
         conversation = self.conversations.take(prompt, messages, client, session)
         session = session or (conversation.name if self.conversations.limit else self.session)
-        self.policy.begin(Scope(session, sampling.temperature))
+        self.policy.begin(Scope(session, sampling.temperature, sampling.seeded))
         request = Request(prompt, sampling, stop, self._end_set(stop), record or supervise)
         stream = TextStream(self.pair.tokenizer, stop.stop, () if messages else prompt)
         decoding = self.last = self._decoding(request, conversation, stream)
@@ -225,10 +223,13 @@ class Assistant:
     def _end_set(self, stop: StopParams) -> frozenset[int]:
         return frozenset(stop.stop_token_ids) | (frozenset() if stop.ignore_eos else self._ends)
 
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """Random numbers for an answer without a seed."""
+        return torch.Generator(device).manual_seed(self.chance.getrandbits(63))
+
     def _decoding(self, request: Request, conversation: Conversation, stream: TextStream) -> Decoding:
         """Wire caches, drafter, sampler and text stream for one request."""
         target, sampling = self.pair.target, request.sampling
-        seed = sampling.seed or 0
         penalties = Penalties(sampling, target.vocab_size, target.device)
         conversation.target.keep_prefix_of(request.prompt)
         drafter = None
@@ -240,9 +241,9 @@ class Assistant:
                 target.vocab_size,
                 sampling,
                 penalties,
-                torch.Generator(self.pair.draft.device).manual_seed(seed ^ DRAFT_SEED),
+                self._generator(self.pair.draft.device),
             )
-        sampler = TargetSampler(sampling, penalties, torch.Generator(target.device).manual_seed(seed))
+        sampler = TargetSampler(sampling, penalties, self._generator(target.device))
         return Decoding(
             request,
             conversation.target.sequence,

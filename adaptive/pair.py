@@ -260,11 +260,9 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             f"the draft {draft.id} decodes but cannot learn; name the Hugging Face checkpoint it was made from with "
             "--draft-checkpoint"
         )
-    if lacks_kernels(target_engine):
-        warnings.append(
-            "this installation was built without a C++ compiler, and decoding on this processor is more than twice "
-            "as fast with what is compiled then; install one (g++ or clang++), and run pip install once more"
-        )
+    problem = lacks_kernels(target_engine)
+    if problem is not None:
+        warnings.append(problem)
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings))
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from adaptive.engines.cpu.kernels import Cuts, Rule, library
+from adaptive.engines.load import sampling_kernels
 from adaptive.tokens import Rows
 from adaptive.types import SamplingParams
 
@@ -54,9 +52,7 @@ class Transform:
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self.cuts = None if params.greedy else Cuts(1 / params.temperature, params.top_p, params.min_p, params.top_k)
-        # Where a verification is one call, or judging logits is.
-        self.rule = None if library() is None else Rule(self.cuts)
+        self.kernels = sampling_kernels()
         self._rows: Rows | None = None
 
     def __call__(self, logits: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -67,10 +63,8 @@ class Transform:
         if self._rows is None:
             self._rows = Rows(logits.shape[1])
         out = self._rows(first, len(logits))
-        kernels = library()
-        if kernels is not None:
-            assert self.cuts is not None
-            return kernels.probabilities(logits, self.cuts, out)
+        if self.kernels is not None:
+            return self.kernels.probabilities(logits, self.params, out)
         threads = torch.get_num_threads()
         if threads == 1 or logits.numel() > SHARED:
             return torch.softmax(transform_logits(logits.float(), self.params), -1, out=out)
@@ -86,7 +80,7 @@ class Uniform:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self._numbers = array("d")
+        self._numbers: list[float] = []
         self._used = 0
         self._column = torch.empty(0, 1)
 
@@ -97,11 +91,11 @@ class Uniform:
         self._used += 1
         return self._numbers[self._used - 1]
 
-    def ahead(self, count: int) -> int:
-        """The address of the numbers, float64, that the next ``count`` calls of ``next`` give, which ``skip`` takes."""
+    def ahead(self, count: int) -> list[float]:
+        """The numbers that the next ``count`` calls of ``next`` give, which ``skip`` takes."""
         if self._used + count > len(self._numbers):
             self._draw(count)
-        return self._address + self._used * self._numbers.itemsize
+        return self._numbers[self._used : self._used + count]
 
     def skip(self, count: int) -> None:
         """Leave out so many of the numbers that were looked at."""
@@ -109,8 +103,8 @@ class Uniform:
 
     def _draw(self, count: int) -> None:
         """Have at least so many that were not used."""
-        self._numbers = self._numbers[self._used :] + array("d", self._drawn(count)[:, 0].tolist())
-        self._address, self._used = self._numbers.buffer_info()[0], 0
+        self._numbers = self._numbers[self._used :] + self._drawn(count)[:, 0].tolist()
+        self._used = 0
 
     def column(self, count: int) -> torch.Tensor:
         """Numbers (count, 1) on the generator's device."""
@@ -143,7 +137,7 @@ def draw_on_device(probs: torch.Tensor, uniform: Uniform) -> torch.Tensor:
 def pick(probs: npt.NDArray[np.float32], share: float, less: npt.NDArray[np.float32] | None = None) -> int | None:
     """The same on the processor: the token id at ``share`` of the mass of probs (vocab,), None where there is none.
     With ``less`` (at most vocab,) of what probs have more than that."""
-    kernels = library()
+    kernels = sampling_kernels()
     if kernels is not None:
         return kernels.draw(probs, share, less)
     if less is not None:

@@ -65,6 +65,7 @@ class Rows:
     """Room for rows of ``width`` numbers, float32, that are written again and again."""
 
     def __init__(self, width: int) -> None:
+        self.width = width
         self._buffer = np.empty((0, width), np.float32)
         self._views: dict[tuple[int, int], torch.Tensor] = {}
 

@@ -27,7 +27,8 @@ class SamplingParams:
     ``temperature`` 0 is greedy, and so is one below ``LEAST_TEMPERATURE``. ``top_k`` 0, ``top_p`` 1 and
     ``min_p`` 0 are off. Penalties follow the field: ``repetition`` divides positive and multiplies negative
     logits of every token of prompt and output (CTRL, 1 = off); ``presence`` and ``frequency`` subtract from
-    tokens of the output (OpenAI, 0 = off). ``logit_bias`` maps token id to an addend. ``seed`` None draws one.
+    tokens of the output (OpenAI, 0 = off). ``logit_bias`` maps token id to an addend. ``seed`` fixes the text,
+    whoever proposes (``adaptive/noise.py``); None draws tokens by chance, and accepts more of what is drafted.
     """
 
     temperature: float = 0.0
@@ -63,6 +64,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature < LEAST_TEMPERATURE
+
+    @property
+    def seeded(self) -> bool:
+        """Whether tokens are drawn by the noise that a seed fixes."""
+        return self.seed is not None and not self.greedy
 
     @property
     def penalised(self) -> bool:

@@ -86,7 +86,7 @@ def main() -> None:
     settings = load_settings({n: value for n in ("target", "draft", "dtype") if (value := getattr(args, n))})
     pair = load_pair(settings)
     prompts = read_prompts(args.prompts)[: args.count] if args.prompts else mixed(args.count)
-    sampling = SamplingParams(temperature=args.temperature, seed=1)
+    sampling = SamplingParams(temperature=args.temperature)
     lengths = [int(part) for part in args.lengths.split(",")]
     field = []
     if not args.only_ours:

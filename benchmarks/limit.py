@@ -123,9 +123,7 @@ def show_memory(pair: Pair, prompts: list[PromptLine], length: int, tokens: int)
     done, first = 0, 0
     while done < tokens:
         prompt = prompts[(done // each) % len(prompts)]
-        for _ in assistant.chat(
-            prompt.messages, SamplingParams(temperature=0.7, seed=done), StopParams(each, ignore_eos=True)
-        ):
+        for _ in assistant.chat(prompt.messages, SamplingParams(temperature=0.7), StopParams(each, ignore_eos=True)):
             done += 1
         first = first or process.memory_info().rss  # the first answer makes the buffers
     grown = process.memory_info().rss - first

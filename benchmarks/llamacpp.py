@@ -218,7 +218,7 @@ def main() -> None:
 
     settings = load_settings({"target": args.target, "draft": args.draft, "threads": args.threads})
     pair = load_pair(settings)
-    sampling = SamplingParams(temperature=args.temperature, seed=1)
+    sampling = SamplingParams(temperature=args.temperature)
     prompts = mixed(10**6) if args.kind is None else read_prompts(BUNDLED / "prompts" / f"{args.kind}.jsonl")
     random.Random(0).shuffle(prompts)
     prompts = prompts[args.skip : args.skip + args.count]

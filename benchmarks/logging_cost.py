@@ -33,7 +33,7 @@ def main() -> None:
 
     named = {name: value for name in ("target", "draft") if (value := getattr(args, name))}
     pair = load_pair(load_settings(named))
-    sampling = SamplingParams(temperature=0.7, seed=1)
+    sampling = SamplingParams(temperature=0.7)
     stop = StopParams(max_new_tokens=args.tokens, ignore_eos=True)
     ratios, speeds = [], []
     with tempfile.TemporaryDirectory() as folder, LogWriter(Path(folder) / "records.db") as log:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -14,9 +15,8 @@ from timing import bare, filled, seconds, settle
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.engines.cpu.decoder import Choice
-from adaptive.engines.cpu.kernels import Rule, library
-from adaptive.engines.protocol import Sequence
+from adaptive.engines.load import sampling_kernels
+from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Sequence, VerificationCall
 from adaptive.pair import Pair
 from adaptive.sampling import Transform
 from adaptive.tokens import Ids, Rows, argmax, as_array
@@ -51,11 +51,11 @@ class Timed:
     def fused(self) -> Timed | None:
         return self if self.inner.fused is not None else None
 
-    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
-        return self._timed(lambda: self.inner.draft(tokens, choice))  # type: ignore[no-any-return]
+    def propose(self, call: ProposalCall) -> Proposed:
+        return self._timed(lambda: self.inner.propose(call))  # type: ignore[no-any-return]
 
-    def verify(self, tokens: list[int], rule: Rule) -> tuple[int, torch.Tensor]:
-        return self._timed(lambda: self.inner.verify(tokens, rule))  # type: ignore[no-any-return]
+    def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
+        return self._timed(lambda: self.inner.verify(call))  # type: ignore[no-any-return]
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         began, used = time.perf_counter(), time.process_time()
@@ -97,6 +97,7 @@ class Rounds:
         self._target, self._draft = Timed(pair.target), Timed(pair.draft)
         timed: Any = {"target": self._target, "draft": self._draft}
         self._assistant = Assistant(dataclasses.replace(pair, **timed), FixedLength(length), None)
+        self._assistant.chance = random.Random(1)
         self._row_s, self._draw_s = seconds_of_choice(pair, sampling)
         self._whole = [pair.draft.sequence().fused, pair.target.sequence().fused]  # type: ignore[union-attr]
 
@@ -133,18 +134,15 @@ class Rounds:
 def seconds_of_choice(pair: Pair, sampling: SamplingParams) -> tuple[float, float]:
     """Seconds in which a call of ours makes a row of logits a distribution, or finds its likeliest token, and draws a
     token. Of many at once, since within a call there is nothing of Python."""
-    if library() is None:
+    found = sampling_kernels()
+    if found is None:
         return 0.0, 0.0
     transform = Transform(sampling)
     logits = Rows(pair.target.vocab_size)(0, MANY).normal_()
     if sampling.greedy:
-        best, rule = argmax(logits), transform.rule
+        best = argmax(logits)
         assert isinstance(best, list)
-        assert rule is not None
-        rule.prepare(MANY - 1, None, None)
-        return seconds(lambda: rule(logits, best[:-1])) / MANY, 0.0
-    found = library()
-    assert found is not None
+        return seconds(lambda: found.judge(logits, best[:-1], 0, sampling, None, [])) / MANY, 0.0
     probs = as_array(transform(logits))
     assert probs is not None
     drawn = probs.ravel()
@@ -177,7 +175,7 @@ class Alone:
 def show_round(pair: Pair, prompts: list[PromptLine], length: int) -> None:
     """Where the time of rounds goes, greedy and sampled, and what is left of the speed-up that forwards allow."""
     alone = Alone(pair, length)
-    for name, sampling in (("greedy", SamplingParams(seed=1)), ("sampled", SamplingParams(temperature=0.7, seed=1))):
+    for name, sampling in (("greedy", SamplingParams(seed=1)), ("sampled", SamplingParams(temperature=0.7))):
         for kind in (length, 0):
             Rounds(pair, kind, sampling).answer(prompts[0])
         rounds, plain = Rounds(pair, length, sampling), Rounds(pair, 0, sampling)

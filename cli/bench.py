@@ -144,7 +144,7 @@ def contenders(
         top_k=settings.top_k or 0,
         top_p=settings.top_p if settings.top_p is not None else 1.0,
         min_p=settings.min_p or 0.0,
-        seed=settings.seed if settings.seed is not None else 1,
+        seed=settings.seed,
     )
     field: list[Contender] = []
     if threads:

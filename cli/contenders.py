@@ -7,6 +7,7 @@ prompt, in rotating order, so that a slow moment of the machine falls on all of 
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import time
 import urllib.request
@@ -75,6 +76,7 @@ def ours(name: str, pair: Pair, policy: LengthPolicy, sampling: SamplingParams, 
     """Our own loop under a draft-length policy, with a cache of its own. An answer goes on to the number of tokens
     that was asked for, or ``ends`` where the target ends it."""
     assistant = Assistant(pair, policy, None)
+    assistant.chance = random.Random(1)  # the same answers each time
 
     def answer(prompt: PromptLine, tokens: int) -> tuple[list[int], float | None]:
         for _ in assistant.chat(prompt.messages, sampling, StopParams(tokens, ignore_eos=not ends)):
@@ -139,7 +141,7 @@ def peer(url: str, pair: Pair, sampling: SamplingParams) -> Contender:
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
-            "seed": sampling.seed or 0,
+            "seed": 1 if sampling.seed is None else sampling.seed,
             "ignore_eos": True,
             "return_tokens": True,
         }

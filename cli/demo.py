@@ -198,7 +198,7 @@ class Tour:
         from adaptive.types import SamplingParams, StopParams
 
         assistant.policy = self.controller if draft_length is None else FixedLength(draft_length)
-        sampling = SamplingParams(temperature=TEMPERATURE, seed=self.settings.seed or 0)
+        sampling = SamplingParams(temperature=TEMPERATURE, seed=self.settings.seed)
         stop = StopParams(max_new_tokens=TOKENS)
         for _ in assistant.chat(prompt.messages, sampling, stop, domain=KIND, record=record):
             pass

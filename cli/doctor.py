@@ -114,15 +114,15 @@ def _packages() -> Iterator[Finding]:
 
 def _kernels() -> Finding:
     """The products and the attention that decoding runs on."""
-    from adaptive.engines.cpu.kernels import library, runnable
+    from adaptive.engines.cpu.kernels import library, problem
 
     found = library()
     if found is not None:
         return Finding("machine", "kernels", "ok", f"our own, for {found.name}")
-    if not runnable():
+    reason = problem()
+    if reason is None:
         return Finding("machine", "kernels", "ok", "torch's; there are none of our own for this processor")
-    advice = "install a C++ compiler (g++ or clang++) and run pip install once more: twice the speed and more"
-    return Finding("machine", "kernels", "note", "torch's; our own were not built", advice)
+    return Finding("machine", "kernels", "note", "torch's", reason)
 
 
 def _processor() -> Iterator[Finding]:

@@ -8,14 +8,13 @@ import pytest
 import torch
 from conftest import save_random_pair
 
-from adaptive import sampling
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.verify import verify_greedy, verify_greedy_on_device, verify_logits
-from adaptive.engines.cpu.kernels import library
+from adaptive.decoding.verify import Verdict, verdict, verify_greedy, verify_greedy_on_device
+from adaptive.engines.load import sampling_kernels
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_pair
-from adaptive.sampling import Transform, Uniform
+from adaptive.sampling import Uniform
 from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 
@@ -38,10 +37,8 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_target_that_gives_no_numbers_is_said_to_be_broken(
-    checkpoints: tuple[Path, Path], dtype: str, temperature: float, products: str, monkeypatch: pytest.MonkeyPatch
+    checkpoints: tuple[Path, Path], dtype: str, temperature: float, products: str
 ) -> None:
-    if products == "torch's":
-        monkeypatch.setattr(sampling, "library", lambda: None)
     target, draft = map(str, checkpoints)
     pair = load_pair(load_settings({"target": target, "draft": draft, "dtype": dtype, "device": "cpu"}))
     for length in (0, 4):
@@ -62,7 +59,7 @@ def test_a_row_that_is_reached_must_be_numbers(number: float, whole_row: bool) -
     logits = torch.randn(4, VOCAB)
     drafted = logits.argmax(-1).tolist()[:3]
     rules = [verify_greedy, lambda rows, ids: verify_greedy_on_device(rows, torch.tensor(ids, dtype=torch.long))]
-    if library() is not None:
+    if sampling_kernels() is not None:
         rules.append(_by_the_kernels)
     for rule in rules:
         for row in range(4):
@@ -75,6 +72,8 @@ def test_a_row_that_is_reached_must_be_numbers(number: float, whole_row: bool) -
                 assert rule(broken, others).tokens == drafted[:row]
 
 
-def _by_the_kernels(logits: torch.Tensor, drafted: list[int]) -> object:
-    transform = Transform(SamplingParams(temperature=0.0))
-    return verify_logits(logits, transform, drafted, None, Uniform(torch.Generator()))
+def _by_the_kernels(logits: torch.Tensor, drafted: list[int]) -> Verdict:
+    kernels = sampling_kernels()
+    assert kernels is not None
+    judgement = kernels.judge(logits, drafted, 0, SamplingParams(temperature=0.0), None, [])
+    return verdict(judgement, drafted, Uniform(torch.Generator()))

@@ -68,11 +68,11 @@ def test_kernels_that_were_not_built_are_a_note(
     assert ("our own, for " in found["kernels"]["value"]) == bool(best)
     assert best is None or found["kernels"]["value"].endswith(best.name)
     monkeypatch.setattr(kernels, "NATIVE", tmp_path)
-    kernels.library.cache_clear()
+    kernels.library.cache_clear(), kernels.problem.cache_clear()
     try:
         code, found = findings(*pair)
     finally:
-        kernels.library.cache_clear()
+        kernels.library.cache_clear(), kernels.problem.cache_clear()
     assert code == 0
     assert found["kernels"]["status"] == ("note" if kernels.runnable() else "ok")
     assert ("C++ compiler" in found["kernels"]["advice"]) == bool(kernels.runnable())

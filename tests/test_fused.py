@@ -69,7 +69,7 @@ def drafter(engine: TransformersEngine, params: SamplingParams, target_vocab: in
 def by_token(engine: TransformersEngine, params: SamplingParams, target_vocab: int = VOCAB) -> ModelDrafter:
     """One that asks for every token."""
     made = drafter(engine, params, target_vocab)
-    made._choice = None
+    made._fused = None
     return made
 
 
@@ -92,7 +92,7 @@ def test_it_is_the_same_as_token_by_token(
     engine: TransformersEngine, params: SamplingParams, below: float | None, target_vocab: int
 ) -> None:
     one, other = drafter(engine, params, target_vocab), by_token(engine, params, target_vocab)
-    assert one._choice is not None
+    assert one._fused is not None
     committed = [min(token, target_vocab - 1) for token in PROMPT]
     lengths = set()
     for turn in range(40):
@@ -138,17 +138,17 @@ def test_thresholds_end_a_draft_where_asking_for_them_would(engine: Transformers
             rule.decide(table, follow, drop_below, last_below)
         length = 2 + turn % 5
         mine, theirs = (made.propose(committed, length, asked) for made, asked in zip((one, other), rules, strict=True))
-        assert rules[0].bins() == rules[1].bins()
+        assert rules[0].bins_of() == rules[1].bins_of()
         assert (mine and mine.tokens) == (theirs and theirs.tokens)
         assert one.sequence.length == other.sequence.length
         count = len(mine.tokens) if mine else 0
-        ends.add("dropped" if count < len(rules[0].bins()) else "full" if count == length else "last")
+        ends.add("dropped" if count < len(rules[0].bins_of()) else "full" if count == length else "last")
         committed = [*committed, *(mine.tokens[: turn % 3] if mine else []), turn % VOCAB]
         for made in (one, other):
             made.rollback(len(committed) - 1)
     assert ends == {"dropped", "last", "full"}
     rules[0].clear()
-    assert rules[0].bins() == []
+    assert rules[0].bins_of() == []
 
 
 def test_how_sure_each_of_some_drafts_was_is_kept(engine: TransformersEngine) -> None:
@@ -163,7 +163,7 @@ def test_how_sure_each_of_some_drafts_was_is_kept(engine: TransformersEngine) ->
         for made, rule in zip((one, other), rules, strict=True):
             made.propose(committed, length, rule)
             made.rollback(len(committed) - 1)
-    kept = [[rule.bins(number) for number in range(6)] for rule in rules]
+    kept = [[rule.bins_of(number) for number in range(6)] for rule in rules]
     assert kept[0] == kept[1]
     assert all(1 <= len(bins) <= length for bins, length in zip(kept[0], lengths, strict=False))
     assert len({tuple(bins) for bins in kept[0]}) > 2
@@ -192,11 +192,11 @@ def test_what_the_adviser_raises_is_raised(engine: TransformersEngine, error: ty
 def test_nothing_is_kept_of_an_answer(engine: TransformersEngine) -> None:
     made = drafter(engine, PARAMS[1])
     assert made.propose(PROMPT, 5, stops(0.3, [])) is not None
-    room = weakref.ref(made._choice)
+    kept = weakref.ref(made.sequence)
     gc.disable()  # distributions of a large vocabulary are not to wait for it
     try:
         del made
-        assert room() is None
+        assert kept() is None
     finally:
         gc.enable()
 
@@ -210,8 +210,8 @@ def test_a_long_text_is_caught_up_with(engine: TransformersEngine) -> None:
 
 
 def test_penalties_and_biases_are_asked_for_token_by_token(engine: TransformersEngine) -> None:
-    assert drafter(engine, SamplingParams(repetition_penalty=1.3))._choice is None
-    assert drafter(engine, SamplingParams(logit_bias={3: 2.0}))._choice is None
+    assert drafter(engine, SamplingParams(repetition_penalty=1.3))._fused is None
+    assert drafter(engine, SamplingParams(logit_bias={3: 2.0}))._fused is None
 
 
 def sampler(params: SamplingParams) -> TargetSampler:
@@ -226,9 +226,8 @@ def test_a_verification_is_a_pass_and_then_the_rule(
     engine: TransformersEngine, params: SamplingParams, draft_vocab: int
 ) -> None:
     """The same tokens stand, with the same probabilities, for the same random numbers, and the logits are the same."""
-    one, other, judge, rule = engine.sequence(), engine.sequence(), sampler(params), Transform(params).rule
+    one, other, judge = engine.sequence(), engine.sequence(), sampler(params)
     assert one.fused is not None
-    assert rule is not None
     transform, uniform = Transform(params), Uniform(torch.Generator().manual_seed(11))
     committed, draw = list(PROMPT), torch.Generator().manual_seed(5)
     counts = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 from pathlib import Path
 
 import numpy as np
@@ -14,37 +13,32 @@ from adaptive.engines.cpu import kernels
 from adaptive.engines.cpu import weights as packing
 from adaptive.engines.cpu.kernels import (
     LIBRARIES,
-    NATIVE,
     Attention,
     First,
     Library,
     Product,
+    built,
     library,
     packed,
+    problem,
     runnable,
 )
 from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.load import sampling_kernels
 from adaptive.pair import load_pair
 from adaptive.sampling import transform_logits
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams
 
 
-def built(name: str) -> Path | None:
-    """The file of a library, or None."""
-    files = (NATIVE / (name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-    return next((file for file in files if file.is_file()), None)
-
-
 @pytest.fixture(params=list(LIBRARIES))
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """One instruction set after the other, in use."""
-    file = built(request.param)
-    if file is None:
+    if built(request.param) is None:
         pytest.skip("was not built: no C++ compiler, or it does not know these instructions")
     if request.param not in runnable():
         pytest.skip("this processor has other instructions")
-    found = Library(file)
+    found = Library(request.param)
     monkeypatch.setattr(kernels, "library", lambda: found)
     return str(request.param)
 
@@ -55,6 +49,12 @@ def threads(request: pytest.FixtureRequest) -> object:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(given)
+
+
+def clear() -> None:
+    """Look again for what was built."""
+    library.cache_clear()
+    problem.cache_clear()
 
 
 def same(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ def test_it_is_said_where_they_were_not_built(monkeypatch: pytest.MonkeyPatch, t
     said = "pip install" in " ".join(load_pair(settings).warnings)
     assert said == bool(runnable() and library() is None)
     monkeypatch.setattr(kernels, "NATIVE", tmp_path)
-    library.cache_clear()
+    clear()
     try:
         pair = load_pair(settings)
         assert ("pip install" in " ".join(pair.warnings)) == bool(runnable())
@@ -87,7 +87,7 @@ def test_it_is_said_where_they_were_not_built(monkeypatch: pytest.MonkeyPatch, t
         assert pair.target.cpu_forward is None or not pair.target.cpu_forward.plan.lm_head.native
         assert pair.target.sequence().extend([5, 6, 7], 1).shape == (1, pair.target.vocab_size)
     finally:
-        library.cache_clear()
+        clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,7 +134,7 @@ def test_what_is_done_first(width: int, instructions: str) -> None:
     for rows in (1, 3, 9):
         x = torch.randn(rows, width)
         normed = x.double() / (x.double().square().sum(-1, keepdim=True) + 0.25).sqrt() * norm
-        same(ours(x, first=First.RMS_NORM, norm=norm, side=0.25), normed @ weight.double().T)
+        same(ours(x, first=First.RMS_NORM, norm=norm, eps=0.25), normed @ weight.double().T)
         # As large as it gets, too: beyond 87 the exponential leaves float32.
         for factor in (1, 10, 100):
             x = factor * torch.randn(rows, 2 * width)
@@ -151,9 +151,9 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype: torch.dtype, instructio
     ours = Product(torch.randn(200, 1500).to(dtype), torch.randn(200))
     norm = torch.rand(1500)
     x = torch.randn(20, 1500)
-    together = ours(x, first=First.RMS_NORM, norm=norm, side=1.0)
+    together = ours(x, first=First.RMS_NORM, norm=norm, eps=1.0)
     for rows in (1, 2, 5, 6, 7, 19):
-        assert torch.equal(ours(x[:rows], first=First.RMS_NORM, norm=norm, side=1.0), together[:rows])
+        assert torch.equal(ours(x[:rows], first=First.RMS_NORM, norm=norm, eps=1.0), together[:rows])
 
 
 def test_many_rows_are_torchs_where_it_has_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,17 +188,17 @@ def test_the_layout_holds_every_weight_once(instructions: str, threads: int) -> 
 
 
 def reference(
-    mixed: torch.Tensor, turns: torch.Tensor, cache: torch.Tensor, start: int, window: int, scale: float, heads: int
+    qkv: torch.Tensor, cos_sin: torch.Tensor, cache: torch.Tensor, start: int, window: int, scale: float, heads: int
 ) -> torch.Tensor:
     """What ``Attention`` computes, head by head and query by query."""
     _, key_heads, _, size = cache.shape
-    parts = mixed.view(len(mixed), -1, size)
-    turned = torch.view_as_complex(parts.view(len(mixed), -1, size // 2, 2)) * torch.view_as_complex(turns)[:, None]
+    parts = qkv.view(len(qkv), -1, size)
+    turned = torch.view_as_complex(parts.view(len(qkv), -1, size // 2, 2)) * torch.view_as_complex(cos_sin)[:, None]
     turned = torch.view_as_real(turned).flatten(2)
-    cache[0, :, start : start + len(mixed)] = turned[:, heads : heads + key_heads].transpose(0, 1)
-    cache[1, :, start : start + len(mixed)] = parts[:, heads + key_heads :].transpose(0, 1)
-    out = torch.empty(len(mixed), heads, size, dtype=mixed.dtype)
-    for i in range(len(mixed)):
+    cache[0, :, start : start + len(qkv)] = turned[:, heads : heads + key_heads].transpose(0, 1)
+    cache[1, :, start : start + len(qkv)] = parts[:, heads + key_heads :].transpose(0, 1)
+    out = torch.empty(len(qkv), heads, size, dtype=qkv.dtype)
+    for i in range(len(qkv)):
         end = start + i + 1
         begin = max(0, end - window) if window else 0
         for head in range(heads):
@@ -234,25 +234,25 @@ def test_attention_equals_torch(size: int, heads: int, key_heads: int, instructi
         (3, 9, 2),
         (64, 32, 64),
     ):
-        mixed = torch.randn(count, (heads + 2 * key_heads) * size)
+        qkv = torch.randn(count, (heads + 2 * key_heads) * size)
         angles = torch.randn(count, size // 2)
-        turns = torch.stack([angles.cos(), angles.sin()], -1)
+        cos_sin = torch.stack([angles.cos(), angles.sin()], -1)
         cache = torch.randn(2, key_heads, 224, size)
         theirs = plain(cache).double()
-        expected = reference(mixed.double(), turns.double(), theirs, start, window, 0.3, heads)
+        expected = reference(qkv.double(), cos_sin.double(), theirs, start, window, 0.3, heads)
         out = torch.full((count, heads * size), torch.nan)
-        ours(mixed, turns.data_ptr(), cache.data_ptr(), 224, start, window, 0.3, out)
+        ours(qkv, cos_sin.data_ptr(), cache.data_ptr(), 224, start, window, 0.3, out)
         same(out, expected)
         same(plain(cache), theirs)
 
 
 def test_attention_hides_no_broken_number(instructions: str) -> None:
     ours = Attention(2, 2, 16, 1)
-    turns, out = torch.ones(2, 8, 2), torch.empty(2, 32)
+    cos_sin, out = torch.ones(2, 8, 2), torch.empty(2, 32)
     for part in (0, 1, 2):  # queries, keys, values
-        mixed, cache = torch.randn(2, 3, 2, 16), torch.randn(2, 2, 64, 16)
-        mixed[0, part, 1] = torch.nan
-        ours(mixed.view(2, 96), turns.data_ptr(), cache.data_ptr(), 64, 20, 0, 0.3, out)
+        qkv, cache = torch.randn(2, 3, 2, 16), torch.randn(2, 2, 64, 16)
+        qkv[0, part, 1] = torch.nan
+        ours(qkv.view(2, 96), cos_sin.data_ptr(), cache.data_ptr(), 64, 20, 0, 0.3, out)
         assert out[0, 16:].isnan().all()
         assert not out[0, :16].isnan().any()
 
@@ -267,7 +267,7 @@ def test_what_is_not_supported_is_left_to_torch(instructions: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 15, 256, 4097, 151936])
 def test_softmax_equals_torch(count: int, instructions: str) -> None:
-    found = kernels.library()
+    found = sampling_kernels()
     assert found is not None
     torch.manual_seed(0)
     logits = 5 * torch.randn(3, count)
@@ -275,32 +275,32 @@ def test_softmax_equals_torch(count: int, instructions: str) -> None:
     out = torch.empty_like(logits)
     for factor in (0.3, 1.0, 7.0):
         expected = (logits.double() * factor).softmax(-1)
-        assert (found.probabilities(logits, kernels.Cuts(factor, 1, 0, 0), out) - expected).abs().max() < 1e-6
+        assert (found.probabilities(logits, SamplingParams(1 / factor), out) - expected).abs().max() < 1e-6
         assert (out.double().sum(-1) - 1).abs().max() < 1e-5
     logits[2, count // 3 + 1 :] = -torch.inf
-    assert found.probabilities(logits, kernels.Cuts(1, 1, 0, 0), out)[2, count // 3 + 1 :].eq(0).all()
+    assert found.probabilities(logits, SamplingParams(1.0), out)[2, count // 3 + 1 :].eq(0).all()
     assert (out[2] - logits[2].double().softmax(-1)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("count", [1, 40, 300])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_what_is_no_number_stays_none(number: float, count: int, instructions: str) -> None:
-    found = kernels.library()
+    found = sampling_kernels()
     assert found is not None
     for place in {0, count // 2, count - 1}:
         logits = torch.randn(2, count)
         logits[0, place] = number
-        out = found.probabilities(logits, kernels.Cuts(1, 1, 0, 0), torch.empty_like(logits))
+        out = found.probabilities(logits, SamplingParams(1.0), torch.empty_like(logits))
         assert out[0].isnan().all()
         assert not out[1].isnan().any()
         assert found.draw(out[0].numpy(), 0.5) is None
     nothing = torch.full((1, count), -torch.inf)
-    assert found.probabilities(nothing, kernels.Cuts(1, 1, 0, 0), torch.empty(1, count)).isnan().all()
+    assert found.probabilities(nothing, SamplingParams(1.0), torch.empty(1, count)).isnan().all()
 
 
 @pytest.mark.parametrize("count", [1, 7, 300, 5000, 151936])
 def test_what_is_cut_is_what_transformers_cuts(count: int, instructions: str) -> None:
-    found = kernels.library()
+    found = sampling_kernels()
     assert found is not None
     torch.manual_seed(0)
     for spread in (0.0, 0.3, 3.0, 12.0):
@@ -314,7 +314,7 @@ def test_what_is_cut_is_what_transformers_cuts(count: int, instructions: str) ->
         ):
             params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
             expected = transform_logits(logits.double(), params).softmax(-1)
-            out = found.probabilities(logits, kernels.Cuts(1 / 0.7, top_p, min_p, top_k), torch.empty_like(logits))
+            out = found.probabilities(logits, params, torch.empty_like(logits))
             assert (out.double().sum(-1) - 1).abs().max() < 1e-5
             for given, ours, theirs in zip(logits, out, expected, strict=True):
                 # Of those as likely as the last one either may stay, and rounding may let one more or less.
@@ -328,7 +328,7 @@ def test_what_is_cut_is_what_transformers_cuts(count: int, instructions: str) ->
 
 @pytest.mark.parametrize("count", [1, 7, 256, 257, 5000])
 def test_draws_are_the_inverse_of_the_mass(count: int, instructions: str) -> None:
-    found = kernels.library()
+    found = sampling_kernels()
     assert found is not None
     rng = np.random.default_rng(0)
     for trial in range(60):

@@ -218,7 +218,7 @@ def resample_from_p(p: torch.Tensor, drafted: list[int], q: Distributions, unifo
 
 def in_one_call(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, uniform: Uniform) -> Verdict:
     """The rule as the loop comes to it, from logits."""
-    return verify_logits(p.log(), Transform(SamplingParams(temperature=1.0)), drafted, q, uniform)
+    return verify_logits(p.log(), Transform(SamplingParams(temperature=1.0)), drafted, q, uniform, 0)
 
 
 @pytest.mark.parametrize("broken", [always_accept, resample_from_p])
@@ -228,7 +228,9 @@ def test_a_broken_acceptance_rule_fails_the_same_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
 
-    def instead(logits: torch.Tensor, transform: Transform, drafted: list[int], q: Any, uniform: Uniform) -> Verdict:
+    def instead(
+        logits: torch.Tensor, transform: Transform, drafted: list[int], q: Any, uniform: Uniform, position: int
+    ) -> Verdict:
         return broken(transform(logits), drafted, [] if q is None else q, uniform)
 
     monkeypatch.setattr(loop, "verify_logits", instead)

@@ -237,7 +237,7 @@ class GoodputLength(LengthPolicy):
 
     def observe(self, outcome: Round) -> None:
         """Keep a finished round; every ``BATCH`` rounds, and at once after a try, they are learned from."""
-        bins = self.stopping.bins(self.rounds) if self.attentive else []
+        bins = self.stopping.bins_of(self.rounds) if self.attentive else []
         steps = len(bins) if self.attentive else outcome.drafted
         tokens = 1 + outcome.accepted
         self.rounds += 1
@@ -305,7 +305,7 @@ class GoodputLength(LengthPolicy):
         """Estimates of another session or temperature start from the general ones."""
         self.settle()
         self.decided, self.age = False, 0
-        self.acceptance.begin(scope.session, "model", scope.temperature)
+        self.acceptance.begin(scope.session, "model+seed" if scope.seeded else "model", scope.temperature)
         if self.this_answer:
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
         self.this_answer = self.plain_run = 0

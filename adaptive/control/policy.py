@@ -18,10 +18,12 @@ from adaptive.types import Round
 
 @dataclass(frozen=True)
 class Scope:
-    """What an answer belongs to, for estimates kept apart: its session and its sampling temperature."""
+    """What an answer belongs to, for estimates kept apart: its session and its sampling temperature, and whether it is
+    drawn under a seed, where fewer drafted tokens stand (``adaptive/noise.py``)."""
 
     session: str
     temperature: float
+    seeded: bool = False
 
 
 class Advice(IntEnum):

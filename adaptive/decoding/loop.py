@@ -74,18 +74,20 @@ class TargetSampler:
     def verify(self, target: Sequence, fed: list[int], proposal: Proposal | None) -> tuple[Verdict, torch.Tensor]:
         """Feed the target ``fed`` and the K tokens of a proposal in one pass. What stands of them, and the target's raw
         logits (K + 1, vocab) after the last token of ``fed`` and after each of the K."""
-        if proposal is not None and proposal.probs is None and not self.params.greedy:
+        drawn = not (self.params.greedy or self.params.seeded)
+        if proposal is not None and proposal.probs is None and drawn:
             proposal = proposal._replace(probs=point_masses(proposal.tokens, self.penalties.vocab_size))
-        fused, rule, drafted = target.fused, self.transform.rule, [] if proposal is None else proposal.tokens
-        if fused is not None and rule is not None and isinstance(drafted, list) and not self.adjusts:
-            return verify_fused(fused, rule, fed, proposal, self.uniform)
+        fused, drafted = target.fused, [] if proposal is None else proposal.tokens
+        if fused is not None and isinstance(drafted, list) and not self.adjusts:
+            return verify_fused(fused, self.params, fed, proposal, self.uniform)
+        held = target.length + len(fed)
         raw = logits = target.extend(join([fed, drafted]), 1 + len(drafted))
         if self.adjusts:
             logits = self.penalties.apply(logits, as_tensor(drafted).to(logits.device))
         if self.params.greedy:
             return verify_greedy(logits, drafted), raw
         q = None if proposal is None else proposal.probs
-        return verify_logits(logits, self.transform, drafted, q, self.uniform), raw
+        return verify_logits(logits, self.transform, drafted, q, self.uniform, held), raw
 
 
 def speculative_round(

@@ -4,6 +4,9 @@ Greedy: a drafted token is kept while it is the target's own argmax. Sampled (Le
 Chen et al. 2023): token x drawn from q is kept with probability min(1, p(x) / q(x)); at the first
 one that is not, the target's token is drawn from max(p - q, 0), normalised. Either way the output is
 the target's own, whatever q was.
+
+Under a seed (``adaptive/noise.py``): a drafted token is kept while it is the token that the target itself draws there
+with the noise of the seed. Then the text is the target's own too, and the same whatever drafts.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import numpy as np
 import torch
 
 from adaptive.drafting.proposal import Proposal
-from adaptive.engines.cpu.kernels import Rule
-from adaptive.engines.protocol import FusedCalls
+from adaptive.engines.protocol import FusedCalls, Judgement, VerificationCall
 from adaptive.errors import AdaptiveError
+from adaptive.noise import race
 from adaptive.sampling import Transform, Uniform, draw_on_device, pick
 from adaptive.tokens import Distributions, Ids, as_array, as_tensor
+from adaptive.types import SamplingParams
 
 # Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
 NOTHING = 1e-30
@@ -68,39 +72,60 @@ def _greedy_verdict(best: list[int], drafted: list[int], sound: Iterable[object]
 
 
 def verify_logits(
-    logits: torch.Tensor, transform: Transform, drafted: Ids, q: Distributions | None, uniform: Uniform
+    logits: torch.Tensor,
+    transform: Transform,
+    drafted: Ids,
+    q: Distributions | None,
+    uniform: Uniform,
+    position: int,
 ) -> Verdict:
-    """The quickest way from the target's logits (K + 1, vocab) to a verdict under ``transform``; the rest as below."""
-    rule = transform.rule
-    if rule is None or as_array(logits) is None:
-        return verify_sampled(transform(logits), drafted, [] if q is None else q, uniform)
+    """The quickest way from the target's logits (K + 1, vocab), for the tokens at ``position`` of the text and behind
+    it, to a verdict under ``transform``, which is not greedy; the rest as below."""
+    kernels, params = transform.kernels, transform.params
+    if kernels is None or as_array(logits) is None:
+        probs = transform(logits)
+        if params.seed is not None:
+            return verify_seeded(probs, drafted, params.seed, position)
+        return verify_sampled(probs, drafted, [] if q is None else q, uniform)
     proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
-    rule.prepare(len(proposed), rows(q), uniform.ahead(len(proposed) + 2))
-    accepted = rule(logits, proposed)
-    return verdict(rule, accepted, proposed, uniform)
+    random = [] if params.seeded else uniform.ahead(len(proposed) + 2)
+    return verdict(kernels.judge(logits, proposed, position, params, rows(q), random), proposed, uniform)
 
 
 def verify_fused(
-    target: FusedCalls, rule: Rule, fed: list[int], proposal: Proposal | None, uniform: Uniform
+    target: FusedCalls, params: SamplingParams, fed: list[int], proposal: Proposal | None, uniform: Uniform
 ) -> tuple[Verdict, torch.Tensor]:
     """Feed the target ``fed`` and what is proposed, and judge it in the same call; the verdict and the logits."""
     proposed: list[int] = [] if proposal is None else proposal.tokens  # type: ignore[assignment]
     q = None if proposal is None else rows(proposal.probs)
-    rule.prepare(len(proposed), q, None if rule.cuts is None else uniform.ahead(len(proposed) + 2))
-    accepted, logits = target.verify([*fed, *proposed], rule)
-    return verdict(rule, accepted, proposed, uniform), logits
+    random = [] if params.greedy or params.seeded else uniform.ahead(len(proposed) + 2)
+    judgement, logits = target.verify(VerificationCall(fed, proposed, params, q, random))
+    return verdict(judgement, proposed, uniform), logits
 
 
-def verdict(rule: Rule, accepted: int, proposed: list[int], uniform: Uniform) -> Verdict:
-    """What a rule found."""
-    extra = rule.given.extra
+def verdict(judgement: Judgement, proposed: list[int], uniform: Uniform) -> Verdict:
+    """What the kernels found."""
+    accepted, extra, used, chosen = judgement
     if extra < 0:
         raise AdaptiveError(NO_NUMBERS)
-    tokens = [*proposed[:accepted], extra]
-    if rule.cuts is None:
-        return Verdict(accepted, tokens, None)
-    uniform.skip(rule.given.used)
-    return Verdict(accepted, tokens, rule.chosen[: accepted + 1])
+    uniform.skip(used)
+    return Verdict(accepted, [*proposed[:accepted], extra], chosen)
+
+
+def verify_seeded(p: torch.Tensor, drafted: Ids, seed: int, position: int) -> Verdict:
+    """The rule under a seed: a drafted token stands if it is the target's own choice, by the noise of its place in the
+    text. Target probabilities p (K + 1, vocab), the first of them at ``position``; K drafted tokens. Waits for a device
+    once. Raises AdaptiveError where the p of a row that is reached are not numbers."""
+    count = len(drafted)
+    choice = race(p, seed, position)
+    likely = p.gather(1, choice[:, None])[:, 0]
+    ids = as_tensor(drafted).to(p.device)
+    known: list[int] = torch.cat([ids, choice, likely.isfinite() & (likely > 0)]).tolist()
+    proposed, ours, sound = known[:count], known[count : 2 * count + 1], known[2 * count + 1 :]
+    accepted = next((i for i, (a, b) in enumerate(zip(ours, proposed, strict=False)) if a != b), count)
+    if not all(sound[: accepted + 1]):
+        raise AdaptiveError(NO_NUMBERS)
+    return Verdict(accepted, ours[: accepted + 1], likely[: accepted + 1].log())
 
 
 def rows(q: Distributions | None) -> torch.Tensor | None:

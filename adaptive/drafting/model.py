@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from adaptive.control.policy import Advice, Adviser
-from adaptive.control.stopping import Stopping
 from adaptive.drafting.proposal import Proposal
-from adaptive.engines.cpu.decoder import Choice
-from adaptive.engines.protocol import Engine, Sequence
+from adaptive.engines.protocol import Engine, FusedCalls, ProposalCall, Sequence
+from adaptive.noise import race
 from adaptive.sampling import Penalties, Transform, Uniform, draw_on_device, pick
-from adaptive.tokens import Ids, argmax, as_array, as_tensor, join, likeliest
+from adaptive.tokens import Ids, argmax, as_array, as_tensor, join, known, likeliest
 from adaptive.types import SamplingParams
 
 
@@ -38,10 +37,9 @@ class ModelDrafter:
         self.penalties = penalties
         self.uniform = Uniform(generator)
         self._adjusts = penalties.active or penalties.bias is not None
-        # How tokens are chosen where a whole proposal is one call.
-        self._choice: Choice | None = None
-        if sequence.fused is not None and not self._adjusts:
-            self._choice = Choice(min(engine.vocab_size, target_vocab), self.transform.cuts)
+        self._vocab = min(engine.vocab_size, target_vocab)
+        # The engine's own way of making a whole proposal in one call, where it has one for this.
+        self._fused = None if self._adjusts else sequence.fused
 
     def limit(self, committed: int) -> int:
         """The last drafted token is never fed back, so it may stand just past the context."""
@@ -60,27 +58,24 @@ class ModelDrafter:
         if self.engine.vocab_size < self.target_vocab:
             # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
             feed = [min(token, self.engine.vocab_size - 1) for token in feed]
-        if self._choice is not None:
-            return self._propose_fused(feed, length, advise, self._choice)
-        return self._propose_by_token(feed, length, advise)
+        if self._fused is not None:
+            return self._propose_fused(self._fused, feed, length, advise)
+        return self._propose_by_token(committed, feed, length, advise)
 
-    def _propose_fused(self, feed: list[int], length: int, advise: Adviser | None, choice: Choice) -> Proposal | None:
-        drafts, greedy = self.sequence.fused, self.params.greedy
-        assert drafts is not None
-        shares = None if greedy else self.uniform.ahead(length)
-        if isinstance(advise, Stopping):
-            choice.prepare(length, shares, None, advise.address)
-        else:
-            choice.prepare(length, shares, advise)
-        tokens = drafts.draft(feed, choice)
-        if not tokens:
-            return None
-        if greedy:
-            return Proposal(self.name, tokens, None)
-        self.uniform.skip(len(tokens))
-        return Proposal(self.name, tokens, choice.probs(0, len(tokens)))
+    def _propose_fused(
+        self, sequence: FusedCalls, feed: list[int], length: int, advise: Adviser | None
+    ) -> Proposal | None:
+        params = self.params
+        drawn = not (params.greedy or params.seeded)
+        uniform = self.uniform.ahead(length) if drawn else []
+        tokens, probs = sequence.propose(ProposalCall(feed, length, self._vocab, params, uniform, advise))
+        if drawn:
+            self.uniform.skip(len(tokens))
+        return Proposal(self.name, tokens, probs) if tokens else None
 
-    def _propose_by_token(self, feed: Ids, length: int, advise: Adviser | None) -> Proposal | None:
+    def _propose_by_token(
+        self, committed: list[int], feed: Ids, length: int, advise: Adviser | None
+    ) -> Proposal | None:
         tokens: list[Ids] = []
         probs: list[Any] = []
         for position in range(1, length + 1):
@@ -103,9 +98,9 @@ class ModelDrafter:
             if advice is Advice.DROP:
                 break
             if q is not None:
-                # Of probabilities that are no numbers any token: the target will not have it.
-                feed = draw_on_device(q, self.uniform) if rows is None else [pick(rows[0], self.uniform.next()) or 0]
-                probs.append(q if rows is None else rows[0])
+                feed = self._draw(q, rows, len(committed) + position - 1)
+                if not self.params.seeded:
+                    probs.append(q if rows is None else rows[0])
             tokens.append(feed)
             if advice is Advice.LAST:
                 break
@@ -114,6 +109,17 @@ class ModelDrafter:
         if probs and isinstance(probs[0], torch.Tensor):
             return Proposal(self.name, join(tokens), torch.cat(probs))
         return Proposal(self.name, join(tokens), probs or None)
+
+    def _draw(self, q: torch.Tensor, rows: Any, place: int) -> Ids:
+        """A token of q (1, vocab), ``rows`` for numpy, for a place of the text. Where q are no numbers any token: the
+        target will not have it."""
+        seed = self.params.seed
+        if seed is None:
+            return draw_on_device(q, self.uniform) if rows is None else [pick(rows[0], self.uniform.next()) or 0]
+        kernels = self.transform.kernels
+        if rows is not None and kernels is not None:
+            return [kernels.race(rows[0], seed, place) or 0]
+        return known(race(q, seed, place))
 
     def reserve(self, length: int) -> None:
         """Make room in the draft's cache."""

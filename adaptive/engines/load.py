@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from adaptive.engines.protocol import Engine
+    from adaptive.engines.cpu.kernels import Library
+    from adaptive.engines.protocol import Engine, SamplingKernels
 
 logger = logging.getLogger("adaptive.engines")
 
@@ -156,17 +158,27 @@ def read_config(source: Source, settings: Settings) -> Any:
         raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
 
 
-def lacks_kernels(engine: Engine) -> bool:
-    """Whether this processor could run the engine faster with native kernels that were not built."""
+def lacks_kernels(engine: Engine) -> str | None:
+    """Why an engine that native kernels would make faster on this processor has none, and what to do; or None."""
     from adaptive.engines.cpu import kernels
 
-    return (
-        forward_of(engine) in (Forward.CPU_TORCH, Forward.TRANSFORMERS)
-        and engine.device.type == "cpu"
-        and engine.weights in ("float32", "bfloat16")
-        and bool(kernels.runnable())
-        and kernels.library() is None
-    )
+    slow = forward_of(engine) in (Forward.CPU_TORCH, Forward.TRANSFORMERS) and engine.device.type == "cpu"
+    return kernels.problem() if slow and engine.weights in ("float32", "bfloat16") else None
+
+
+def sampling_kernels() -> SamplingKernels | None:
+    """Compiled code that chooses tokens, from logits on the processor whichever engine they come from; or None."""
+    from adaptive.engines.cpu import kernels
+
+    found = kernels.library()
+    return None if found is None else _sampling_of(found)
+
+
+@cache
+def _sampling_of(library: Library) -> SamplingKernels:
+    from adaptive.engines.cpu.sampling import CpuSampling
+
+    return CpuSampling(library)
 
 
 def load_engine(

@@ -7,31 +7,135 @@ it: transformers here, others beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Numbers
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from adaptive.engines.cpu.decoder import Choice
-from adaptive.engines.cpu.kernels import Rule
 from adaptive.engines.threads import ThreadChoice
 from adaptive.tokens import Ids
 from adaptive.types import SamplingParams
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+# Asked with a position (from 1) and the largest probability there, before anything is drawn; answers with the number of
+# an ``Advice`` of control/policy.py.
+Asked: TypeAlias = Callable[[int, float], int]
+
+
+@dataclass(eq=False)
+class Thresholds:
+    """When a draft ends on its own confidence, as numbers, so that nobody has to be asked between two of its tokens.
+
+    A confidence falls into one of n + 1 bins, of n ``edges`` (float64). By bin (n + 1): the probability that a token is
+    ``accepted``, and that the one after it is (``follow``). By position (``longest``): that of all up to it below which
+    it is dropped (``drop_below``), and that of the next one too at which it is the last (``last_below``). What is
+    written: the ``bins`` (kept * longest) of each position that was asked about, of the last drafts, how many were
+    ``asked`` about (kept), the number of ``drafts`` (1), all int32, and ``reach`` (1), the probability that all up to
+    there are accepted. control/stopping.py applies them in Python.
+    """
+
+    edges: array[float]
+    accepted: array[float]
+    follow: array[float]
+    drop_below: array[float]
+    last_below: array[float]
+    bins: array[int]
+    asked: array[int]
+    drafts: array[int]
+    reach: array[float]
+
+
+@dataclass(slots=True)
+class ProposalCall:
+    """A whole proposal: feed ``tokens``, then one after the other choose at most ``length`` tokens of the first
+    ``vocab`` ids by ``sampling``, and feed each but the last. ``uniform`` (length,) are random numbers below 1, one a
+    token; none where the likeliest is taken, or a seed decides. ``advise`` says what becomes of each position."""
+
+    tokens: list[int]
+    length: int
+    vocab: int
+    sampling: SamplingParams
+    uniform: list[float]
+    advise: Thresholds | Asked | None
+
+
+class Proposed(NamedTuple):
+    """What came of it: the tokens, and the distributions (n, vocab) that they were drawn from, which last until the
+    sequence's next proposal; None where the likeliest were taken, or a seed decided."""
+
+    tokens: list[int]
+    probs: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class VerificationCall:
+    """A pass over tokens ``fed`` and those ``drafted``, and the acceptance rule over its logits; ``q`` and
+    ``uniform`` as in ``SamplingKernels.judge``."""
+
+    fed: list[int]
+    drafted: list[int]
+    sampling: SamplingParams
+    q: torch.Tensor | None
+    uniform: list[float]
+
+
+class Judgement(NamedTuple):
+    """What stands of K drafted tokens: how many; the token that the target adds, -1 where its logits are not numbers;
+    how many random numbers that took; the log-probabilities of the accepted + 1 tokens that are committed, None where
+    the likeliest are."""
+
+    accepted: int
+    extra: int
+    used: int
+    chosen: list[float] | None
+
+
+class SamplingKernels(Protocol):
+    """Compiled code that chooses tokens. Logits and distributions are on the processor."""
+
+    def probabilities(self, logits: torch.Tensor, params: SamplingParams, out: torch.Tensor) -> torch.Tensor:
+        """Probabilities, into ``out`` (n, vocab) float32, of logits (n, vocab). A row in which a logit is no number
+        has none."""
+
+    def draw(self, probs: Floats, uniform: float, less: Floats | None = None) -> int | None:
+        """The first token at which the mass of probs (vocab,), or of what they have more than ``less`` (at most
+        vocab,), exceeds that share of it; None where there is no mass."""
+
+    def race(self, probs: Floats, seed: int, position: int) -> int | None:
+        """The token of probs (vocab,) that the noise of a seed chooses at a position of the text; None where there is
+        no mass."""
+
+    def judge(
+        self,
+        logits: torch.Tensor,
+        drafted: list[int],
+        position: int,
+        params: SamplingParams,
+        q: torch.Tensor | None,
+        uniform: Numbers[float],
+    ) -> Judgement:
+        """The acceptance rule, given logits (K + 1, vocab) for the tokens at ``position`` of the text and behind it.
+        ``q`` (K, at most vocab), float32 and contiguous, is what the K tokens were drawn from, ``uniform`` (K + 2,) are
+        random numbers below 1; neither is looked at where the likeliest is taken, or a seed decides. Raises IndexError
+        for an id beyond the vocabulary."""
 
 
 class FusedCalls(Protocol):
     """A sequence of an engine that does in one call what ``extend`` and a choice do token by token, and what it and the
     acceptance rule do. What runs between two passes finds the processor's caches full of weights."""
 
-    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
-        """Append n ``tokens``, and one after the other at most as many more as ``choice`` is prepared for, each chosen
-        from what those before it make likely; return those. The last of them is not appended. ``choice.probs`` holds
-        what they were drawn from."""
+    def propose(self, call: ProposalCall) -> Proposed:
+        """Append the tokens of ``call`` and those that are chosen, but the last of them."""
 
-    def verify(self, tokens: list[int], rule: Rule) -> tuple[int, torch.Tensor]:
-        """Append n ``tokens``, and judge the last K of them by ``rule``, which is prepared for as many: how many stand,
-        and the logits (K + 1, vocab) as from ``extend``."""
+    def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
+        """Append all tokens of ``call``; what stands of the K drafted ones, and the logits (K + 1, vocab) as from
+        ``extend``."""
 
 
 class Sequence(Protocol):

@@ -7,8 +7,7 @@ is an assignment, and the views that all layers need are taken in one call.
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+from array import array
 
 import torch
 
@@ -24,8 +23,9 @@ class CpuCache:
         self.capacity = 0
         # Keys and values (2, heads, capacity, size) of every layer.
         self.layers: tuple[torch.Tensor, ...] = ()
-        # Where they lie in memory.
-        self.addresses: Any = (ctypes.c_void_p * 0)()
+        # Where they lie in memory, and where that is written.
+        self.addresses = array("Q")
+        self.table = 0
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         self._shape = (layers, 2, heads, size)
 
@@ -48,7 +48,8 @@ class CpuCache:
             buffer[:, :, :, : self.capacity] = self._buffer
         self._buffer, self.layers = buffer, buffer.unbind(0)
         self._keys, self._values = buffer[:, :1], buffer[:, 1:]
-        self.addresses = (ctypes.c_void_p * layers)(*(layer.data_ptr() for layer in self.layers))
+        self.addresses = array("Q", [layer.data_ptr() for layer in self.layers])
+        self.table = self.addresses.buffer_info()[0]
         self._pairs = torch.view_as_complex(buffer.view(layers, two, heads, capacity, size // 2, 2))
         self.capacity = capacity
 

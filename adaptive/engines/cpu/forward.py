@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.cpu.cache import CpuCache
-from adaptive.engines.cpu.decoder import Choice, Decoder
 from adaptive.engines.cpu.fused import decoder, fits
-from adaptive.engines.cpu.kernels import Attention, Rule
+from adaptive.engines.cpu.kernels import Attention, library
 from adaptive.engines.cpu.layers import RmsNorm, TensorFunction
 from adaptive.engines.cpu.plan import Kind, Layer, Plan, read_plan
+from adaptive.engines.cpu.sampling import CpuSampling
 from adaptive.engines.cpu.weights import PackedLinear
+from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Thresholds, VerificationCall
 from adaptive.engines.threads import FEW as TIMED
 from adaptive.engines.threads import ThreadChoice
+from adaptive.tokens import Rows, address
 
 # Tokens in one pass up to which buffers are kept and queries of one key head are stacked as rows of one
 # product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
@@ -78,7 +81,12 @@ class CpuForward:
             self._attention = Attention(plan.heads, plan.key_heads, plan.head_size, len(plan.ropes))
         # Whether a pass is one native call, for any number of tokens but where many are left to torch and AMX.
         self.fused = self._attention is not None and fits(plan)
-        self._decoder: Decoder | None = None  # made anew when a linear layer is
+        if self.fused:
+            found = library()
+            assert found is not None
+            self.sampling = CpuSampling(found)
+        self._thresholds: tuple[Thresholds | None, Any] = None, None
+        self._decoder: Any = None  # made anew when a linear layer is
         # Of a pass over a few tokens. A prompt is arithmetic, which all that torch was given share well.
         self.threads = ThreadChoice(torch.get_num_threads())
 
@@ -132,36 +140,76 @@ class CpuForward:
             wanted = logits[max(0, begin - count + rows) : max(0, end - count + rows)] if parts > 1 else logits
             rope_at, threads = rope + begin * self._rope_bytes, self._threads_for(end - begin)
             began = time.perf_counter()
-            decoder(tokens[begin:end], rope_at, cache.addresses, cache.capacity, start + begin, wanted, threads)
+            some, place = tokens[begin:end], address(wanted)
+            decoder(some, len(wanted), rope_at, cache.table, cache.capacity, start + begin, place, threads)
             self._took(end - begin, time.perf_counter() - began)
         cache.length = start + count
         return logits
 
-    def draft(self, tokens: list[int], choice: Choice, cache: CpuCache) -> list[int]:
-        """Where passes are ``fused``, a proposal after tokens, which are appended to the cache, as are those of the
-        proposal but the last."""
+    def propose(self, call: ProposalCall, probs: Rows, cache: CpuCache) -> Proposed:
+        """Where passes are ``fused``, see ``FusedCalls``; what tokens are drawn from is left in ``probs``."""
+        tokens = call.tokens
         if len(tokens) > FEW:
             self(torch.tensor(tokens[:-1]), 0, cache)
             tokens = tokens[-1:]
-        start = cache.length
-        rope = self._prepare(start + len(tokens) + choice.length - 1, cache)
+        start, advise, drawn = cache.length, call.advise, bool(call.uniform)
+        rope = self._prepare(start + len(tokens) + call.length - 1, cache)
         threads, decoder = self._threads_for(1), self._fused_pass()
+        thresholds, adviser = None, advise
+        if isinstance(advise, Thresholds):
+            thresholds, adviser = self._native_thresholds(advise), None
+        place = address(probs(0, call.length)) if drawn else 0
         began = time.perf_counter()
-        drafted, passed = decoder.draft(tokens, choice, rope, cache.addresses, cache.capacity, start, threads)
+        drafted, passed = decoder.propose(
+            self.sampling.native(call.sampling),
+            tokens,
+            call.length,
+            call.vocab,
+            call.uniform,
+            place,
+            thresholds,
+            adviser,
+            rope,
+            cache.table,
+            cache.capacity,
+            start,
+            threads,
+        )
         self._took(1, (time.perf_counter() - began) / (passed - len(tokens) + 1))
         cache.length = start + passed
-        return drafted
+        return Proposed(drafted, probs(0, len(drafted)) if drawn else None)
 
-    def verify(self, tokens: list[int], rule: Rule, logits: torch.Tensor, cache: CpuCache) -> int:
-        """Where passes are ``fused``, one over a few tokens into ``logits``, and how many of them stand; see
-        ``FusedCalls``."""
+    def _native_thresholds(self, given: Thresholds) -> Any:
+        known, native = self._thresholds
+        if known is not given:
+            native = self.sampling.thresholds(given)
+            self._thresholds = given, native
+        return native
+
+    def verify(self, call: VerificationCall, logits: torch.Tensor, cache: CpuCache) -> Judgement:
+        """Where passes are ``fused``, one over a few tokens into ``logits``, and what stands; see ``FusedCalls``."""
+        tokens, q = [*call.fed, *call.drafted], call.q
         start, size = cache.length, len(tokens)
         rope, decoder = self._prepare(start + size, cache), self._fused_pass()
+        place, fewer = (0, 0) if q is None else (address(q), q.shape[1])
         threads, began = self._threads_for(size), time.perf_counter()
-        accepted = decoder.verify(tokens, rule, rope, cache.addresses, cache.capacity, start, logits, threads)
+        found = decoder.verify(
+            self.sampling.native(call.sampling),
+            tokens,
+            len(call.drafted),
+            place,
+            fewer,
+            call.uniform,
+            rope,
+            cache.table,
+            cache.capacity,
+            start,
+            address(logits),
+            threads,
+        )
         self._took(size, time.perf_counter() - began)
         cache.length = start + size
-        return accepted
+        return Judgement(*found)
 
     def _prepare(self, end: int, cache: CpuCache) -> int:
         """Reserve for so many tokens in all; the address of the next one's cos and sin."""
@@ -179,7 +227,7 @@ class CpuForward:
         if count <= TIMED:
             self.threads.observe(count, seconds)
 
-    def _fused_pass(self) -> Decoder:
+    def _fused_pass(self) -> Any:
         if self._decoder is None:
             assert self._attention is not None
             self._decoder = decoder(self.plan, self._attention)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from adaptive.engines.cpu.decoder import Decoder, DecoderLayer, Norm
-from adaptive.engines.cpu.kernels import Attention, First, Product
+from adaptive.engines.cpu.kernels import Attention, First, library
 from adaptive.engines.cpu.layers import QkNorm, RmsNorm
 from adaptive.engines.cpu.plan import Layer, Plan
 from adaptive.engines.cpu.weights import PackedLinear
@@ -28,36 +29,46 @@ def _gate(layer: Layer) -> First | None:
     return layer.mlp.gate.prologue
 
 
-def decoder(plan: Plan, attention: Attention) -> Decoder:
-    """The plan with its linear layers as they are now; it ``fits``."""
+def decoder(plan: Plan, attention: Attention) -> Any:
+    """The plan with its linear layers as they are now, for the kernels; it ``fits``, and outlives this."""
+    found = library()
+    assert found is not None
+    native = found.module
+
+    def norm(of: RmsNorm | QkNorm | None) -> Any:
+        return native.Norm() if of is None else native.Norm(of.weight.data_ptr(), of.eps_sum)
+
     layers = [
-        DecoderLayer(
-            project=_native(layer.qkv),
+        native.Layer(
+            qkv=_native(layer.qkv),
             output=_native(layer.attention_output),
             up=_native(layer.mlp.gate_up),
             down=_native(layer.mlp.down),
-            attention_norm=_norm(layer.attention_norm),
-            mix_norm=_norm(layer.mlp_norm),
-            head_norm=None if layer.qk_norm is None else _norm(layer.qk_norm),
-            after_attention=None if layer.after_attention_norm is None else _norm(layer.after_attention_norm),
-            after_mix=None if layer.after_mlp_norm is None else _norm(layer.after_mlp_norm),
+            attention_norm=norm(layer.attention_norm),
+            mlp_norm=norm(layer.mlp_norm),
+            qk_norm=norm(layer.qk_norm),
+            after_attention=norm(layer.after_attention_norm),
+            after_mlp=norm(layer.after_mlp_norm),
             scale=layer.scale,
             rope=layer.rope,
             window=layer.window,
         )
         for layer in plan.layers
     ]
-    gate = _gate(plan.layers[0])
-    assert gate is not None
-    embed = plan.embed
-    factor = 1.0 if embed.factor is None else float(embed.factor)
-    return Decoder(layers, attention, gate, _norm(plan.final_norm), _native(plan.lm_head), embed.weight, factor)
+    embedding, factor = plan.embed.weight, plan.embed.factor
+    return native.Decoder(
+        layers=layers,
+        attention=attention.native,
+        head=_native(plan.lm_head),
+        embedding=embedding.data_ptr(),
+        final_norm=norm(plan.final_norm),
+        factor=1.0 if factor is None else float(factor),
+        gate=int(_gate(plan.layers[0]) or 0),
+        half=embedding.dtype == torch.bfloat16,
+        vocab=len(embedding),
+    )
 
 
-def _native(linear: PackedLinear) -> Product:
+def _native(linear: PackedLinear) -> Any:
     assert linear.product is not None
-    return linear.product
-
-
-def _norm(norm: RmsNorm | QkNorm) -> Norm:
-    return Norm(norm.weight, norm.eps_sum)
+    return linear.product.native

@@ -1,4 +1,4 @@
-"""Products, attention and draws of our own for a few tokens (``native/``), at the speed of the memory they read.
+"""The compiled kernels (``native/``): which of them this processor runs, and products and attention on them.
 
 Decoding reads every weight once for a token, so its time is the memory's; torch's products (oneDNN's) reached half
 of the memory's speed where this was measured, these reach all of it, and a pass is one call instead of some
@@ -8,18 +8,19 @@ twenty operations a layer (``docs/performance.md``). The threads are those of to
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.machinery
+import importlib.util
+import shlex
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
-from adaptive.tokens import address
+from adaptive.errors import first_line
 
 NATIVE = Path(__file__).parent / "native"
 # By instruction set, the better first: the flags of a processor that runs it, as Linux names them.
@@ -28,11 +29,6 @@ LIBRARIES = {
     "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma"},
     "avx2": {"avx2", "fma"},
 }
-# The OpenMP libraries that torch may have brought; all know GNU's names.
-OPENMP = ("libgomp", "libiomp5", "libomp")
-
-Floats: TypeAlias = npt.NDArray[np.float32]
-POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
 class First(IntEnum):
@@ -48,97 +44,101 @@ class First(IntEnum):
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
-class _Product(ctypes.Structure):
-    """``Product`` of ``native/products.h``."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("weight", "bias", "scales", "sums")),
-        *((name, INT) for name in ("inputs", "outputs", "kind")),
-    )
+class UnusableError(Exception):
+    """A library that cannot be used. Says why, and what to do."""
 
 
-class _Attention(ctypes.Structure):
-    """``Attention`` of ``native/attention.h``."""
-
-    _fields_ = (("heads", INT), ("key_heads", INT), ("size", INT), ("turn_stride", INT))
-
-
-class Cuts(ctypes.Structure):
-    """How logits become probabilities (``native/sampling.h``): times ``factor``, then only the ``top_k`` largest (0:
-    all), the likeliest with ``top_p`` of the mass (1: all), those ``min_p`` times as likely as the likeliest."""
-
-    _fields_ = (*((name, FLOAT) for name in ("factor", "top_p", "min_p")), ("top_k", INT))
+class NotBuiltError(UnusableError):
+    """There is no such library."""
 
 
 class Library:
-    """The functions of one compiled library, by the name of its instruction set. ``panel``: outputs that lie side by
-    side in its layout of weights."""
+    """One compiled library, by the name of its instruction set. ``panel``: outputs that lie side by side in its layout
+    of weights; ``module`` has what ``native/module.h`` declares; ``threaded``: whether its work is shared by
+    threads."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError where it cannot be loaded."""
-        loaded = ctypes.CDLL(str(path))
-        self.name = path.name.partition(".")[0]
-        self.panel: int = loaded.panel()
-        self.attends = loaded.attends
-        self.product, self.attend = loaded.product, loaded.attend
-        self.product.argtypes = [POINTER, POINTER, POINTER, INT, INT, INT, INT, POINTER, FLOAT]
-        self.attend.argtypes = [*[POINTER] * 5, LONG, INT, INT, INT, FLOAT, INT]
-        self.decode = loaded.decode
-        self.decode.argtypes = [POINTER, POINTER, INT, INT, POINTER, POINTER, LONG, INT, POINTER, INT]
-        self.decode.restype = INT
-        self.pack = loaded.pack
-        self.pack.argtypes = [POINTER, POINTER, LONG, LONG, INT]
-        self.draft = loaded.draft
-        self.draft.argtypes = [*[POINTER] * 3, INT, POINTER, POINTER, LONG, INT, POINTER, POINTER, INT]
-        self.draft.restype = INT
-        self.judge, self.verify = loaded.judge, loaded.verify
-        self.judge.argtypes = [*[POINTER] * 2, LONG, POINTER]
-        self.verify.argtypes = [*[POINTER] * 3, INT, *[POINTER] * 2, LONG, INT, POINTER, INT]
-        self.judge.restype = self.verify.restype = INT
-        self._probabilities, self._draw = loaded.probabilities, loaded.draw
-        self._probabilities.argtypes = [POINTER, POINTER, POINTER, INT, LONG]
-        self._draw.argtypes = [POINTER, POINTER, LONG, LONG, ctypes.c_double]
-        self.product.restype = self.attend.restype = self.pack.restype = self._probabilities.restype = None
-        self._draw.restype = LONG
-        openmp = _openmp()
-        if openmp is not None:  # else everything runs on one thread
-            functions = (openmp.GOMP_parallel, openmp.omp_get_thread_num, openmp.omp_get_num_threads)
-            loaded.share_by(*(ctypes.cast(function, POINTER) for function in functions))
-
-    def probabilities(self, logits: torch.Tensor, cuts: Cuts, out: torch.Tensor) -> torch.Tensor:
-        """Probabilities, into ``out`` (n, vocab) float32, of logits (n, vocab). A row in which a logit is no number
-        has none."""
-        logits = _plain(logits)
-        self._probabilities(ctypes.addressof(cuts), address(logits), address(out), *logits.shape)
-        return out
-
-    def draw(self, probs: Floats, share: float, less: Floats | None = None) -> int | None:
-        """The first token at which the mass of probs (vocab,), or of what they have more than ``less`` (at most
-        vocab,), exceeds that share of it; None where there is no mass."""
-        probs = np.ascontiguousarray(probs, np.float32)
-        place, count = None, 0
-        if less is not None:
-            less = np.ascontiguousarray(less, np.float32)
-            place, count = less.ctypes.data, len(less)
-        token: int = self._draw(probs.ctypes.data, place, len(probs), count, share)
-        return None if token < 0 else token
+    def __init__(self, name: str) -> None:
+        """Raises UnusableError."""
+        file = built(name)
+        if file is None:
+            raise NotBuiltError(
+                "this installation was built without a C++ compiler, and decoding on this processor is more than twice "
+                "as fast with what is compiled then; install one (g++ or clang++), and run pip install once more"
+            )
+        try:
+            module: Any = _loaded(name, file)
+        except ImportError as error:
+            raise UnusableError(f"the compiled kernels cannot be loaded ({first_line(error)}); {rebuild()}") from error
+        expected = fingerprint()
+        if expected not in (None, getattr(module, "sources", "")):
+            raise UnusableError(f"the compiled kernels are those of another version of this program; {rebuild()}")
+        self.name, self.module = name, module
+        self.panel: int = module.panel
+        functions = _openmp()
+        self.threaded = bool(functions)
+        if functions:
+            module.use_threads_of(*functions)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """As the kernels read it: float32, row after row. Those made for them are known to be."""
-    return tensor if hasattr(tensor, "address") else tensor.float().contiguous()
+def built(name: str) -> Path | None:
+    """The file of a library, if there is one."""
+    files = (NATIVE / (name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((file for file in files if file.is_file()), None)
+
+
+@cache  # a module's types can be registered once
+def _loaded(name: str, file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"adaptive.engines.cpu.native.{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fingerprint() -> str | None:
+    """Of the sources beside this file, as ``setup.py`` computes it; None where there are none, since an installed copy
+    has only what was compiled with it. An editable installation has both, and ``git pull`` changes one of them."""
+    sources = sorted(file for file in NATIVE.glob("*") if file.suffix in (".h", ".cpp", ".map"))
+    if not sources:
+        return None
+    digest = hashlib.sha256()
+    for file in sources:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes().replace(b"\r\n", b"\n"))
+    return digest.hexdigest()[:16]
+
+
+def rebuild() -> str:
+    """What to do where the libraries are not those of the sources."""
+    root = Path(__file__).resolve().parents[3]
+    what = f"-e {shlex.quote(str(root))}" if (root / "pyproject.toml").is_file() else "again"
+    return f"torch's operations are used until you run: pip install {what}"
 
 
 @cache
 def library() -> Library | None:
     """The best of the libraries that were built and that this processor runs, or None."""
     for name in runnable():
-        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-            try:
-                return Library(NATIVE / (name + suffix))
-            except (OSError, AttributeError):  # not built, or for another machine
-                continue
+        try:
+            return Library(name)
+        except UnusableError:
+            continue
     return None
+
+
+@cache
+def problem() -> str | None:
+    """Why ``library`` is None although this processor would run one, and what to do, in a line."""
+    if library() is not None or not runnable():
+        return None
+    reasons: list[UnusableError] = []
+    for name in runnable():
+        try:
+            Library(name)
+        except UnusableError as error:
+            reasons.append(error)
+    reasons.sort(key=lambda error: isinstance(error, NotBuiltError))  # stable: the best library's before the others'
+    return str(reasons[0]) if reasons else None
 
 
 @cache
@@ -152,18 +152,21 @@ def runnable() -> tuple[str, ...]:
     return tuple(name for name, needed in LIBRARIES.items() if needed <= flags)
 
 
-def _openmp() -> Any:
-    """The OpenMP library that torch runs on, which has to be the same: two would each keep threads that spin."""
-    try:
-        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
-    except OSError:
-        return None
-    for name in OPENMP:
-        found = [path for path in loaded if Path(path).name.startswith(name)]
-        # torch's own before one of the system's, which something else may have loaded.
-        for path in sorted(found, key=lambda path: ("torch" not in path, path)):
-            return ctypes.CDLL(path)
-    return None
+def _openmp() -> list[int]:
+    """The addresses of the functions by which work is shared, in the OpenMP library that torch runs on: two would each
+    keep threads that spin. None where there is none, and everything runs on one thread."""
+    from threadpoolctl import threadpool_info
+
+    found = [Path(pool["filepath"]) for pool in threadpool_info() if pool["user_api"] == "openmp"]
+    # torch's own before one of the system's, which something else may have loaded. All know GNU's names.
+    for path in sorted(found, key=lambda path: ("torch" not in str(path), path)):
+        try:
+            openmp = ctypes.CDLL(str(path))
+            functions = [openmp.GOMP_parallel, openmp.omp_get_thread_num, openmp.omp_get_num_threads]
+        except (OSError, AttributeError):
+            continue
+        return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+    return []
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
@@ -178,7 +181,7 @@ def packed(weight: torch.Tensor, library: Library) -> torch.Tensor:
     fill = (0, -weight.shape[1] % step, 0, -len(weight) % library.panel)
     words = (nn.functional.pad(weight, fill) if any(fill) else weight).contiguous().view(torch.int32)
     out = torch.empty(len(words) // library.panel, words.shape[1], library.panel, dtype=torch.int32)
-    library.pack(words.data_ptr(), out.data_ptr(), *words.shape, torch.get_num_threads())
+    library.module.pack(words.data_ptr(), out.data_ptr(), *words.shape, torch.get_num_threads())
     return out
 
 
@@ -186,7 +189,8 @@ class Product:
     """x (rows, in) to x @ weight.T + bias (rows, out), float32 both, for a weight whose dtype ``multiplies``.
 
     With bfloat16 weights x may be rounded to bfloat16 (as torch's products would have it), sums not. int8 weights
-    are multiples of ``scales`` (out,); x is rounded to 127 steps up to the largest of its row.
+    are multiples of ``scales`` (out,); x is rounded to 127 steps up to the largest of its row. ``native`` is the same
+    for the kernels, and stands as long as this does.
     """
 
     def __init__(
@@ -201,10 +205,8 @@ class Product:
         if scales is not None:
             parts[2], parts[3] = scales.float().contiguous(), weight.sum(1, dtype=torch.int32)
         self._parts = parts
-        addresses = [None if part is None else part.data_ptr() for part in parts]
-        self._given = _Product(*addresses, inputs, self.outputs, KINDS[weight.dtype])
-        self.address = ctypes.addressof(self._given)
-        self._run = found.product
+        addresses = [0 if part is None else part.data_ptr() for part in parts]
+        self.native = found.module.Product(*addresses, inputs, self.outputs, KINDS[weight.dtype])
 
     def __call__(
         self,
@@ -213,47 +215,46 @@ class Product:
         add: bool = False,
         first: First = First.NOTHING,
         norm: torch.Tensor | None = None,
-        side: float = 0.0,
+        eps: float = 0.0,
     ) -> torch.Tensor:
         """Into ``out``, contiguous, or added to it, of what ``first`` makes of x: a row divided by sqrt(sum(x ** 2) +
-        ``side``) and multiplied by ``norm`` (in,) float32; or of a row twice as long silu(first half) * second."""
+        ``eps``) and multiplied by ``norm`` (in,) float32; or of a row twice as long silu(first half) * second."""
         x = x.contiguous()
         if out is None:
             out = torch.empty(len(x), self.outputs)
-        self._run(
-            self.address,
+        self.native(
             x.data_ptr(),
             out.data_ptr(),
             len(x),
             add,
             torch.get_num_threads(),
             first,
-            None if norm is None else norm.data_ptr(),
-            side,
+            0 if norm is None else norm.data_ptr(),
+            eps,
         )
         return out
 
 
 class Attention:
-    """Rotation, cache and attention of new tokens, for heads of these sizes."""
+    """Rotation, cache and attention of new tokens, for heads of these sizes. ``native`` as of a ``Product``."""
 
     def __init__(self, heads: int, key_heads: int, size: int, ropes: int) -> None:
         found = library()
         assert found is not None
-        self._given = _Attention(heads, key_heads, size, ropes * size)
-        self.address = ctypes.addressof(self._given)
-        self._run = found.attend
+        self.native = found.module.Attention(heads, key_heads, size, ropes)
 
     @staticmethod
     def supports(size: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether heads of so many numbers of this dtype on this device are attended."""
         found = library()
-        return found is not None and dtype == torch.float32 and device.type == "cpu" and bool(found.attends(size))
+        if found is None or dtype != torch.float32 or device.type != "cpu":
+            return False
+        return bool(found.module.attends(size))
 
     def __call__(
         self,
-        mixed: torch.Tensor,
-        turns: int,
+        qkv: torch.Tensor,
+        cos_sin: int,
         cache: int,
         capacity: int,
         start: int,
@@ -261,74 +262,11 @@ class Attention:
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """mixed (n, (heads + 2 * key heads) * size): queries, keys and values of tokens ``start`` on, numbers to rotate
+        """qkv (n, (heads + 2 * key heads) * size): queries, keys and values of tokens ``start`` on, numbers to rotate
         in pairs. Writes the keys and values into ``cache`` (2, key heads, capacity, size), the keys in panels (of which
         the capacity is a multiple), and what the queries see of it, of the last ``window`` tokens or (0) all, into out
-        (n, heads * size). ``turns`` (n, ropes, size / 2, 2), cosine and sine, from this layer's on; it and the cache
-        are addresses. All float32 and contiguous."""
-        self._run(
-            self.address,
-            mixed.data_ptr(),
-            turns,
-            cache,
-            out.data_ptr(),
-            capacity,
-            start,
-            len(mixed),
-            window,
-            scale,
-            torch.get_num_threads(),
-        )
-
-
-class _Rule(ctypes.Structure):
-    """``Rule`` of ``native/verify.h``."""
-
-    _fields_ = (
-        *((name, POINTER) for name in ("cuts", "q", "shares", "chosen")),
-        *((name, LONG) for name in ("fewer", "extra")),
-        *((name, INT) for name in ("count", "used")),
-    )
-
-
-class Rule:
-    """The acceptance rule: drafted tokens stand under these ``cuts``, or with none while they are the likeliest.
-
-    After a call, ``given.extra`` is the token that the target adds (-1 where its probabilities are no numbers),
-    ``given.used`` says how many random numbers that took, and ``chosen``, where there are cuts, begins with the
-    log-probabilities of the tokens that are committed.
-    """
-
-    def __init__(self, cuts: Cuts | None) -> None:
-        found = library()
-        assert found is not None
-        self.cuts = cuts
-        self.given = _Rule(None if cuts is None else ctypes.addressof(cuts))
-        self.address = ctypes.addressof(self.given)
-        self.count = 0
-        self.chosen: Any = ()
-        self._q: torch.Tensor | None = None
-        self._run = found.judge
-
-    def prepare(self, count: int, q: torch.Tensor | None, shares: int | None) -> None:
-        """For K = ``count`` drafted tokens. ``q`` (K, at most vocab), that they were drawn from, is float32 and
-        contiguous, and ``shares`` the address of K + 2 uniform random numbers below 1, float64; neither counts without
-        cuts."""
-        given = self.given
-        self.count = given.count = count
-        given.shares = shares
-        if q is not None:
-            self._q, given.q, given.fewer = q, address(q), q.shape[1]
-        if count >= len(self.chosen):
-            self.chosen = (ctypes.c_double * max(16, count + 1))()
-            given.chosen = ctypes.addressof(self.chosen)
-
-    def __call__(self, logits: torch.Tensor, drafted: list[int]) -> int:
-        """How many of the K drafted tokens that it is prepared for stand, given logits (K + 1, vocab). Raises
-        IndexError for an id beyond the vocabulary."""
-        logits = _plain(logits)
-        tokens = (ctypes.c_int64 * len(drafted))(*drafted)
-        accepted: int = self._run(self.address, address(logits), logits.shape[1], tokens)
-        if accepted < 0:
-            raise IndexError("a token is not of the model's vocabulary")
-        return accepted
+        (n, heads * size). ``cos_sin`` (n, ropes, size / 2, 2), from this layer's on; it and the cache are addresses.
+        All float32 and contiguous."""
+        threads = torch.get_num_threads()
+        place = out.data_ptr()
+        self.native(qkv.data_ptr(), cos_sin, cache, place, capacity, start, len(qkv), window, scale, threads)

@@ -10,13 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from adaptive.engines.cpu.cache import CpuCache
-from adaptive.engines.cpu.decoder import Choice
 from adaptive.engines.cpu.forward import FEW, cpu_forward
-from adaptive.engines.cpu.kernels import Rule
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.graphs import RecordedPasses
 from adaptive.engines.hf.lora import MergedAdapter
-from adaptive.engines.protocol import Sequence
+from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Sequence, VerificationCall
 from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError
 from adaptive.tokens import Ids, Rows, as_tensor, moved
@@ -35,7 +33,7 @@ class TransformersSequence:
         self.cache: CpuCache | RollbackCache = (
             engine.cpu_forward.cache() if engine.cpu_forward else RollbackCache(engine.model.config.get_text_config())
         )
-        self._logits = Rows(engine.vocab_size)
+        self._logits, self._probs = Rows(engine.vocab_size), Rows(0)
 
     @property
     def fused(self) -> TransformersSequence | None:
@@ -78,21 +76,25 @@ class TransformersSequence:
             tokens = tokens[PREFILL_CHUNK:]
         return self.engine.forward(tokens, rows, self.cache)
 
-    def draft(self, tokens: list[int], choice: Choice) -> list[int]:
-        """Append tokens and then what follows them in one call; see the protocol."""
+    def propose(self, call: ProposalCall) -> Proposed:
+        """A whole proposal; see ``FusedCalls``."""
         assert self.engine.cpu_forward is not None
         assert isinstance(self.cache, CpuCache)
-        return self.engine.cpu_forward.draft(tokens, choice, self.cache)
+        if self._probs.width != call.vocab:
+            self._probs = Rows(call.vocab)
+        return self.engine.cpu_forward.propose(call, self._probs, self.cache)
 
-    def verify(self, tokens: list[int], rule: Rule) -> tuple[int, torch.Tensor]:
-        """Append tokens and judge the last of them in one call; see the protocol."""
-        if len(tokens) > FEW:  # a prompt
-            logits = self.extend(tokens, rule.count + 1)
-            return rule(logits, tokens[len(tokens) - rule.count :]), logits
-        assert self.engine.cpu_forward is not None
+    def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
+        """A pass with its acceptance rule; see ``FusedCalls``."""
+        count, own = len(call.drafted), self.engine.cpu_forward
+        assert own is not None
         assert isinstance(self.cache, CpuCache)
-        logits = self._logits(0, rule.count + 1)
-        return self.engine.cpu_forward.verify(tokens, rule, logits, self.cache), logits
+        if len(call.fed) + count > FEW:  # a prompt
+            held = self.length + len(call.fed)
+            logits = self.extend([*call.fed, *call.drafted], count + 1)
+            return own.sampling.judge(logits, call.drafted, held, call.sampling, call.q, call.uniform), logits
+        logits = self._logits(0, count + 1)
+        return own.verify(call, logits, self.cache), logits
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

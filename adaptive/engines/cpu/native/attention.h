@@ -14,18 +14,16 @@ namespace {
 // Numbers of values that many queries of a key head read while they are in the first cache, and how many queries.
 constexpr int VALUES = 4096, QUERIES = 64;
 
-extern "C" {
-// A model's attention, and one pass of it; the same in kernels.py.
+// A model's attention, and one pass of it.
 struct Attention {
   int32_t heads, key_heads, size;
-  int32_t turn_stride;  // numbers from a token's rotations to the next token's
+  int32_t cos_sin_stride;  // numbers from a token's rotations to the next token's
 };
-}
 
 struct Pass {
   const Attention& model;
-  const float* mixed;  // (count, heads + 2 * key_heads, size): queries, keys, values; numbers to rotate in pairs
-  const float* turns;  // for each token (size / 2, 2): cosine and sine
+  const float* qkv;  // (count, heads + 2 * key_heads, size): queries, keys, values; numbers to rotate in pairs
+  const float* cos_sin;  // for each token (size / 2, 2): cosine and sine
   float* cache;        // (2, key_heads, capacity, size): keys, in panels, and values; capacity a multiple of PANEL
   float* out;          // (count, heads, size)
   int64_t capacity;
@@ -33,12 +31,12 @@ struct Pass {
   float scale;
 };
 
-// Pairs of numbers as complex ones, times the turns, times a factor.
-inline void rotate(const float* x, const float* turns, int size, float factor, float* out) {
+// Pairs of numbers as complex ones, times cosines and sines, times a factor.
+inline void rotate(const float* x, const float* cos_sin, int size, float factor, float* out) {
   for (int i = 0; i < size; i += 2) {
     const float a = x[i], b = x[i + 1];
-    out[i] = (a * turns[i] - b * turns[i + 1]) * factor;
-    out[i + 1] = (a * turns[i + 1] + b * turns[i]) * factor;
+    out[i] = (a * cos_sin[i] - b * cos_sin[i + 1]) * factor;
+    out[i + 1] = (a * cos_sin[i + 1] + b * cos_sin[i]) * factor;
   }
 }
 
@@ -52,7 +50,7 @@ void multiply_all(int rows, const float* w, int step, const float* x, int stride
     });
 }
 
-// Scores of the keys from `from` to `until` to shares of 1, and to zero for all others that have a place in w (end,), which
+// Scores of the keys from `from` to `until` to weights that add up to 1, and to zero for all others that have a place in w (end,), which
 // has room for a vector more.
 void softmax(float* w, int low, int from, int until, int end) {
   for (int lane = 0; lane < LANES; lane++) w[until + lane] = -INFINITY;  // so that whole vectors can be taken
@@ -78,7 +76,7 @@ void see(const Pass& p, int row, int count, const float* queries, const float* k
   const auto first = [&](int i) { return p.window ? std::max(0, last(i) - p.window) : 0; };
   const int low = first(0) / PANEL * PANEL, end = last(count - 1);
   const int stride = (end + PANEL - 1) / PANEL * PANEL + LANES;
-  float* weights = room<float, 5>(size_t(count) * stride);
+  float* weights = scratch<float, 5>(size_t(count) * stride);
   for (int key = low; key < end; key += PANEL)
     multiply_all<VECTORS>(count, keys + size_t(key) * size, PANEL, queries, size, size, true, weights + key, stride);
   for (int i = 0; i < count; i++) softmax(weights + size_t(i) * stride, low, first(i), last(i), end);
@@ -99,18 +97,18 @@ void key_head(const Pass& p, int head) {
   const int size = m.size, group = m.heads / m.key_heads, rows = p.count * group, stride = (m.heads + 2 * m.key_heads) * size;
   float* keys = p.cache + size_t(head) * p.capacity * size;
   float* values = keys + size_t(m.key_heads) * p.capacity * size;
-  float* queries = room<float, 3>(size_t(rows) * size);
-  float* sums = room<float, 4>(size_t(rows) * size);
-  float* key = room<float, 16>(size);
+  float* queries = scratch<float, 3>(size_t(rows) * size);
+  float* sums = scratch<float, 4>(size_t(rows) * size);
+  float* key = scratch<float, 16>(size);
   for (int i = 0; i < p.count; i++) {
-    const float *mixed = p.mixed + size_t(i) * stride, *turns = p.turns + size_t(i) * m.turn_stride;
+    const float *qkv = p.qkv + size_t(i) * stride, *cos_sin = p.cos_sin + size_t(i) * m.cos_sin_stride;
     const int place = p.start + i;
-    rotate(mixed + size_t(m.heads + head) * size, turns, size, 1.0f, key);
+    rotate(qkv + size_t(m.heads + head) * size, cos_sin, size, 1.0f, key);
     float* in_panel = keys + size_t(place / PANEL) * PANEL * size + place % PANEL;
     for (int k = 0; k < size; k++) in_panel[size_t(k) * PANEL] = key[k];
-    std::memcpy(values + size_t(place) * size, mixed + size_t(m.heads + m.key_heads + head) * size, size * 4);
+    std::memcpy(values + size_t(place) * size, qkv + size_t(m.heads + m.key_heads + head) * size, size * 4);
     for (int g = 0; g < group; g++)
-      rotate(mixed + size_t(head * group + g) * size, turns, size, p.scale, queries + size_t(i * group + g) * size);
+      rotate(qkv + size_t(head * group + g) * size, cos_sin, size, p.scale, queries + size_t(i * group + g) * size);
   }
   for (int row = 0; row < rows; row += QUERIES)
     see(p, row, std::min(QUERIES, rows - row), queries + size_t(row) * size, keys, values, sums + size_t(row) * size);
@@ -118,19 +116,16 @@ void key_head(const Pass& p, int head) {
     std::memcpy(p.out + (size_t(row / group) * m.heads + head * group + row % group) * size, sums + row * size, size * 4);
 }
 
-}  // namespace
-
-extern "C" {
-
 // Whether there is attention for heads of this size.
 int attends(int size) { return size > 0 && size % 16 == 0; }
 
 // Fields as in Pass.
-void attend(const Attention* model, const float* mixed, const float* turns, float* cache, float* out, int64_t capacity,
+void attend(const Attention* model, const float* qkv, const float* cos_sin, float* cache, float* out, int64_t capacity,
             int start, int count, int window, float scale, int threads) {
-  const Pass pass{*model, mixed, turns, cache, out, capacity, start, count, window, scale};
+  const Pass pass{*model, qkv, cos_sin, cache, out, capacity, start, count, window, scale};
   run(model->key_heads > 1 ? threads : 1, [&](int number, int count) {
     for (int head = number; head < model->key_heads; head += count) key_head(pass, head);
   });
 }
-}
+
+}  // namespace

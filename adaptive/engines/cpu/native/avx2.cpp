@@ -1,2 +1,2 @@
-#include "draft.h"
-#include "verify.h"
+#define ADAPTIVE_MODULE avx2
+#include "module.h"

@@ -1,2 +1,2 @@
-#include "draft.h"
-#include "verify.h"
+#define ADAPTIVE_MODULE avx512bf16
+#include "module.h"

@@ -8,33 +8,32 @@
 
 namespace {
 
-extern "C" {
-// An RMS norm as in First, or none where there is no weight; the same in decoder.py.
+// An RMS norm as in First, or none where there is no weight.
 struct Norm {
   const float* weight;
-  float side;
+  float eps;
 };
 
-// The same in decoder.py. `head` norms each head's queries and keys, (heads + key heads, size); the `after` ones what is
+// `qk_norm` is that of each head's queries and keys, (heads + key heads, size); the `after` ones what is
 // added to the residual.
 struct Layer {
-  const Product *project, *output, *up, *down;
-  Norm attention_norm, mix_norm, head_norm, after_attention, after_mix;
+  const Product *qkv, *output, *up, *down;
+  Norm attention_norm, mlp_norm, qk_norm, after_attention, after_mlp;
   float scale;
   int32_t rope, window;
 };
 
 struct Decoder {
-  const Layer* layers;
+  std::vector<Layer> layers;
   const Attention* attention;
   const Product* head;
   const void* embedding;  // (vocab, width), float32 or bfloat16
   Norm final_norm;
   float factor;  // of what is embedded
   int32_t gate;  // First of the products down
-  int32_t count, half, vocab;
+  bool half;     // the embedding is bfloat16
+  int32_t vocab;
 };
-}
 
 // A row of the embedding, (width,). Half as wide numbers times the factor are rounded to as many bits, as transformers does.
 inline void embed(const Decoder& d, int64_t token, float* x) {
@@ -57,53 +56,50 @@ inline void embed(const Decoder& d, int64_t token, float* x) {
 // y (n, out) of a product added to x, after the norm if there is one.
 void add(const Product* p, const float* from, float* x, int n, int threads, int first, const Norm& norm) {
   if (!norm.weight) return product(p, from, x, n, 1, threads, first, nullptr, 0);
-  float* y = room<float, 15>(size_t(n) * p->out);
+  float* y = scratch<float, 15>(size_t(n) * p->out);
   product(p, from, y, n, 0, threads, first, nullptr, 0);
   for (int i = 0; i < n; i++) {
     float *sum = x + size_t(i) * p->out, *term = y + size_t(i) * p->out;
-    const float factor = rms_factor(term, p->out, norm.side);
+    const float factor = rms_factor(term, p->out, norm.eps);
     for (int k = 0; k < p->out; k++) sum[k] += term[k] * factor * norm.weight[k];
   }
 }
 
-}  // namespace
-
-extern "C" {
-// Tokens (n,) after `start` others to logits (rows, vocab) of the last of them. `turns` (n, ropes, size / 2, 2) and
+// Tokens (n,) after `start` others to logits (rows, vocab) of the last of them. `cos_sin` (n, ropes, size / 2, 2) and
 // `caches`, one for each layer (2, key heads, capacity, size), as in attention.h. False, and nothing done, where a token is
 // none of the vocabulary.
-int decode(const Decoder* decoder, const int64_t* tokens, int n, int rows, const float* turns, float* const* caches,
+bool decode(const Decoder& d, const int64_t* tokens, int n, int rows, const float* cos_sin, float* const* caches,
            int64_t capacity, int start, float* logits, int threads) {
-  const Decoder& d = *decoder;
   for (int i = 0; i < n; i++)
-    if (tokens[i] < 0 || tokens[i] >= d.vocab) return 0;
+    if (tokens[i] < 0 || tokens[i] >= d.vocab) return false;
   const Attention& a = *d.attention;
-  const int width = d.head->in, inner = d.count ? d.layers[0].up->out : 0;
+  const int width = d.head->in, inner = d.layers.empty() ? 0 : d.layers[0].up->out;
   const int normed = a.heads + a.key_heads, heads = normed + a.key_heads;
-  float* x = room<float, 7>(size_t(n) * width);
-  float* mixed = room<float, 8>(size_t(n) * heads * a.size);
-  float* seen = room<float, 9>(size_t(n) * a.heads * a.size);
-  float* both = room<float, 10>(size_t(n) * inner);
+  float* x = scratch<float, 7>(size_t(n) * width);
+  float* projected = scratch<float, 8>(size_t(n) * heads * a.size);
+  float* attended = scratch<float, 9>(size_t(n) * a.heads * a.size);
+  float* both = scratch<float, 10>(size_t(n) * inner);
   for (int i = 0; i < n; i++) embed(d, tokens[i], x + size_t(i) * width);
-  for (int i = 0; i < d.count; i++) {
+  for (size_t i = 0; i < d.layers.size(); i++) {
     const Layer& layer = d.layers[i];
-    product(layer.project, x, mixed, n, 0, threads, RMS_NORM, layer.attention_norm.weight, layer.attention_norm.side);
-    if (layer.head_norm.weight)
+    product(layer.qkv, x, projected, n, 0, threads, RMS_NORM, layer.attention_norm.weight, layer.attention_norm.eps);
+    if (layer.qk_norm.weight)
       for (int j = 0; j < n * normed; j++) {
-        float* head = mixed + (size_t(j / normed) * heads + j % normed) * a.size;
-        const float *weight = layer.head_norm.weight + size_t(j % normed) * a.size;
-        const float factor = rms_factor(head, a.size, layer.head_norm.side);
+        float* head = projected + (size_t(j / normed) * heads + j % normed) * a.size;
+        const float *weight = layer.qk_norm.weight + size_t(j % normed) * a.size;
+        const float factor = rms_factor(head, a.size, layer.qk_norm.eps);
         for (int k = 0; k < a.size; k++) head[k] *= factor * weight[k];
       }
-    attend(&a, mixed, turns + size_t(layer.rope) * a.size, caches[i], seen, capacity, start, n, layer.window, layer.scale,
+    attend(&a, projected, cos_sin + size_t(layer.rope) * a.size, caches[i], attended, capacity, start, n, layer.window, layer.scale,
            threads);
-    add(layer.output, seen, x, n, threads, NOTHING, layer.after_attention);
-    product(layer.up, x, both, n, 0, threads, RMS_NORM, layer.mix_norm.weight, layer.mix_norm.side);
-    add(layer.down, both, x, n, threads, d.gate, layer.after_mix);
+    add(layer.output, attended, x, n, threads, NOTHING, layer.after_attention);
+    product(layer.up, x, both, n, 0, threads, RMS_NORM, layer.mlp_norm.weight, layer.mlp_norm.eps);
+    add(layer.down, both, x, n, threads, d.gate, layer.after_mlp);
   }
   if (rows)
     product(d.head, x + size_t(n - rows) * width, logits, rows, 0, threads, RMS_NORM, d.final_norm.weight,
-            d.final_norm.side);
-  return 1;
+            d.final_norm.eps);
+  return true;
 }
-}
+
+}  // namespace

@@ -25,8 +25,7 @@ constexpr int TILE = 6;
 // Inputs of a panel that more rows than a tile take in turn, while these weights are in a cache.
 constexpr int BLOCK = 1024;
 
-extern "C" {
-// What a product consists of; the same in kernels.py.
+// What a product consists of.
 struct Product {
   const void* weight;
   const float* bias;       // (out,), or null
@@ -35,14 +34,12 @@ struct Product {
   int32_t in, out;
   int32_t kind;
 };
-}
 
-// What weights are; the same numbers in kernels.py. INT8 lies in groups of four inputs, as BFLOAT16 does in pairs.
+// What weights are;  INT8 lies in groups of four inputs, as BFLOAT16 does in pairs.
 enum Kind { FLOAT32, BFLOAT16, INT8 };
 
-// What is done to a row of x first. RMS_NORM: divided by sqrt(sum(x ** 2) + side) and multiplied by `norm` (in,).
-// SILU_GATE: its first half, x * sigmoid(x), times its second. GELU_GATE: the same, with GELU as approximated by tanh. The
-// same numbers in kernels.py.
+// What is done to a row of x first. RMS_NORM: divided by sqrt(sum(x ** 2) + eps) and multiplied by `norm` (in,).
+// SILU_GATE: its first half, x * sigmoid(x), times its second. GELU_GATE: the same, with GELU as approximated by tanh. 
 enum First { NOTHING, RMS_NORM, SILU_GATE, GELU_GATE };
 
 struct Call {
@@ -51,16 +48,16 @@ struct Call {
   float* y;
   int rows, add, first;
   const float* norm;
-  float side;
+  float eps;
 };
 
 // What x is divided by in an RMS norm, as a factor.
-inline float rms_factor(const float* x, int count, float side) {
+inline float rms_factor(const float* x, int count, float eps) {
   Vector squares = {};
   int k = 0;
   for (; k + LANES <= count; k += LANES) squares += at(x + k) * at(x + k);
-  for (; k < count; k++) side += x[k] * x[k];
-  return 1 / std::sqrt(side + total(squares));
+  for (; k < count; k++) eps += x[k] * x[k];
+  return 1 / std::sqrt(eps + total(squares));
 }
 
 // GELU(x) is x * sigmoid of this, but for 1e-3.
@@ -76,7 +73,7 @@ const float* first_done(const Call& call, int row, float* out) {
   if (call.first == NOTHING) return call.x + size_t(row) * in;
   if (call.first == RMS_NORM) {
     const float* x = call.x + size_t(row) * in;
-    const float factor = rms_factor(x, in, call.side);
+    const float factor = rms_factor(x, in, call.eps);
     for (; k < in; k++) out[k] = x[k] * factor * call.norm[k];
     return out;
   }
@@ -161,8 +158,8 @@ inline float convert(const float* x, int count, Whole* out) {
 template <class Input>
 const Input* prepare(const Call& call, int padded, int stride, float* factors) {
   const int in = call.product.in;
-  float* row_done = room<float, 0>(in);
-  Input* inputs = room<Input, 1>(size_t(call.rows) * stride);
+  float* row_done = scratch<float, 0>(in);
+  Input* inputs = scratch<Input, 1>(size_t(call.rows) * stride);
   for (int row = 0; row < call.rows; row++) {
     Input* out = inputs + size_t(row) * stride;
     factors[row] = convert(first_done(call, row, row_done), in, out);
@@ -294,16 +291,16 @@ inline int tile_of(int rows, const Tile& tile) {
 
 // Part `number` of `count` of the panels.
 template <class Weight, class Input, class Sum>
-void share(const Call& call, int64_t number, int64_t count) {
+void multiply_panels(const Call& call, int64_t number, int64_t count) {
   const Product& p = call.product;
   constexpr int STEP = 4 / sizeof(Weight);  // inputs that lie together
   const int padded = (p.in + STEP - 1) / STEP * STEP;
   // Rows a power of two apart would be put into the same places of a cache.
   const int stride = padded + 64 / int(sizeof(Input));
   const int block = call.rows > TILE ? BLOCK : padded;
-  float* factors = room<float, 2>(call.rows);
+  float* factors = scratch<float, 2>(call.rows);
   const Input* x = prepare<Input>(call, padded, stride, factors);
-  Sum* sums = room<Sum, 3>(size_t(call.rows) * PANEL);
+  Sum* sums = scratch<Sum, 3>(size_t(call.rows) * PANEL);
   const int64_t panels = (p.out + PANEL - 1) / PANEL;
   for (int64_t panel = panels * number / count; panel < panels * (number + 1) / count; panel++) {
     const Weight* w = (const Weight*)p.weight + size_t(panel) * padded * PANEL;
@@ -328,12 +325,6 @@ void share(const Call& call, int64_t number, int64_t count) {
   }
 }
 
-}  // namespace
-
-extern "C" {
-
-int panel() { return PANEL; }
-
 // A weight (rows, words) of 4 bytes, rows a multiple of PANEL, in the order that the products want.
 void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, int threads) {
   constexpr int64_t CORNER = 16;  // words of every row that are turned at once, a line of the cache
@@ -350,14 +341,15 @@ void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, in
 }
 
 // x (rows, in), twice as wide for SILU_GATE, to y (rows, out), all float32 and contiguous; added to what y holds if
-// `add`. `first`, `norm` and `side` as in First.
+// `add`. `first`, `norm` and `eps` as in First.
 void product(const Product* product, const float* x, float* y, int rows, int add, int threads, int first,
-             const float* norm, float side) {
-  const Call call{*product, x, y, rows, add, first, norm, side};
+             const float* norm, float eps) {
+  const Call call{*product, x, y, rows, add, first, norm, eps};
   run(threads, [&](int number, int count) {
-    if (product->kind == FLOAT32) share<float, float, float>(call, number, count);
-    if (product->kind == BFLOAT16) share<uint16_t, Narrow, float>(call, number, count);
-    if (product->kind == INT8) share<int8_t, Whole, int32_t>(call, number, count);
+    if (product->kind == FLOAT32) multiply_panels<float, float, float>(call, number, count);
+    if (product->kind == BFLOAT16) multiply_panels<uint16_t, Narrow, float>(call, number, count);
+    if (product->kind == INT8) multiply_panels<int8_t, Whole, int32_t>(call, number, count);
   });
 }
-}
+
+}  // namespace

@@ -5,6 +5,7 @@
 #include <functional>
 #include <utility>
 
+#include "noise.h"
 #include "vectors.h"
 
 namespace {
@@ -66,7 +67,7 @@ inline int64_t likeliest(const float* logits, int64_t count) {
 // The k-th largest (k at most count): of the chunks with the k largest numbers of all chunks, nothing else can be it.
 inline float kth_largest(const float* x, int64_t count, int64_t k) {
   const int64_t chunks = (count + CHUNK - 1) / CHUNK;
-  float *tops = room<float, 11>(2 * chunks), *ordered = tops + chunks, *kept = room<float, 12>(count);
+  float *tops = scratch<float, 11>(2 * chunks), *ordered = tops + chunks, *kept = scratch<float, 12>(count);
   for (int64_t c = 0; c < chunks; c++)
     ordered[c] = tops[c] = largest(x + c * CHUNK, std::min<int64_t>(CHUNK, count - c * CHUNK));
   float bound = -INFINITY;
@@ -122,15 +123,20 @@ inline void keep_share(float* p, int64_t count, float share) {
   }
 }
 
-extern "C" {
 // What is done to logits on their way to probabilities: times `factor`, then only the `top_k` largest (0: all), the
-// likeliest with `top_p` of the mass (1: all), those at least `min_p` times as likely as the likeliest (0: all). The
-// same in kernels.py.
+// likeliest with `top_p` of the mass (1: all), those at least `min_p` times as likely as the likeliest (0: all).
 struct Cuts {
   float factor, top_p, min_p;
   int32_t top_k;
 };
-}
+
+// How a token is chosen from logits: the likeliest, or by `cuts` and a draw; where it is `seeded`, by the noise that the
+// seed fixes for its position.
+struct Sampling {
+  Cuts cuts;
+  bool greedy, seeded;
+  uint64_t seed;
+};
 
 // p, not yet divided by its sum, without what is cut.
 void cut(const Cuts& cuts, const float* logits, float* p, int64_t count) {
@@ -145,12 +151,9 @@ void cut(const Cuts& cuts, const float* logits, float* p, int64_t count) {
   }
 }
 
-}  // namespace
-
-extern "C" {
 // The probabilities (rows, count) of logits. A logit of -infinity has 0; where there is one that is no number, or
 // +infinity, the whole row is none.
-void probabilities(const Cuts* cuts, const float* logits, float* out, int rows, int64_t count) {
+void probabilities(const Cuts& cuts, const float* logits, float* out, int rows, int64_t count) {
   for (int row = 0; row < rows; row++, logits += count, out += count) {
     const float top = largest(logits, count);
     double whole = 0;
@@ -159,17 +162,17 @@ void probabilities(const Cuts* cuts, const float* logits, float* out, int rows, 
       Vector sums = {};
       float sum = 0;
       for (; i + LANES <= end; i += LANES) {
-        const Vector x = (at(logits + i) - top) * cuts->factor;
+        const Vector x = (at(logits + i) - top) * cuts.factor;
         sums += at(out + i) = x <= -87.0f ? Vector{} : exponential(x);
       }
       for (; i < end; i++) {
-        const float x = (logits[i] - top) * cuts->factor;
+        const float x = (logits[i] - top) * cuts.factor;
         sum += out[i] = x <= -87.0f ? 0.0f : std::exp(x);
       }
       whole += sum + total(sums);
     }
-    if (whole == whole && (cuts->top_k > 0 || cuts->top_p < 1 || cuts->min_p > 0)) {
-      cut(*cuts, logits, out, count);
+    if (whole == whole && (cuts.top_k > 0 || cuts.top_p < 1 || cuts.min_p > 0)) {
+      cut(cuts, logits, out, count);
       whole = mass_from(out, count, 0);
     }
     const float share = float(1 / whole);
@@ -186,7 +189,7 @@ int64_t draw(const float* p, const float* q, int64_t count, int64_t fewer, doubl
     const int both = q ? int(std::min<int64_t>(size, std::max<int64_t>(fewer - begin, 0))) : 0;
     return double(mass(p + begin, q + begin, both)) + mass(p + begin + both, nullptr, size - both);
   };
-  double* masses = room<double, 6>(count / CHUNK + 1);
+  double* masses = scratch<double, 6>(count / CHUNK + 1);
   double whole = 0;
   for (int64_t begin = 0; begin < count; begin += CHUNK) whole += masses[begin / CHUNK] = chunk(begin);
   if (!(whole > 0)) return -1;
@@ -217,4 +220,5 @@ int64_t draw(const float* p, const float* q, int64_t count, int64_t fewer, doubl
     if ((q && i < fewer ? p[i] - q[i] : p[i]) > 0) return i;
   return -1;
 }
-}
+
+}  // namespace

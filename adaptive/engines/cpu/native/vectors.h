@@ -68,41 +68,30 @@ inline Vector exponential(Vector given) {
   return given == given ? (Vector)((Words)sum + ((Words)shifted << 23)) : given;
 }
 
-extern "C" {
 typedef void (*Body)(void*);
 typedef void (*Parallel)(Body, void*, unsigned, unsigned);
 typedef int (*Number)();
-}
 
+// The three functions of the OpenMP library that torch uses.
 Parallel parallel = nullptr;
 Number thread_number = nullptr, thread_count = nullptr;
 
-// Run share(number, count) on so many threads, each with its number. All calls should ask for the same: libgomp ends
+// Run part(number, count) on so many threads, each with its number. All calls should ask for the same: libgomp ends
 // the threads that a smaller one leaves over, and starts them again for the next.
-template <class Share>
-void run(int threads, const Share& share) {
+template <class Part>
+void run(int threads, const Part& part) {
   if (threads > 1 && parallel)
-    parallel([](void* given) { (*(const Share*)given)(thread_number(), thread_count()); }, (void*)&share, threads, 0);
+    parallel([](void* given) { (*(const Part*)given)(thread_number(), thread_count()); }, (void*)&part, threads, 0);
   else
-    share(0, 1);
+    part(0, 1);
 }
 
-// Room for so many numbers, this thread's own; the next call for the same `Use` may move it.
+// Memory for so many numbers, this thread's own; the next call for the same `Use` may move it.
 template <class Number, int Use>
-Number* room(size_t count) {
+Number* scratch(size_t count) {
   static thread_local std::vector<Number> kept;
   if (kept.size() < count) kept.resize(count);
   return kept.data();
 }
 
 }  // namespace
-
-extern "C" {
-
-// The three functions of the OpenMP library that torch uses.
-void share_by(Parallel run, Number number, Number count) {
-  parallel = run;
-  thread_number = number;
-  thread_count = count;
-}
-}

@@ -5,55 +5,70 @@
 #include "decoder.h"
 #include "sampling.h"
 
-extern "C" {
+namespace {
 
-// What drafted tokens are judged by, and what comes of it beside the number that stands; the same in kernels.py.
-struct Rule {
-  const Cuts* cuts;      // null: the likeliest token stands
-  const float* q;        // (count, fewer): the distributions that the tokens were drawn from
-  const double* shares;  // (count + 2,): uniform random numbers below 1
-  double* chosen;        // (count + 1,): the log-probability of every token that is committed, unless it is the likeliest
-  int64_t fewer, extra;  // the token that the target adds, -1 where its logits are no numbers
-  int32_t count, used;   // of tokens; of random numbers
+// What becomes of K drafted tokens. `extra` is the token that the target adds, -1 where its logits are no numbers;
+// `used` says how many random numbers that took.
+struct Verdict {
+  int accepted = 0, used = 0;
+  int64_t extra = -1;
 };
 
-// How many of the drafted tokens stand, given logits (count + 1, vocab) of the target. Positions behind the first that
-// falls are not looked at. -1 where a token is none of the vocabulary.
-int judge(Rule* rule, const float* logits, int64_t vocab, const int64_t* drafted) {
-  const float* q = rule->q;
-  const double* shares = rule->shares;
-  const int64_t fewer = rule->fewer;
-  const int count = rule->count;
-  for (int i = 0; i < count; i++)
-    if (drafted[i] < 0 || drafted[i] >= vocab) return -1;
-  int n = 0;
-  rule->used = 0;
-  if (!rule->cuts) {
-    for (;; n++) {
-      rule->extra = likeliest(logits + n * vocab, vocab);
-      if (n == count || drafted[n] != rule->extra) return n;  // nor where the logits are no numbers
-    }
-  }
-  float* p = room<float, 14>(vocab);
+// What drafted tokens are judged by, beside the target's logits: the distributions q (K, fewer) that they were drawn from, or
+// none where each was the only one that could come, and uniform random numbers (K + 2,) below 1. Neither counts where the likeliest token stands, nor with a seed.
+struct Evidence {
+  const float* q;
+  int64_t fewer;
+  const double* uniform;
+};
+
+// The usual rule: what it commits has the law of p whatever q is. `chosen` (K + 1,) takes the log-probability of every
+// token that is committed.
+Verdict judge_by_q(const Sampling& sampling, const float* logits, int64_t vocab, const int64_t* drafted, int count,
+                   const Evidence& e, double* chosen) {
+  Verdict v;
+  float* p = scratch<float, 14>(vocab);
+  int& n = v.accepted;
   for (;; n++) {
-    probabilities(rule->cuts, logits + n * vocab, p, 1, vocab);
+    probabilities(sampling.cuts, logits + n * vocab, p, 1, vocab);
     if (n == count) break;
     const int64_t token = drafted[n];
-    const double q_x = token < fewer ? q[n * fewer + token] : 0, p_x = p[token];
-    if (!(shares[rule->used++] * q_x < p_x)) break;  // nor where q is no number
-    rule->chosen[n] = std::log(p_x);
+    const double q_x = !e.q ? 1 : token < e.fewer ? e.q[n * e.fewer + token] : 0, p_x = p[token];
+    if (!(e.uniform[v.used++] * q_x < p_x)) break;  // nor where q is no number
+    chosen[n] = std::log(p_x);
   }
-  rule->extra = n < count ? draw(p, q + n * fewer, vocab, fewer, shares[rule->used++]) : -1;
+  if (n < count && !e.q) p[drafted[n]] = 0;
+  v.extra = n < count ? draw(p, e.q ? e.q + n * e.fewer : nullptr, vocab, e.fewer, e.uniform[v.used++]) : -1;
   // All accepted; or p == q up to rounding leaves nothing to draw from, and p is the right one.
-  if (rule->extra < 0) rule->extra = draw(p, nullptr, vocab, 0, shares[rule->used++]);
-  if (rule->extra >= 0) rule->chosen[n] = std::log(p[rule->extra]);
-  return n;
+  if (v.extra < 0) v.extra = draw(p, nullptr, vocab, 0, e.uniform[v.used++]);
+  if (v.extra >= 0) chosen[n] = std::log(p[v.extra]);
+  return v;
 }
 
-// The same for the last of tokens (n,), and their logits, by one pass as `decode` makes it.
-int verify(const Decoder* decoder, Rule* rule, const int64_t* tokens, int n, const float* turns, float* const* caches,
-           int64_t capacity, int start, float* logits, int threads) {
-  if (!decode(decoder, tokens, n, rule->count + 1, turns, caches, capacity, start, logits, threads)) return -1;
-  return judge(rule, logits, decoder->head->out, tokens + n - rule->count);
+// The rule under a seed, and the greedy one: a drafted token stands if it is the target's own choice.
+Verdict judge_by_choice(const Sampling& sampling, const float* logits, int64_t vocab, const int64_t* drafted, int count,
+                        int64_t position, double* chosen) {
+  Verdict v;
+  float* p = sampling.greedy ? nullptr : scratch<float, 14>(vocab);
+  for (int& n = v.accepted;; n++) {
+    if (p) {
+      probabilities(sampling.cuts, logits + n * vocab, p, 1, vocab);
+      v.extra = race(p, vocab, keys_of(sampling.seed, position + n));
+      if (v.extra >= 0) chosen[n] = std::log(double(p[v.extra]));
+    } else {
+      v.extra = likeliest(logits + n * vocab, vocab);
+    }
+    if (n == count || drafted[n] != v.extra) return v;  // nor where the logits are no numbers
+  }
 }
+
+// What stands of K drafted tokens, given logits (K + 1, vocab) of the target for the tokens at `position` of the text and
+// behind it. Positions behind the first that falls are not looked at.
+Verdict judge(const Sampling& sampling, const float* logits, int64_t vocab, const int64_t* drafted, int count,
+              int64_t position, const Evidence& evidence, double* chosen) {
+  return sampling.greedy || sampling.seeded
+             ? judge_by_choice(sampling, logits, vocab, drafted, count, position, chosen)
+             : judge_by_q(sampling, logits, vocab, drafted, count, evidence, chosen);
 }
+
+}  // namespace

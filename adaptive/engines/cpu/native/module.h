@@ -1,0 +1,231 @@
+// The kernels as a Python module, one for each instruction set: MODULE is its name. What passes between Python and here
+// is declared in this one place, against the very structures that the kernels read. Memory is given as the number of its
+// address (tensors and arrays of the caller's, which outlive the call, or the object that is made of it).
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include "draft.h"
+#include "verify.h"
+
+namespace {
+
+namespace nb = nanobind;
+using nb::arg;
+
+typedef uintptr_t Address;
+typedef std::vector<int64_t> Tokens;
+typedef std::vector<double> Numbers;
+typedef nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu> Doubles;
+typedef nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> Whole32;
+
+template <class T>
+T* to(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// What other threads of Python may not run beside, since it reads what belongs to them, is not in here.
+typedef nb::call_guard<nb::gil_scoped_release> Unlocked;
+
+void check(bool done) {
+  if (!done) throw nb::index_error("a token is not of the model's vocabulary");
+}
+
+// Thresholds over arrays of the caller's, which are kept.
+struct Thresholds {
+  Doubles edges, accepted, follow, drop_below, last_below, reach;
+  Whole32 bins, asked, drafts;
+  Stopping stopping;
+
+  Thresholds(Doubles edges, Doubles accepted, Doubles follow, Doubles drop_below, Doubles last_below, Doubles reach,
+             Whole32 bins, Whole32 asked, Whole32 drafts)
+      : edges(edges), accepted(accepted), follow(follow), drop_below(drop_below), last_below(last_below), reach(reach),
+        bins(bins), asked(asked), drafts(drafts) {
+    const auto longest = drop_below.size();
+    if (accepted.size() != edges.size() + 1 || follow.size() != accepted.size() || last_below.size() != longest ||
+        asked.size() == 0 || bins.size() != asked.size() * longest || reach.size() != 1 || drafts.size() != 1)
+      throw nb::value_error("thresholds of lengths that do not belong together");
+    stopping = {edges.data(), accepted.data(), follow.data(), drop_below.data(), last_below.data(), bins.data(), asked.data(),
+                drafts.data(), reach.data(), int32_t(edges.size()), int32_t(longest), int32_t(asked.size())};
+  }
+};
+
+// A callable of Python, asked from within a proposal. What it raises, ctrl-C too, ends the draft and is raised after it.
+struct Asked {
+  nb::handle callable;
+  std::exception_ptr error;
+
+  static int ask(void* self, int position, float confidence) {
+    Asked& asked = *(Asked*)self;
+    nb::gil_scoped_acquire lock;
+    try {
+      return nb::cast<int>(asked.callable(position, confidence));
+    } catch (...) {
+      asked.error = std::current_exception();
+      return DROP;
+    }
+  }
+};
+
+nb::tuple propose(const Decoder& decoder, const Sampling& sampling, Tokens tokens, int length, int64_t known,
+                  const Numbers& uniform, Address probs, const Thresholds* thresholds, nb::object adviser, Address cos_sin,
+                  Address caches, int64_t capacity, int start, int threads) {
+  if (!sampling.greedy && !sampling.seeded && (int(uniform.size()) < length || !probs))
+    throw nb::value_error("a proposal that is drawn needs random numbers and a place for its distributions");
+  Asked asked{adviser, nullptr};
+  const Adviser who{thresholds ? &thresholds->stopping : nullptr, adviser.is_none() ? nullptr : Asked::ask, &asked};
+  Tokens drafted(length);
+  int passed = 0, count;
+  {
+    nb::gil_scoped_release unlocked;
+    count = draft(decoder, sampling, who, length, known, uniform.data(), to<float>(probs), tokens.data(), int(tokens.size()),
+                  to<float>(cos_sin), to<float*>(caches), capacity, start, drafted.data(), &passed, threads);
+  }
+  if (asked.error) std::rethrow_exception(asked.error);
+  check(count >= 0);
+  drafted.resize(count);
+  return nb::make_tuple(drafted, passed);
+}
+
+nb::tuple told(const Sampling& sampling, const Verdict& v, Numbers& chosen) {
+  chosen.resize(v.extra < 0 ? 0 : v.accepted + 1);
+  nb::object probabilities = sampling.greedy ? nb::none() : nb::cast(chosen);
+  return nb::make_tuple(v.accepted, v.extra, v.used, probabilities);
+}
+
+nb::tuple judged(const Sampling& sampling, Address logits, int64_t vocab, const Tokens& drafted, int64_t position, Address q,
+                 int64_t fewer, const Numbers& uniform) {
+  const int count = int(drafted.size());
+  for (const int64_t token : drafted) check(token >= 0 && token < vocab);
+  if (!sampling.greedy && !sampling.seeded && int(uniform.size()) < count + 2)
+    throw nb::value_error("the rule needs two random numbers more than there are drafted tokens");
+  Numbers chosen(count + 1);
+  Verdict v;
+  {
+    nb::gil_scoped_release unlocked;
+    v = judge(sampling, to<float>(logits), vocab, drafted.data(), count, position, {to<float>(q), fewer, uniform.data()},
+              chosen.data());
+  }
+  return told(sampling, v, chosen);
+}
+
+// A pass over tokens, of which the last `count` are drafted, and then the rule over its logits (count + 1, vocab).
+nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Tokens& tokens, int count, Address q, int64_t fewer,
+                   const Numbers& uniform, Address cos_sin, Address caches, int64_t capacity, int start, Address logits,
+                   int threads) {
+  const int size = int(tokens.size());
+  if (count < 0 || count >= size) throw nb::value_error("a verification needs a token before those drafted");
+  if (!sampling.greedy && !sampling.seeded && int(uniform.size()) < count + 2)
+    throw nb::value_error("the rule needs two random numbers more than there are drafted tokens");
+  Numbers chosen(count + 1);
+  Verdict v;
+  bool done;
+  {
+    nb::gil_scoped_release unlocked;
+    done = decode(decoder, tokens.data(), size, count + 1, to<float>(cos_sin), to<float*>(caches), capacity, start,
+                  to<float>(logits), threads);
+    if (done)
+      v = judge(sampling, to<float>(logits), decoder.head->out, tokens.data() + size - count, count, start + size - count,
+                {to<float>(q), fewer, uniform.data()}, chosen.data());
+  }
+  check(done);
+  return told(sampling, v, chosen);
+}
+
+void bind(nb::module_& m) {
+  nb::set_leak_warnings(false);  // what a cache of Python's holds when the program ends is no leak
+  m.attr("sources") = ADAPTIVE_SOURCES;
+  m.attr("panel") = PANEL;
+  m.def("attends", &attends, arg("size"));
+  m.def("use_threads_of", [](Address run, Address number, Address count) {
+    parallel = reinterpret_cast<Parallel>(run);
+    thread_number = reinterpret_cast<Number>(number);
+    thread_count = reinterpret_cast<Number>(count);
+  });
+  m.def("pack", [](Address weight, Address out, int64_t rows, int64_t words, int threads) {
+    pack(to<uint32_t>(weight), to<uint32_t>(out), rows, words, threads);
+  }, Unlocked());
+  m.def("probabilities", [](const Sampling& sampling, Address logits, Address out, int rows, int64_t count) {
+    probabilities(sampling.cuts, to<float>(logits), to<float>(out), rows, count);
+  }, Unlocked());
+  m.def("draw", [](Address p, Address less, int64_t count, int64_t fewer, double uniform) {
+    return draw(to<float>(p), to<float>(less), count, fewer, uniform);
+  });
+  m.def("race", [](Address p, int64_t count, uint64_t seed, int64_t position) {
+    return race(to<float>(p), count, keys_of(seed, position));
+  });
+  m.def("judge", &judged, arg("sampling"), arg("logits"), arg("vocab"), arg("drafted"), arg("position"), arg("q"), arg("fewer"),
+        arg("uniform"));
+
+  nb::class_<Sampling>(m, "Sampling")
+      .def("__init__", [](Sampling* self, float factor, float top_p, float min_p, int32_t top_k, bool greedy,
+                          std::optional<uint64_t> seed) {
+        new (self) Sampling{{factor, top_p, min_p, top_k}, greedy, seed.has_value(), seed.value_or(0)};
+      }, arg("factor"), arg("top_p"), arg("min_p"), arg("top_k"), arg("greedy"), arg("seed") = nb::none());
+
+  nb::class_<Product>(m, "Product")
+      .def("__init__", [](Product* self, Address weight, Address bias, Address scales, Address sums, int inputs, int outputs,
+                          int kind) {
+        new (self) Product{to<void>(weight), to<float>(bias), to<float>(scales), to<int32_t>(sums), inputs, outputs, kind};
+      })
+      .def("__call__", [](const Product& self, Address x, Address y, int rows, bool add, int threads, int first, Address norm,
+                          float eps) {
+        product(&self, to<float>(x), to<float>(y), rows, add, threads, first, to<float>(norm), eps);
+      }, Unlocked());
+
+  nb::class_<Attention>(m, "Attention")
+      .def("__init__", [](Attention* self, int heads, int key_heads, int size, int ropes) {
+        new (self) Attention{heads, key_heads, size, ropes * size};
+      })
+      .def("__call__", [](const Attention& self, Address qkv, Address cos_sin, Address cache, Address out, int64_t capacity,
+                          int start, int count, int window, float scale, int threads) {
+        attend(&self, to<float>(qkv), to<float>(cos_sin), to<float>(cache), to<float>(out), capacity, start, count, window,
+               scale, threads);
+      }, Unlocked());
+
+  nb::class_<Norm>(m, "Norm")
+      .def("__init__", [](Norm* self, Address weight, float eps) { new (self) Norm{to<float>(weight), eps}; }, arg("weight") = 0,
+           arg("eps") = 0.0f);
+
+  nb::class_<Layer>(m, "Layer")
+      .def("__init__", [](Layer* self, const Product& qkv, const Product& output, const Product& up, const Product& down,
+                          Norm attention_norm, Norm mlp_norm, Norm qk_norm, Norm after_attention, Norm after_mlp, float scale,
+                          int rope, int window) {
+        new (self) Layer{&qkv, &output, &up, &down, attention_norm, mlp_norm, qk_norm, after_attention, after_mlp, scale, rope,
+                         window};
+      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), arg("qkv"),
+      arg("output"), arg("up"), arg("down"), arg("attention_norm"), arg("mlp_norm"), arg("qk_norm"), arg("after_attention"),
+      arg("after_mlp"), arg("scale"), arg("rope"), arg("window"));
+
+  nb::class_<Decoder>(m, "Decoder")
+      .def("__init__", [](Decoder* self, std::vector<Layer> layers, const Attention& attention, const Product& head,
+                          Address embedding, Norm final_norm, float factor, int gate, bool half, int vocab) {
+        new (self) Decoder{std::move(layers), &attention, &head, to<void>(embedding), final_norm, factor, gate, half, vocab};
+      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), arg("layers"), arg("attention"), arg("head"),
+      arg("embedding"), arg("final_norm"), arg("factor"), arg("gate"), arg("half"), arg("vocab"))
+      .def("__call__", [](const Decoder& self, const Tokens& tokens, int rows, Address cos_sin, Address caches, int64_t capacity,
+                          int start, Address logits, int threads) {
+        bool done;
+        {
+          nb::gil_scoped_release unlocked;
+          done = decode(self, tokens.data(), int(tokens.size()), rows, to<float>(cos_sin), to<float*>(caches), capacity, start,
+                        to<float>(logits), threads);
+        }
+        check(done);
+      })
+      .def("propose", &propose, arg("sampling"), arg("tokens"), arg("length"), arg("known"), arg("uniform"), arg("probs"),
+           arg("thresholds").none(), arg("adviser").none(), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"),
+           arg("threads"))
+      .def("verify", &verified);
+
+  nb::class_<Thresholds>(m, "Thresholds")
+      .def(nb::init<Doubles, Doubles, Doubles, Doubles, Doubles, Doubles, Whole32, Whole32, Whole32>(), arg("edges"),
+           arg("accepted"), arg("follow"), arg("drop_below"), arg("last_below"), arg("reach"), arg("bins"), arg("asked"),
+           arg("drafts"));
+}
+
+}  // namespace
+
+NB_MODULE(ADAPTIVE_MODULE, m) { bind(m); }

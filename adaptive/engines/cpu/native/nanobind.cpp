@@ -1,0 +1,2 @@
+// nanobind itself, compiled with each module.
+#include <nb_combined.cpp>

@@ -1,0 +1,92 @@
+"""The compiled kernels are found wherever they are installed, and refused where they are of other sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptive.engines.cpu import kernels
+from adaptive.engines.cpu.kernels import built, runnable
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="the kernels are not built, or not for this machine")
+
+SAY = """
+import torch
+from adaptive.engines.cpu import kernels
+found = kernels.library()
+print("problem:", kernels.problem())
+print("library:", found and found.name, found and found.threaded)
+if found:
+    print("same:", torch.allclose(kernels.Product(torch.eye(40))(torch.eye(40)), torch.eye(40)))
+"""
+
+
+def copy_of(folder: Path) -> Path:
+    """The package with its kernels, as an editable installation has it."""
+    shutil.copytree(ROOT / "adaptive", folder / "adaptive", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "pyproject.toml").touch()
+    return folder
+
+
+def said(*path: Path) -> str:
+    """What the kernels are found to be, where packages are imported from there before those installed."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run([sys.executable, "-c", SAY], env=env, cwd=path[0], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_an_odd_path_is_one_like_any_other(tmp_path: Path) -> None:
+    """The package, and the OpenMP library that torch brings, lie under a name with spaces and more."""
+    odd = tmp_path / "my env (2), ünd 'more'"
+    copy_of(odd)
+    installed, torch_here = Path(torch.__file__).parent, odd / "site" / "torch"
+    (torch_here / "lib").mkdir(parents=True)
+    for entry in installed.iterdir():
+        if entry.name != "lib":
+            (torch_here / entry.name).symlink_to(entry)
+    for entry in (installed / "lib").iterdir():
+        if entry.name.startswith(("libgomp", "libiomp", "libomp")):
+            shutil.copy(entry, torch_here / "lib")
+        else:
+            (torch_here / "lib" / entry.name).symlink_to(entry)
+    assert said(odd, odd / "site") == f"problem: None\nlibrary: {runnable()[0]} True\nsame: True\n"
+
+
+def test_kernels_of_other_sources_are_refused_and_what_rebuilds_them_is_said(tmp_path: Path) -> None:
+    """As after ``git pull`` in an editable installation: what is compiled does not know of it."""
+    folder = copy_of(tmp_path / "checkout")
+    assert said(folder).startswith("problem: None\n")
+    with (folder / "adaptive" / "engines" / "cpu" / "native" / "decoder.h").open("a") as header:
+        header.write("// changed\n")
+    problem, found = said(folder).splitlines()
+    assert "another version of this program" in problem
+    assert f"pip install -e {folder}" in problem
+    assert found == "library: None None"
+
+
+def test_a_library_that_cannot_be_loaded_is_told_from_one_that_was_not_built(tmp_path: Path) -> None:
+    folder = copy_of(tmp_path / "checkout")
+    native = folder / "adaptive" / "engines" / "cpu" / "native"
+    for file in native.glob("*.so"):
+        file.write_bytes(b"no library")
+    assert "cannot be loaded" in said(folder).splitlines()[0]
+    for file in native.glob("*.so"):
+        file.unlink()
+    assert "C++ compiler" in said(folder).splitlines()[0]
+
+
+@pytest.mark.parametrize("name", runnable())
+def test_a_library_exports_nothing_but_its_module(name: str) -> None:
+    """Other names could be taken for those of another library, or be replaced by them."""
+    file = built(name)
+    if file is None:
+        pytest.skip("was not built: the compiler does not know these instructions")
+    listed = subprocess.run(["nm", "-D", "--defined-only", file], capture_output=True, text=True, check=True).stdout
+    assert [line.split()[-1] for line in listed.splitlines()] == [f"PyInit_{name}"]
