@@ -188,4 +188,6 @@ def unusual(root: Path, said: str) -> list[str]:
     """What stands in the state folder and would not in a fresh one; what ``said`` names as set aside may."""
     names = [path.relative_to(root).as_posix() for path in root.rglob("*")]
     strange = [name for name in names if not USUAL.fullmatch(name)]
-    return [name for name in strange if not (ASIDE.fullmatch(name) and name.split("/")[-1][:4] in said)]
+    aside = re.compile(r"records\.db\.damaged\d*|\d{4}\.damaged(-again)*")
+    named = {name for name in strange if ASIDE.fullmatch(name) and aside.search(name).group() in said}  # type: ignore[union-attr]
+    return [name for name in strange if name not in named]
