@@ -43,7 +43,8 @@ class CachedSequence:
     def copy_prefix(self, other: CachedSequence, prompt: Sequence[int]) -> None:
         """Hold the beginning of ``prompt`` that ``other`` holds."""
         length = other.common(prompt)
-        self.sequence.copy_prefix(other.sequence, length)
+        if length:  # a draft that was never asked has not even a buffer
+            self.sequence.copy_prefix(other.sequence, length)
         self.tokens = list(prompt[:length])
 
 

@@ -68,6 +68,15 @@ def test_chats_that_share_a_long_system_message_are_two_and_compute_it_once(sess
         assert log.count() == 2
 
 
+def test_what_is_shared_with_a_chat_whose_draft_was_never_asked_is_computed_once(session: OpenedPair) -> None:
+    one, other = Message("user", "What is a boat?"), Message("user", "Why is the sky blue?")
+    ask(session, SYSTEM, one, stop=StopParams(1))  # which drafts nothing
+    text, cached, read = ask(session, SYSTEM, other)
+    assert cached > 0.8 * read
+    session.assistant.conversations.forget_drafts()  # as a swap does
+    assert ask(session, SYSTEM, other, client="another")[0] == text
+
+
 def test_asking_the_same_again_finds_its_cache_and_is_one_session(session: OpenedPair) -> None:
     question = Message("user", "Tell me a long story, please.")
     texts = set()

@@ -6,6 +6,7 @@ import io
 import logging
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ from adaptive.types import SamplingParams, StopParams
 from adaptive.settings import load_settings
 from adaptive.state import PairState
 from cli.opened import open_pair
-from trainers.resume import Checkpoint, Standing
+from trainers.resume import Standing, TrainingState
 prompts = json.loads(Path(sys.argv[2]).read_text())
 settings = load_settings({"home": sys.argv[1], "dtype": "float32", "draft_length": "auto"})
 def say(session, number, name):
@@ -55,7 +56,7 @@ with open_pair(settings, Console(stderr=True)) as session:
         say(session, number, "s")
     assert session.assistant.log.flush()
     weight = torch.nn.Parameter(torch.ones(64, 64))
-    Checkpoint(session.state.training).save(Standing(), [weight], torch.optim.SGD([weight]))
+    TrainingState(session.state.training).save(Standing(), [weight], torch.optim.SGD([weight]))
 with open_pair(settings, Console(stderr=True)) as session:
     for number in range(6):
         say(session, number, "t")
@@ -110,6 +111,8 @@ def flip_and_start(campaign: Campaign, root: Path, name: str, kept: list[int] | 
     shutil.rmtree(home, ignore_errors=True)
     shutil.copytree(root, home / root.name)
     file = home / root.name / name
+    if name == "records.db":  # as a server that was stopped leaves it; else most pages stand in the write-ahead log too
+        sqlite3.connect(file).execute("PRAGMA wal_checkpoint(TRUNCATE)").connection.close()
     data = bytearray(file.read_bytes())
     # Half of them where a flip does most: at the beginning.
     at = campaign.rng.randrange(len(data) if campaign.rng.random() < 0.5 else min(len(data), 4096))

@@ -8,10 +8,12 @@ import time
 import psutil
 from service_server import Server
 
-from .common import Campaign, Clients, check_said, check_state, started
+from .common import Campaign, Clients, check_said, check_state, started, until
 
 SETTINGS = "distill_after = 30\ndistill_idle_seconds = 0\ndistill = 'always'\ndistill_seconds = 20\n"
 KILLS = 200
+# Answers before the first kill: a training run needs so many.
+FIRST = 30
 # Kills between two looks at the whole state.
 LOOK = 10
 
@@ -25,6 +27,7 @@ def run(campaign: Campaign) -> None:
     root = server.records.parent
     with clients.asking():
         clients.url = server.url
+        until(lambda: len(clients.given) > FIRST, lambda: server.said)  # there is something to train on
         for number in range(1, campaign.times(KILLS) + 1):
             time.sleep(campaign.rng.uniform(0.1, 3.0))
             worker = training_process(server) if campaign.rng.random() < 0.5 else None

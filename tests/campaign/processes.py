@@ -15,7 +15,7 @@ from adaptive.state import open_state
 from checkpoints.manifest import TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 
-from .common import TOKENS, Campaign, check_state, environment
+from .common import TOKENS, Campaign, check_state, environment, until
 
 SECONDS = 600
 
@@ -26,10 +26,10 @@ from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from adaptive.state import PairState
 from checkpoints.store import AdapterStore
-state, until, rng = PairState(Path(sys.argv[1])), time.monotonic() + float(sys.argv[2]), random.Random(sys.argv[3])
+state, over, rng = PairState(Path(sys.argv[1])), Path(sys.argv[2]), random.Random(sys.argv[3])
 done = refused = 0
 store = AdapterStore(state.adapters)
-while time.monotonic() < until:
+while not over.exists():
     try:
 """
 TAIL = """
@@ -58,11 +58,11 @@ from rich.console import Console
 from adaptive.types import SamplingParams, StopParams
 from adaptive.settings import load_settings
 from cli.opened import open_pair
-until, rng = time.monotonic() + float(sys.argv[2]), random.Random(sys.argv[3])
+over, rng = Path(sys.argv[2]), random.Random(sys.argv[3])
 prompts = json.loads(Path(sys.argv[5]).read_text())
 settings = load_settings({"home": sys.argv[4], "dtype": "float32", "draft_length": "4"})
 with open_pair(settings, Console(stderr=True)) as session:
-    while time.monotonic() < until:
+    while not over.exists():
         session.swapper.use_promoted()
         prompt, name = rng.choice(prompts), ("p" if rng.random() < 0.5 else "k") + uuid.uuid4().hex
         for _ in session.assistant.complete(prompt, SamplingParams(), StopParams(int(sys.argv[6])), session=name):
@@ -82,13 +82,20 @@ def run(campaign: Campaign) -> None:
     seconds = max(10.0, SECONDS * campaign.scale)
     codes = [PROMOTES, PROMOTES, ROLLS_BACK, ROLLS_BACK, PURGES, PURGES, GENERATES, GENERATES]
     said = [campaign.home / f"said-{number}" for number in range(len(codes))]
+    over = campaign.home / "over"
     running = []
     for number, code in enumerate(codes):
-        command = [sys.executable, "-c", code, str(state.root), str(seconds), str(campaign.rng.random())]
+        command = [sys.executable, "-c", code, str(state.root), str(over), str(campaign.rng.random())]
         command += [str(campaign.home / "state"), str(file), str(TOKENS)]
         with said[number].open("w") as out, said[number].with_suffix(".errors").open("w") as errors:
             running.append(subprocess.Popen(command, stdout=out, stderr=errors, env=environment()))
-    deadline = time.monotonic() + seconds + 300
+    # The time begins when both generate: loading takes a while.
+    until(
+        lambda: all(file.stat().st_size for file in said[6:]), lambda: said[7].with_suffix(".errors").read_text("utf-8")
+    )
+    time.sleep(seconds)
+    over.touch()
+    deadline = time.monotonic() + 300
     for number, process in enumerate(running):
         process.wait(max(1.0, deadline - time.monotonic()))
         errors_said = said[number].with_suffix(".errors").read_text("utf-8")[-300:]
