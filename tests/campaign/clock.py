@@ -29,7 +29,7 @@ def run(campaign: Campaign) -> None:
         LD_PRELOAD=found[0], FAKETIME_TIMESTAMP_FILE=str(offset), FAKETIME_NO_CACHE="1", DONT_FAKE_MONOTONIC="1"
     )
     try:
-        server = started(campaign.home / "state", "--config", str(settings))
+        server = started(campaign, campaign.home / "state", "--config", str(settings))
     finally:
         for name in ("LD_PRELOAD", "FAKETIME_TIMESTAMP_FILE", "FAKETIME_NO_CACHE", "DONT_FAKE_MONOTONIC"):
             del os.environ[name]

@@ -128,9 +128,9 @@ class Clients:
                 time.sleep(0.05)
 
 
-def started(home: Path, *options: str) -> Server:
-    """A server that answers."""
-    errors = home.parent / f"{home.name}-said"
+def started(campaign: Campaign, home: Path, *options: str) -> Server:
+    """A server that answers; what it writes lies where there is always room."""
+    errors = campaign.home / "said"
     errors.mkdir(exist_ok=True)
     return Server(home, *options, errors=errors).wait_until_ready()
 

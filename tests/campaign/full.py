@@ -30,7 +30,7 @@ def run(campaign: Campaign) -> None:
 
 
 def _run(campaign: Campaign, disk: Path, settings: Path) -> None:
-    server, clients = started(disk / "state", "--config", str(settings)), Clients(campaign)
+    server, clients = started(campaign, disk / "state", "--config", str(settings)), Clients(campaign)
     root = server.records.parent
     seen = most = 0
     with clients.asking():
@@ -48,7 +48,7 @@ def _run(campaign: Campaign, disk: Path, settings: Path) -> None:
                 waiting = {name for name in clients.given if not _logged(root, name)}
                 for name in waiting:
                     clients.given.pop(name)
-                server = started(disk / "state", "--config", str(settings))
+                server = started(campaign, disk / "state", "--config", str(settings))
                 clients.url = server.url
             resize(disk, SIZE)
     until(lambda: httpx.get(f"{server.url}/health", timeout=60).json()["log"]["waiting"] == 0, lambda: server.said)

@@ -23,7 +23,7 @@ def run(campaign: Campaign) -> None:
     settings = campaign.home / "adaptive.toml"
     settings.write_text(SETTINGS, encoding="utf-8")
     state, said, counts = campaign.home / "state", "", {"server": 0, "trainer": 0}
-    server, clients = started(state, "--config", str(settings)), Clients(campaign)
+    server, clients = started(campaign, state, "--config", str(settings)), Clients(campaign)
     root = server.records.parent
     with clients.asking():
         clients.url = server.url
@@ -40,7 +40,7 @@ def run(campaign: Campaign) -> None:
                 counts["server"] += 1
                 clients.url = None
                 said += server.said
-                server = started(state, "--config", str(settings))
+                server = started(campaign, state, "--config", str(settings))
                 clients.url = server.url
             if number % LOOK == 0:
                 print(f"kill {number}: {counts}, {len(clients.given)} answers given so far", flush=True)

@@ -20,7 +20,7 @@ def run(campaign: Campaign) -> None:
     """As long as the minutes say, at this scale."""
     settings = campaign.home / "adaptive.toml"
     settings.write_text(SETTINGS, encoding="utf-8")
-    server, clients = started(campaign.home / "state", "--config", str(settings)), Clients(campaign)
+    server, clients = started(campaign, campaign.home / "state", "--config", str(settings)), Clients(campaign)
     process, samples = psutil.Process(server.process.pid), []
     seconds = 60 * campaign.minutes * campaign.scale
     with clients.asking():
