@@ -61,7 +61,7 @@ class Assistant:
         self.chance: random.Random = random.SystemRandom()  # where answers without a seed begin
         self.between_rounds: Callable[[], bool] | None = None
         self.drafted_by: list[tuple[str | None, int]] = []
-        self._swap: tuple[str | None, Iterator[None]] | None = None
+        self._swap: tuple[str | None, Iterator[None], Sequence[float] | None] | None = None
         self.session = uuid.uuid4().hex[:12]
         self.conversations = Conversations(pair.target, pair.draft, cache_bytes)
         self._ends = _end_tokens(pair)
@@ -71,9 +71,10 @@ class Assistant:
         self.begin_swap(adapter, folder)
         self.finish_swap()
 
-    def begin_swap(self, adapter: str | None, folder: Path | None) -> None:
+    def begin_swap(self, adapter: str | None, folder: Path | None, expected: Sequence[float] | None = None) -> None:
         """Read and check another adapter; ``finish_swap`` then merges it, in as many calls as are wanted.
 
+        ``expected`` is the acceptance by position that it promises, for the draft-length policy.
         No draft may be asked for meanwhile. Raises AdaptiveError if the adapter does not fit; the one in
         use then stays. A swap that is under way is finished first.
         """
@@ -82,7 +83,7 @@ class Assistant:
             return
         steps = self.pair.draft.swap_adapter(folder)
         next(steps, None)  # the weights are still the old ones
-        self._swap = adapter, steps
+        self._swap = adapter, steps, expected
 
     @property
     def rounds_by_adapter(self) -> list[tuple[str | None, tuple[Round, ...]]]:
@@ -108,7 +109,7 @@ class Assistant:
         """
         if self._swap is None:
             return True
-        adapter, steps = self._swap
+        adapter, steps, expected = self._swap
         until = time.perf_counter() + seconds
         try:
             for _ in steps:
@@ -117,12 +118,12 @@ class Assistant:
         except BaseException:
             self._swapped(None)
             raise
-        self._swapped(adapter)
+        self._swapped(adapter, expected)
         return True
 
-    def _swapped(self, adapter: str | None) -> None:
+    def _swapped(self, adapter: str | None, expected: Sequence[float] | None = None) -> None:
         self._swap, self.adapter = None, adapter
-        self.policy.swapped()
+        self.policy.swapped(expected)
         # The caches of other weights are stale. An answer under way keeps its own: to fill it anew could
         # hold back its next token for seconds. What was drafted from it is verified as ever.
         self.conversations.forget_drafts()

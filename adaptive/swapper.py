@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from adaptive.assistant import Assistant
+from adaptive.control.acceptance import by_position
 from adaptive.errors import AdaptiveError
-from checkpoints.manifest import BaseDraft
+from checkpoints.manifest import BaseDraft, Manifest
 from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.service")
@@ -34,6 +35,7 @@ class Swapper:
         self.store = store
         self.base = base
         self.swaps = 0
+        self.expected: list[float] | None = None  # acceptance by position that the adapter in use promised
         self.on_swap: Callable[[], None] = lambda: None
         self._say = say
         self._refused: str | None = ""  # what cannot be used (None: what CURRENT says) and has been said to be
@@ -76,7 +78,8 @@ class Swapper:
         if name == self.assistant.adapter:
             return
         try:
-            self.assistant.begin_swap(name, self._folder(name))
+            self.expected = promised(manifest)
+            self.assistant.begin_swap(name, self._folder(name), self.expected)
         except AdaptiveError as error:
             self._refuse(name, error)
         self._began, self._seconds, self._slices = began, time.perf_counter() - began, 1
@@ -114,3 +117,11 @@ class Swapper:
     def _refuse(self, name: str | None, error: AdaptiveError) -> None:
         self._refused = name
         self._say(f"{error}; adapter {self.assistant.adapter or 'none'} is used")
+
+
+def promised(manifest: Manifest | None) -> list[float] | None:
+    """Acceptance by position that the gate found by replay on recent held-out answers; None where it did not judge."""
+    held = None if manifest is None else manifest.recent
+    if held is None:
+        return None
+    return by_position(held.acceptance_after.mean, held.mean_acceptance_length_after.mean, held.draft_length)

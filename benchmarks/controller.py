@@ -9,13 +9,22 @@ round's time is read from the costs; what the policy itself is shown is that tim
 tenth, and one round in fifty four times as long), so that it has to learn costs as it would live.
 
     python benchmarks/controller.py workloads.npz --costs costs.json
+
+With ``--noise`` a round takes, in truth and for every policy, as many times what it costs as the round took that a
+lived session logged at that second (``benchmarks/lived_session.py --out`` keeps the log): a machine that other
+programs use, as it was.
+
+    python benchmarks/controller.py workloads.npz --costs costs.json --noise lived.db
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import contextlib
 import json
 import math
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -88,6 +97,29 @@ class Noise:
         return seconds * self.factors[self.place]
 
 
+class Recorded:
+    """What a machine that others use does to a round, from the log of a session that was lived on it: by the second,
+    over again when it is at its end."""
+
+    def __init__(self, log: Path, costs: CostTable) -> None:
+        with contextlib.closing(sqlite3.connect(f"file:{log}?mode=ro", uri=True)) as connection:
+            rows = connection.execute(
+                "SELECT drafted, verify_s FROM rounds WHERE verify_s > 0 ORDER BY generation, rowid"
+            ).fetchall()
+        seconds = np.array([seen for _, seen in rows])
+        drafted = np.minimum([drafted for drafted, _ in rows], DEPTH)
+        # In units of the fastest tenth of that session's rounds of the same number of drafted tokens.
+        fastest = {k: float(np.quantile(seconds[drafted == k], 0.1)) for k in np.unique(drafted)}
+        factors = seconds / np.array([fastest[k] for k in drafted])
+        self.factors: list[float] = factors.tolist()
+        # Each round's place in time, as if it had been a plain step of these costs.
+        self.ends: list[float] = np.cumsum(factors * costs.plain_step_s).tolist()
+
+    def at(self, now: float) -> float:
+        """Times what it costs that a round takes which begins after ``now`` seconds."""
+        return self.factors[min(bisect.bisect_right(self.ends, now % self.ends[-1]), len(self.factors) - 1)]
+
+
 class Clock:
     """The replay's own time, which passes between rounds."""
 
@@ -101,7 +133,9 @@ class Clock:
 Maker = Callable[[Clock], LengthPolicy]
 
 
-def replay(make: Maker, workload: list[Stretch], costs: CostTable, seed: int = 0) -> Run:
+def replay(
+    make: Maker, workload: list[Stretch], costs: CostTable, seed: int = 0, recorded: Recorded | None = None
+) -> Run:
     """Run the policy that ``make`` makes over all generations."""
     noise, clock = Noise(seed), Clock()
     policy = make(clock)
@@ -112,7 +146,7 @@ def replay(make: Maker, workload: list[Stretch], costs: CostTable, seed: int = 0
             policy.swapped()
         for trace in stretch.traces:
             policy.begin(Scope("replay", 0.0))
-            choosing += _replay_one(policy, trace, costs, noise, rounds, clock)
+            choosing += _replay_one(policy, trace, costs, noise, rounds, clock, recorded)
     tokens, seconds, drafted = (np.array(column) for column in zip(*rounds, strict=True))
     return Run(tokens.cumsum(), seconds.cumsum(), drafted, choosing)
 
@@ -121,9 +155,10 @@ def _replay_one(
     policy: LengthPolicy,
     trace: Trace,
     costs: CostTable,
-    noise: Noise,
+    noise: Callable[[float], float],
     rounds: list[tuple[int, float, int]],
     clock: Clock,
+    recorded: Recorded | None,
 ) -> float:
     """One generation, round by round; returns the seconds that choosing took."""
     at, n, lag, choosing = 0, len(trace.accepted), trace.prompt, 0.0
@@ -160,6 +195,9 @@ def _replay_one(
         accepted = min(drafted, reject - at)
         draft_s = costs.start_s + steps * costs.draft_s + lag * costs.catch_up_s if steps else 0.0
         verify_s = costs.verify_s[drafted]
+        if recorded is not None:  # in truth, not only by the clock
+            draft_s, verify_s = draft_s * recorded.at(clock.now), verify_s * recorded.at(clock.now)
+            noise = _exactly
         began = time.thread_time()
         outcome = Round("model" if drafted else "none", drafted, accepted, noise(draft_s), noise(verify_s))
         policy.observe(outcome)
@@ -171,6 +209,10 @@ def _replay_one(
         lag = max(0, 1 + accepted - steps) if steps else lag + accepted + 1
         at += accepted + 1
     return choosing
+
+
+def _exactly(seconds: float) -> float:
+    return seconds
 
 
 def best_per_round(workload: list[Stretch], costs: CostTable) -> float:
@@ -239,13 +281,13 @@ def makers(costs: CostTable) -> dict[str, Maker]:
     }
 
 
-def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int) -> Row:
+def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int, recorded: Recorded | None = None) -> Row:
     """Replay everything over one workload; policies over ``seeds`` orders of noise, averaged."""
-    fixed = {k: replay(lambda clock, k=k: FixedLength(k), workload, costs).rate for k in LENGTHS}  # type: ignore[misc]
+    fixed = {k: replay(lambda clock, k=k: FixedLength(k), workload, costs, 0, recorded).rate for k in LENGTHS}  # type: ignore[misc]
     best = max(fixed, key=fixed.__getitem__)
     rates, last = {}, None
     for policy, make in makers(costs).items():
-        runs = [replay(make, workload, costs, seed) for seed in range(seeds)]
+        runs = [replay(make, workload, costs, seed, recorded) for seed in range(1 if recorded else seeds)]
         rates[policy] = float(np.mean([run.rate for run in runs])) / fixed[best]
         last = runs
     assert last is not None
@@ -263,7 +305,7 @@ def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int) -> R
         per_round=best_per_round(workload, costs) / fixed[best],
         choosing_us=choosing / rounds * 1e6,
         choosing_share=choosing / seconds,
-        recovery=recovery(workload, costs, seeds) if len(workload) > 1 else None,
+        recovery=recovery(workload, costs, seeds) if len(workload) > 1 and recorded is None else None,
     )
 
 
@@ -335,10 +377,12 @@ def main() -> None:
     parser.add_argument("workloads", type=Path, help="the file that replay_workloads.py wrote")
     parser.add_argument("--costs", type=Path, required=True, help="the output of adaptive calibrate --json")
     parser.add_argument("--seeds", type=int, default=3, help="runs of every policy, under different noise")
+    parser.add_argument("--noise", type=Path, help="log of a lived session whose machine the rounds run on")
     parser.add_argument("--json", type=Path, help="write everything there as well")
     args = parser.parse_args()
     costs = read_costs(args.costs)
-    rows = [judge(name, w, costs, args.seeds) for name, w in workloads_of(load(args.workloads)).items()]
+    recorded = Recorded(args.noise, costs) if args.noise else None
+    rows = [judge(name, w, costs, args.seeds, recorded) for name, w in workloads_of(load(args.workloads)).items()]
     show(rows)
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")

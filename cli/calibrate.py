@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -175,11 +176,13 @@ def read_sample(pair: Pair, log: Path) -> list[Example]:
 def _keep(session: OpenedPair, costs: CostTable) -> None:
     """The measured costs go to the pair's state; what was learned of acceptance stays."""
     from adaptive.control.memory import load, save
+    from adaptive.machine import identity
     from adaptive.measure import where_it_runs
 
     memory = load(session.state.controller, where_it_runs(session.pair))
+    known = dataclasses.replace(memory, costs=costs, machine=identity(), measured=time.time())
     try:
-        save(session.state.controller, dataclasses.replace(memory, costs=costs))
+        save(session.state.controller, known)
     except OSError as error:
         raise AdaptiveError(f"{session.state.controller} cannot be written ({error.strerror})") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,18 +18,21 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
     from adaptive.state import PairState
     from adaptive.swapper import Swapper
+    from adaptive.upkeep import Upkeep
     from checkpoints.store import AdapterStore
 
 
 @dataclass(frozen=True)
 class OpenedPair:
-    """An assistant ready to answer, where its pair's state lives, and what brings promoted adapters into use."""
+    """An assistant ready to answer, where its pair's state lives, what brings promoted adapters into use, and what
+    keeps the controller's costs true."""
 
     assistant: Assistant
     pair: Pair
     state: PairState
     store: AdapterStore
     swapper: Swapper
+    upkeep: Upkeep
 
 
 def load_with_progress(settings: Settings, console: Console) -> Pair:
@@ -63,41 +67,46 @@ def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Ite
     pair = load_with_progress(settings, console)
 
     from adaptive.assistant import Assistant, length_policy, sampling_params
-    from adaptive.control.costs import CostModel
-    from adaptive.control.goodput import GoodputLength
-    from adaptive.control.memory import load, remembered, save
+    from adaptive.control.memory import keeping
     from adaptive.control.policy import FixedLength
-    from adaptive.measure import attentive_on, measure, where_it_runs
+    from adaptive.measure import attentive_on
     from adaptive.records.retention import Keep
     from adaptive.records.writer import LogWriter
     from adaptive.swapper import Swapper
+    from adaptive.upkeep import Upkeep, last_memory
 
     show_migrations()
-    memory = load(state.controller, where_it_runs(pair))
+    memory = last_memory(state.controller, pair)
     policy = length_policy(settings, memory, attentive_on(pair))
     store = AdapterStore(state.adapters)
     keep = Keep(settings.keep_days, settings.keep_gb)
     log = LogWriter(state.records, after=store.last_record(), keep=keep) if settings.record else None
     assistant = Assistant(pair, FixedLength(0), log, cache_bytes)
     swapper = Swapper(assistant, store, identity.base, lambda said: console.print(f"[yellow]adapter:[/] {said}"))
-    session = OpenedPair(assistant, pair, state, store, swapper)
     try:
         swapper.use_promoted()
         # Only now does the policy come in: what it remembers is in doubt only if the adapter is another one.
-        session.assistant.policy = policy
-        if session.assistant.adapter != memory.adapter:
-            policy.swapped()
-        if isinstance(policy, GoodputLength) and pair.draft is not None and memory.costs is None:
-            policy.costs = CostModel(measure(pair, sampling_params(settings, pair)).costs)
-        yield session
+        assistant.policy = policy
+        if assistant.adapter != memory.adapter:
+            policy.swapped(swapper.expected)
+        with keeping(state.controller) as mine:
+            with console.status("measuring what a round costs here, once"):  # where nothing is known of it
+                upkeep = Upkeep(pair, policy, memory, sampling_params(settings, pair))
+            try:
+                yield OpenedPair(assistant, pair, state, store, swapper, upkeep)
+            finally:
+                if mine:
+                    _save(upkeep, state.controller, assistant.adapter, console)
     finally:
         if log is not None:
             log.close()
             if log.problem:
                 console.print(f"log: {log.problem}", style="red", markup=False)
-        if isinstance(policy, GoodputLength) and pair.draft is not None:
-            try:
-                save(state.controller, remembered(policy, memory.device, session.assistant.adapter))
-            except OSError as error:
-                said = f"{state.controller} cannot be written ({error.strerror}); costs are measured anew next time"
-                console.print(said, style="yellow", markup=False)
+
+
+def _save(upkeep: Upkeep, file: Path, adapter: str | None, console: Console) -> None:
+    try:
+        upkeep.save(file, adapter)
+    except OSError as error:
+        said = f"{file} cannot be written ({error.strerror}); costs are measured anew next time"
+        console.print(said, style="yellow", markup=False)

@@ -250,9 +250,25 @@ def test_plain_decoding_is_held_against_what_it_costs_by_itself(attentive: bool,
         world.round([0.5] * 16)
     assert not policy.speculating
     assert world.tokens / world.seconds > 0.97 / (0.7 + TABLE.overhead_s + TABLE.token_s)
-    for _ in range(500):  # a try comes every 345 rounds, here, where the draft has as many tokens to catch up with
-        world.round([0.95] * 16)
-    assert policy.speculating
+
+
+@pytest.mark.parametrize("attentive", [True, False])
+def test_a_draft_that_has_become_useful_is_found_where_tries_are_dear(attentive: bool) -> None:
+    """A try comes every 345 rounds where plain steps are cheap by themselves and the draft has as many tokens to catch
+    up with; two of them find out, nearly always."""
+    found = 0
+    for seed in range(12):
+        clock = Clock()
+        policy = GoodputLength(TABLE, attentive=attentive, clock=clock)
+        world = World(policy, clock, seed)
+        world.plain_after_plain = 0.7
+        for _ in range(5000):
+            world.round([0.5] * 16)
+        assert not policy.speculating
+        for _ in range(700):
+            world.round([0.95] * 16)
+        found += policy.speculating
+    assert found >= 10
 
 
 @pytest.mark.parametrize("attentive", [True, False])

@@ -139,10 +139,11 @@ def test_what_was_learned_is_there_in_the_next_session(tmp_path: Path) -> None:
         policy.acceptance.observe([Round("model", 4, 2, 0.0, 0.0)])
         policy.calibration.observe([bin_of(0.9), bin_of(0.8), bin_of(0.3)], 3, 2)
     policy.calibration.calibrate()
-    save(tmp_path / "controller.json", remembered(policy, "cpu", "0003"))
+    save(tmp_path / "controller.json", remembered(policy, "cpu", "here", 7.0, "0003"))
     again = load(tmp_path / "controller.json", "cpu")
     assert again.costs == CHEAP
     assert again.adapter == "0003"
+    assert (again.machine, again.measured) == ("here", 7.0)
     assert again.acceptance.everything == policy.acceptance.everything
     assert again.calibration.table == policy.calibration.table
     assert load(tmp_path / "controller.json", "cuda").costs is None, "costs of another device are not costs of this one"
@@ -172,7 +173,7 @@ def test_what_is_no_memory_is_an_empty_one(tmp_path: Path, text: str) -> None:
 )
 def test_a_memory_with_damaged_numbers_is_an_empty_one(tmp_path: Path, part: tuple[str, ...], value: object) -> None:
     file = tmp_path / "controller.json"
-    save(file, remembered(GoodputLength(CHEAP), "cpu", "0003"))
+    save(file, remembered(GoodputLength(CHEAP), "cpu", "here", 7.0, "0003"))
     content = json.loads(file.read_text(encoding="utf-8"))
     inner = content
     for name in part[:-1]:

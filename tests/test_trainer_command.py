@@ -91,7 +91,7 @@ def test_it_says_when_the_training_is_paid_back(pair: list[str], own_home: Path)
     assert unmeasured.exit_code == 0, unmeasured.output
     assert "saved again" not in unmeasured.output
     cheap = replace(UNMEASURED, draft_s=0.01)
-    save(state.controller, Memory("cpu", None, cheap, Acceptance(), Calibration()))
+    save(state.controller, Memory("cpu", "", 0.0, None, cheap, Acceptance(), Calibration()))
     for length in ("4", "64"):  # the costs of so long a draft are not known: those of the longest are taken
         found = distill(pair, *training, "--draft-length", length)
         assert found.exit_code == 0, found.output

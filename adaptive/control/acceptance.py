@@ -28,6 +28,9 @@ KEEP_ALL, KEEP_SESSION = 0.999, 0.99
 # What is left of the past at a swap of the draft: enough to start from, little enough that some 20
 # observations outweigh it.
 KEEP_AT_SWAP = 0.05
+# Observations that the promise of replay counts for at every position, after a swap. More are slow to see that this
+# person's text differs from the held-out answers; fewer leave the first answers to chance.
+PROMISED = 30.0
 # Before anything is known: an acceptance at which speculation usually pays, so that it is tried.
 PRIOR = 0.6
 
@@ -68,6 +71,23 @@ class Counts:
         return means
 
 
+def by_position(first: float, mean_length: float, draft_length: int) -> list[float]:
+    """Acceptance at each of ``LONGEST`` positions given that all before it were accepted.
+
+    ``first`` is that of the first one, and a round of ``draft_length`` tokens commits ``mean_length`` on average: the
+    later positions, taken to be alike, have the p with 1 + first * (1 + p + … + p^(draft_length - 1)) = mean_length.
+    """
+    first = min(max(first, 0.0), 1.0)
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        p = (low + high) / 2
+        if 1 + first * sum(p**i for i in range(draft_length)) < mean_length:
+            low = p
+        else:
+            high = p
+    return [first, *[low] * (LONGEST - 1)]
+
+
 def kind_of(drafter: str, temperature: float) -> str:
     """What estimates are kept apart by: who drafts, at which temperature (to a tenth)."""
     return f"{drafter}@{temperature:.1f}"
@@ -102,10 +122,14 @@ class Acceptance:
         for counts in (self.everything, self._kind, self.session):
             counts.add(accepted, rejected)
 
-    def swapped(self) -> None:
-        """The draft is another one: what was counted is a weak hint of what it will do."""
+    def swapped(self, expected: Sequence[float] | None = None) -> None:
+        """The draft is another one: what was counted is a weak hint of what it will do, and worth nothing where
+        ``expected`` says it, by position."""
         for counts in (self.everything, self.session, *self.kinds.values()):
-            counts.scale(KEEP_AT_SWAP)
+            counts.scale(KEEP_AT_SWAP if expected is None else 0.0)
+        if expected is not None:
+            self.everything.accepted = [PROMISED * p for p in expected]
+            self.everything.rejected = [PROMISED * (1.0 - p) for p in expected]
 
     def changed(self) -> None:
         """The text is of another kind than it was: the session's past says little."""

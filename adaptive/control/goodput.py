@@ -22,16 +22,18 @@ budget held, while a draft that has become useful pays for its own tries from th
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from adaptive.control.acceptance import Acceptance
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
 from adaptive.control.policy import Advice, Adviser, LengthPolicy, Scope
-from adaptive.control.rate import RecentRate
+from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
+from adaptive.machine import LoadMeter
 from adaptive.types import Round
 
 # Imaginary rounds, at the rate that acceptance by position predicts, in the rate of speculation.
@@ -51,6 +53,11 @@ FAR_LESS = 1.25
 # Probability of acceptance that a first token must have to be worth its verification, above which tries verify theirs
 # whatever it is until that cost is sure: hardly any token would be verified, and what is not done is not learned.
 DEAR = 0.5
+# Of so many tries one verifies its first token however little the draft thinks of it, so that a draft of which nothing
+# is expected goes on being judged. Fewer tries find out about a useful draft if more of them do.
+JUDGED_EVERY = 4
+# Bounds of what a second beyond a plain round's may be found to take: the difference of two means that nearly agree.
+LEAST_MARGINAL, MOST_MARGINAL = 0.25, 4.0
 # Rounds without plain decoding after which two are plain, so that its cost stays known: it is what speculation
 # is compared with. The first of two may take longer than the rest would. Too often costs the speed-up of those rounds.
 PLAIN_EVERY = 200
@@ -65,6 +72,8 @@ AHEAD = 3
 REFRESH = 4
 # Weight of one answer in the running mean of their lengths, and the mean to begin with (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
+# Seconds between two looks at what else uses the machine, and looks that agree before anything is made of them.
+LOOK_S, LOOKS = 0.1, 2
 # Tokens to catch up with that are not worth a thought.
 FEW_WAITING = 8
 
@@ -83,17 +92,24 @@ class GoodputLength(LengthPolicy):
         longest: int = LONGEST,
         attentive: bool = True,
         clock: Callable[[], float] = time.perf_counter,
+        meter: LoadMeter | None = None,
     ) -> None:
+        """``meter`` tells whether other programs use the machine, whose costs are then kept apart."""
         self.costs = CostModel(costs)
         self.acceptance = acceptance or Acceptance()
         self.calibration = calibration or Calibration()
         self.longest = min(longest, LONGEST)
         self.attentive = attentive
         self.clock = clock
+        self.meter = meter
+        self.busy, self.looked, self.looks = False, 0.0, 0  # ``looks`` in a row said otherwise than ``busy``
+        self._other: tuple[CostModel, SeenTimes] | None = None  # of the machine as it is not now: quiet or busy
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
+        self.times = SeenTimes()
         self.answer_tokens = ANSWER_TOKENS
         self.this_answer = 0
         self.budget = BUDGET  # plain rounds' time that tries may spend
+        self.tries = 0
         self.since_plain = 0
         self.plain_run = 0  # plain rounds up to now without one in between for which the draft was asked
         # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
@@ -108,11 +124,14 @@ class GoodputLength(LengthPolicy):
         self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
         self.waiting = 0
         self.stopping = Stopping(self.longest, BATCH)
+        self.best = 1
         self._decide(0, 0)
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The most tokens to draft; ``advise`` ends the draft before that where the policy is attentive."""
         now = self.clock()
+        if self.meter is not None and now - self.looked >= LOOK_S:
+            self._look(self.meter, now)
         if self.asked is not None and self.rounds:
             self.beside += self.rounds
             self.beside_s += max(0.0, now - self.asked - self.rounds_s)
@@ -142,6 +161,7 @@ class GoodputLength(LengthPolicy):
         costs = self.costs
         costs.at(context)
         self.plain_s = costs.round(0)
+        self.marginal = self._marginal()
         if self.age == 0 or not self.attentive:
             self.best, self.predicted = self._best_fixed()
             if self.attentive:
@@ -153,10 +173,10 @@ class GoodputLength(LengthPolicy):
         # A token is dropped where verifying it costs more tokens at the present rate than it brings, with the best of
         # what may follow it; it is the last one where a further one does, which has to be drafted first.
         if self.attentive:
-            drop_below, last_below = (
-                [rate * costs.speed * p for p in prices] for prices in (self.prices, self.further)
-            )
-            if not self.speculating and drop_below[0] > DEAR and not costs.sure_of_verifying():
+            worth = rate * costs.speed * self.marginal
+            drop_below, last_below = ([worth * p for p in prices] for prices in (self.prices, self.further))
+            unsure = drop_below[0] > DEAR and not costs.sure_of_verifying()
+            if not self.speculating and (unsure or self.tries % JUDGED_EVERY == 0):
                 drop_below[0] = 0.0
             self.stopping.decide(self.calibration.table, self.calibration.follow, drop_below, last_below)
         self.price = min(BUDGET, self._cost_of_trying(waiting))
@@ -197,24 +217,36 @@ class GoodputLength(LengthPolicy):
         return self.costs.verify(0) - self.costs.plain()
 
     def _best_fixed(self) -> tuple[int, float]:
-        """The length, at least 1, of the highest rate by acceptance at each position, and that rate."""
+        """The length, at least 1, of the highest rate by acceptance at each position, and its rate by the costs."""
         costs = self.costs
-        best, rate, reach, tokens = 1, 0.0, 1.0, 1.0
+        best, rate, predicted, reach, tokens = 1, 0.0, 0.0, 1.0, 1.0
         for length, accepted in enumerate(self.acceptance.estimate()[: self.longest], 1):
             reach *= accepted
             tokens += reach
-            here = tokens / costs.round(length)
+            seconds = costs.round(length)
+            here = tokens / (self.plain_s + self.marginal * (seconds - self.plain_s))
             if here > rate:
-                best, rate = length, here
+                best, rate, predicted = length, here, tokens / seconds
             elif length > best + 2:
                 break
-        return best, rate
+        return best, predicted
+
+    def _marginal(self) -> float:
+        """What a second of drafting and verifying beyond a plain round's really takes, relative to plain rounds.
+
+        1 as long as both take what is believed of them (or both as many times that), less where what makes rounds take
+        longer comes with every pass, whatever its length.
+        """
+        beyond = self.costs.round(self.best) / self.plain_s - 1.0
+        if beyond <= 0:
+            return 1.0
+        return min(max((self.times.ratio * (1.0 + beyond) - 1.0) / beyond, LEAST_MARGINAL), MOST_MARGINAL)
 
     def _speculative_rate(self) -> float:
         """Tokens per second of speculation lately, shrunk towards the prediction."""
         speed = self.costs.speed
         weight = RATE_WEIGHT * self.costs.round(self.best) / speed
-        return self.recent.rate(self.predicted * speed, weight) / speed
+        return self.recent.rate(self.predicted * speed, weight) / speed / self.times.ratio
 
     def _worth_catching_up(self, limit: int) -> bool:
         """Whether the rest of the answer will save the time of feeding the draft what it has not seen."""
@@ -262,6 +294,7 @@ class GoodputLength(LengthPolicy):
             self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
         if self.costs.observe(seen):  # what speculation seemed to bring at the old costs says nothing
             self.recent.forget()
+            self.times = SeenTimes()
             self.age = 0
         for timed, bins in zip(seen, sure, strict=True):
             self._learn(timed, bins)
@@ -277,9 +310,13 @@ class GoodputLength(LengthPolicy):
     def _learn(self, timed: Timed, bins: list[int]) -> None:
         """Rate, budget and calibration after one round."""
         costs, (outcome, steps, waiting, _) = self.costs, timed
+        took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
         if not steps:
             self.budget = min(BUDGET, self.budget + TRY_SHARE)
+            self.times.observe(False, took, costs.round(0) if timed.again else costs.beside_drafting(0))
             return
+        whole = costs.draft(steps, waiting) + costs.beside_drafting(outcome.drafted)
+        self.times.observe(True, took, whole)
         seconds = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.beside_drafting(outcome.drafted)
         tokens = 1.0 + outcome.accepted
         if self.attentive:
@@ -293,13 +330,49 @@ class GoodputLength(LengthPolicy):
             self.age = 0
         catching_up = costs.draft(0, waiting) if waiting > FEW_WAITING and not self.speculating else 0.0
         # What it really took, if that was far less: costs that are believed too high are found out by tries.
-        took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
         catching_up = min(catching_up, FAR_LESS * took)
         seconds = min(seconds, FAR_LESS * took - catching_up)
         if not self.speculating:
             seconds += self._going_back()
+            self.tries += 1
         left = max(min(0.0, self.budget), self.budget + tokens - seconds / self.plain_s)
         self.budget = min(BUDGET, max(-DEBT, left - catching_up / self.plain_s))
+
+    def _look(self, meter: LoadMeter, now: float) -> None:
+        """Whether others use the machine now, from the time since the last look."""
+        load = meter.read()
+        if load is None:
+            return
+        self.looked = now
+        self.looks = self.looks + 1 if load.busy is not self.busy else 0
+        if self.looks >= LOOKS:
+            self.machine(load.busy)
+
+    def machine(self, busy: bool) -> None:
+        """Other programs use the machine from now on, or no longer. What a round costs then is another matter, which is
+        kept apart; the first time it starts from what was known."""
+        if busy is self.busy:
+            return
+        self.settle()
+        present = self.costs, self.times
+        self.costs, self.times = self._other or (copy.deepcopy(self.costs), SeenTimes())
+        self._other, self.busy, self.looks = present, busy, 0
+        self.decided, self.age = False, 0
+
+    def remeasured(self, table: CostTable, busy: bool) -> None:
+        """Costs were measured anew, on a machine that others used or did not use meanwhile."""
+        self.settle()
+        measured = CostModel(table), SeenTimes()
+        if busy is self.busy:
+            self.costs, self.times = measured
+            self.decided, self.age = False, 0
+        else:
+            self._other = measured
+
+    @property
+    def quiet_costs(self) -> CostModel:
+        """Costs of the machine when nobody else uses it, as far as they are known."""
+        return self.costs if not self.busy or self._other is None else self._other[0]
 
     def begin(self, scope: Scope) -> None:
         """Estimates of another session or temperature start from the general ones."""
@@ -310,12 +383,15 @@ class GoodputLength(LengthPolicy):
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
         self.this_answer = self.plain_run = 0
         self.asked = None
+        now = self.clock()
+        if self.meter is not None and now - self.looked > LOOK_S and self.meter.read() is not None:
+            self.looked = now  # what ran between two answers, training among it, is no load of this one
 
-    def swapped(self) -> None:
-        """Doubt what was learned of the draft, and look again at once."""
+    def swapped(self, expected: Sequence[float] | None = None) -> None:
+        """Doubt what was learned of the draft, start from what is expected of this one, and look again at once."""
         self.settle()
         self.decided, self.age = False, 0
-        self.acceptance.swapped()
+        self.acceptance.swapped(expected)
         self.calibration.swapped()
         self.recent.forget()
         self.budget = BUDGET

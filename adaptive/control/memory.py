@@ -2,38 +2,93 @@
 
 Costs in seconds, acceptance counts by position, calibration counts by confidence. Written beside the
 old file and moved over it, so that a killed process leaves one or the other whole. A file that cannot
-be read is no reason to stop: the controller then learns anew.
+be read is no reason to stop: the controller then learns anew. Where several processes use a pair, the first one
+keeps the file (``keeping``); the others only read it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from adaptive.control.acceptance import Acceptance, Counts
-from adaptive.control.confidence import FOLLOW_STEP, Calibration
+from adaptive.control.confidence import CENTRES, FOLLOW_STEP, Calibration
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import LengthPolicy
 from checkpoints import files
 
-# Version of the file's shape; another one is not read.
-VERSION = 3
-# Costs that are more, or less, than one number.
-LISTED = ("verify_s", "plain_s")
+# Seconds after which costs are measured anew in a quiet moment: a machine gets updates, other programs, a new place.
+DAY = 86_400.0
+
+Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+ByPosition = Annotated[list[Count], Field(min_length=LONGEST, max_length=LONGEST)]
+ByConfidence = Annotated[list[Count], Field(min_length=len(CENTRES), max_length=len(CENTRES))]
 
 
-@dataclasses.dataclass(frozen=True)
+class _Costs(BaseModel):
+    start_s: Count
+    draft_s: Seconds
+    catch_up_s: Count
+    verify_s: Annotated[tuple[Seconds, ...], Field(min_length=LONGEST + 1, max_length=LONGEST + 1)]
+    overhead_s: Seconds
+    token_s: Seconds
+    context_s: Count
+    context: int
+    plain_s: Seconds | None
+
+
+class _Counts(BaseModel):
+    accepted: ByPosition
+    rejected: ByPosition
+
+    def counts(self, keep: float) -> Counts:
+        return Counts(keep, self.accepted, self.rejected)
+
+
+class _Acceptance(BaseModel):
+    all: _Counts
+    kinds: dict[str, _Counts]
+
+
+class _Calibration(BaseModel):
+    accepted: ByConfidence
+    rejected: ByConfidence
+    follow: ByConfidence
+
+
+class _File(BaseModel):
+    """The file. One of another version is not read."""
+
+    version: Literal[4] = 4
+    device: str
+    machine: str
+    measured: float
+    adapter: str | None
+    costs: _Costs | None
+    acceptance: _Acceptance
+    calibration: _Calibration
+
+
+@dataclass(frozen=True)
 class Memory:
     """What one session leaves to the next.
 
-    ``device`` says for which devices and dtypes the costs hold, ``adapter`` which draft the acceptance
-    is that of. ``costs`` is None where nothing was measured there.
+    ``device`` says for which devices and dtypes the costs hold, ``machine`` on which machine in which state of power
+    they were measured (``adaptive.machine.identity``), ``measured`` when, in seconds since the epoch (0: not while the
+    machine was quiet); ``adapter`` which draft the acceptance is that of. ``costs`` is None where nothing was measured.
     """
 
     device: str
+    machine: str
+    measured: float
     adapter: str | None
     costs: CostTable | None
     acceptance: Acceptance
@@ -43,37 +98,42 @@ class Memory:
         """The default policy, starting from this memory."""
         return GoodputLength(self.costs, self.acceptance, self.calibration, attentive=attentive)
 
+    def stale(self, machine: str) -> bool:
+        """Whether the costs should be measured anew when nobody waits: they are a day old, were measured beside other
+        programs, or on another machine than this one or with another supply of power."""
+        return self.costs is None or machine != self.machine or not 0 <= time.time() - self.measured < DAY
 
-def remembered(policy: GoodputLength, device: str, adapter: str | None) -> Memory:
+
+def remembered(policy: GoodputLength, device: str, machine: str, measured: float, adapter: str | None) -> Memory:
     """What ``policy`` knows now."""
     policy.settle()
-    costs = policy.costs.table() if policy.costs.measured else None
-    return Memory(device, adapter, costs, policy.acceptance, policy.calibration)
+    costs = policy.quiet_costs
+    table = costs.table() if costs.measured else None
+    return Memory(device, machine, measured, adapter, table, policy.acceptance, policy.calibration)
 
 
 def save(file: Path, memory: Memory) -> None:
     """Write the whole file at once. Raises OSError where that cannot be; the file is then as it was."""
     acceptance, calibration = memory.acceptance, memory.calibration
-    content = {
-        "version": VERSION,
-        "device": memory.device,
-        "adapter": memory.adapter,
-        "costs": dataclasses.asdict(memory.costs) if memory.costs else None,
-        "acceptance": {
-            "all": _counts(acceptance.everything),
-            "kinds": {name: _counts(counts) for name, counts in acceptance.kinds.items()},
-        },
-        "calibration": {
-            "accepted": calibration.accepted,
-            "rejected": calibration.rejected,
-            "follow": calibration.follow,
-        },
-    }
-    files.replace_text(file.parent, file, json.dumps(content, indent=1))
+    content = _File(
+        device=memory.device,
+        machine=memory.machine,
+        measured=memory.measured,
+        adapter=memory.adapter,
+        costs=None if memory.costs is None else _Costs(**asdict(memory.costs)),
+        acceptance=_Acceptance(
+            all=_stored(acceptance.everything),
+            kinds={name: _stored(counts) for name, counts in acceptance.kinds.items()},
+        ),
+        calibration=_Calibration(
+            accepted=calibration.accepted, rejected=calibration.rejected, follow=calibration.follow
+        ),
+    )
+    files.replace_text(file.parent, file, content.model_dump_json(indent=1))
 
 
-def _counts(counts: Counts) -> dict[str, list[float]]:
-    return {"accepted": counts.accepted, "rejected": counts.rejected}
+def _stored(counts: Counts) -> _Counts:
+    return _Counts(accepted=counts.accepted, rejected=counts.rejected)
 
 
 def load(file: Path, device: str) -> Memory:
@@ -81,26 +141,21 @@ def load(file: Path, device: str) -> Memory:
 
     Costs of other devices are left out.
     """
-    empty = Memory(device, None, None, Acceptance(), Calibration())
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content["version"] != VERSION:
-            return empty
-        costs = _table(content["costs"]) if content["costs"] and content["device"] == device else None
-        acceptance, calibration = Acceptance(), Calibration()
-        _restore(acceptance.everything, content["acceptance"]["all"])
-        for name, stored in content["acceptance"]["kinds"].items():
-            counts = Counts(acceptance.everything.keep)
-            _restore(counts, stored)
-            acceptance.kinds[str(name)] = counts
-        bins = len(calibration.table)
-        for part in ("accepted", "rejected", "follow"):
-            setattr(calibration, part, _numbers(content["calibration"][part], bins))
-        calibration.followed = [1 / FOLLOW_STEP] * bins  # as settled as it was left
-        calibration.calibrate()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return empty
-    return Memory(device, content.get("adapter"), costs, acceptance, calibration)
+        found = _File.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return Memory(device, "", 0.0, None, None, Acceptance(), Calibration())
+    acceptance, calibration = Acceptance(), Calibration()
+    keep = acceptance.everything.keep
+    acceptance.everything = found.acceptance.all.counts(keep)
+    acceptance.kinds = {name: counts.counts(keep) for name, counts in found.acceptance.kinds.items()}
+    calibration.accepted, calibration.rejected = found.calibration.accepted, found.calibration.rejected
+    calibration.follow = found.calibration.follow
+    calibration.followed = [1 / FOLLOW_STEP] * len(CENTRES)  # as settled as it was left
+    calibration.calibrate()
+    here = found.costs is not None and found.device == device
+    costs = CostTable(**found.costs.model_dump()) if found.costs is not None and here else None
+    return Memory(device, found.machine, found.measured if here else 0.0, found.adapter, costs, acceptance, calibration)
 
 
 def current_costs(policy: LengthPolicy | None, file: Path) -> CostTable | None:
@@ -113,39 +168,25 @@ def current_costs(policy: LengthPolicy | None, file: Path) -> CostTable | None:
 def last_costs(file: Path) -> CostTable | None:
     """What a round cost in the last session, wherever it ran; None where nothing was measured."""
     try:
-        device = str(json.loads(file.read_text(encoding="utf-8"))["device"])
-    except (OSError, ValueError, KeyError, TypeError):
+        found = _File.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):
         return None
-    return load(file, device).costs
+    return None if found.costs is None else CostTable(**found.costs.model_dump())
 
 
-def _restore(counts: Counts, stored: dict[str, Any]) -> None:
-    counts.accepted = _numbers(stored["accepted"], LONGEST)
-    counts.rejected = _numbers(stored["rejected"], LONGEST)
+@contextlib.contextmanager
+def keeping(file: Path) -> Iterator[bool]:
+    """Whether this process is the one that writes ``file``, until the end: the first that asks. The system frees what a
+    killed process held."""
+    from filelock import FileLock, Timeout
 
-
-def _table(stored: dict[str, Any]) -> CostTable:
-    single = {f.name: float(stored[f.name]) for f in dataclasses.fields(CostTable) if f.name not in LISTED}
-    verify = tuple(_numbers(stored["verify_s"], LONGEST + 1))
-    plain_s = None if stored["plain_s"] is None else float(stored["plain_s"])
-    if (
-        min(
-            *verify,
-            single["draft_s"],
-            single["overhead_s"],
-            single["token_s"],
-            verify[0] if plain_s is None else plain_s,
-        )
-        <= 0
-    ):
-        raise ValueError("costs must be positive")
-    whole = {**single, "context": int(single["context"]), "plain_s": plain_s}
-    return CostTable(verify_s=verify, **whole)  # type: ignore[arg-type]
-
-
-def _numbers(stored: list[Any], count: int) -> list[float]:
-    """Exactly ``count`` finite numbers that are not negative; ValueError otherwise."""
-    numbers = [float(n) for n in stored]
-    if len(numbers) != count or not all(0 <= n < float("inf") for n in numbers):
-        raise ValueError("damaged numbers")
-    return numbers
+    lock = FileLock(file.with_suffix(".lock"), mode=0o600)
+    try:
+        lock.acquire(timeout=0)
+    except (Timeout, OSError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

@@ -8,7 +8,7 @@ the drafter asks ``advise`` at every drafted position if the policy is ``attenti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
@@ -87,8 +87,12 @@ class LengthPolicy(ABC):
     def begin(self, scope: Scope) -> None:  # noqa: B027 - most policies keep no estimates apart
         """An answer starts."""
 
-    def swapped(self) -> None:  # noqa: B027 - a policy without memory has nothing to discount
-        """The draft was replaced (an adapter swap): what was learned about acceptance is in doubt."""
+    def swapped(self, expected: Sequence[float] | None = None) -> None:  # noqa: B027 - nothing to forget without memory
+        """The draft was replaced (an adapter swap): what was learned about acceptance is in doubt.
+
+        ``expected`` is what replay promises of the new one: acceptance at every position given that all before it
+        were accepted; None where nobody knows.
+        """
 
 
 class FixedLength(LengthPolicy):

@@ -30,12 +30,16 @@ from adaptive.speculation import Speculation, of_counts, speculation
 from adaptive.state import PairState
 from adaptive.swapper import Swapper
 from adaptive.types import Round, SamplingParams
+from adaptive.upkeep import Upkeep
 
 logger = logging.getLogger("adaptive.service")
 
 # Seconds between two looks at the adapter store while nothing is asked. Lower reads a small file more
 # often, higher leaves the first answer after a promotion to pay for the swap.
 POLL_S = 0.25
+
+# Seconds for which nothing was asked before an idle moment is used to measure costs: not between two questions.
+QUIET_S = 1.0
 
 # Longest wait for the log before an answer is called done, in seconds. A slow disk must not hold back
 # what a person reads; the writer goes on trying.
@@ -61,6 +65,9 @@ class Opened(Protocol):
 
     @property
     def swapper(self) -> Swapper: ...
+
+    @property
+    def upkeep(self) -> Upkeep: ...
 
 
 class Listener(Protocol):
@@ -111,7 +118,7 @@ class EngineThread:
         # Held while a job comes in or listeners are told, so that ``idle`` is never the last word on a job that waits.
         self._telling = threading.Lock()
         self._told_busy = True  # until the models are loaded
-        self._trimmed = time.monotonic()
+        self._trimmed = self._answered = time.monotonic()
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -177,6 +184,8 @@ class EngineThread:
         if job is None:
             self._tell_idle()  # who was waited for may have gone away before their turn
             session.swapper.use_promoted()
+            if time.monotonic() - self._answered > QUIET_S:
+                session.upkeep.idle(lambda: len(self.queue) > 0 or self.state != "ready")
             return
         session.swapper.between_rounds()  # somebody waits: a slice of a swap at most
         self._running = job
@@ -189,6 +198,7 @@ class EngineThread:
             job.emit(Failed(500, "the server failed on this request; its log says why"))
         finally:
             self._running = None
+            self._answered = time.monotonic()
             self.slot = Slot(False, None, 0, 0, None)
             self._tell_idle()
             if time.monotonic() - self._trimmed > TRIM_S:
@@ -208,6 +218,7 @@ class EngineThread:
         assert self.session is not None
         self.adapter = self.session.assistant.adapter
         self._metrics.swapped(self.adapter)
+        self.session.upkeep.swapped()
 
     def _answer_all(self, session: Opened, job: Job) -> None:
         for index in range(len(job.ask.prompts) * job.ask.n):

@@ -1,0 +1,87 @@
+"""Keeps what the controller believes of costs true: what is stored of them, and measuring anew while nobody waits.
+
+In: the policy of a pair, what the last session left, and idle moments. Out: costs in the policy, and
+``controller.json`` at the end. Costs are due when they were not measured here, on this supply of power, within a day
+and on a quiet machine, and after a swap of the adapter; a first use of a pair does not wait for a quiet moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.memory import Memory, load, remembered, save
+from adaptive.control.policy import LengthPolicy
+from adaptive.machine import LoadMeter, identity
+from adaptive.measure import Measured, measuring, where_it_runs
+from adaptive.pair import Pair
+from adaptive.types import SamplingParams
+
+logger = logging.getLogger("adaptive.control")
+
+# Seconds until the next try where the machine was busy, doubled each time, and the most.
+AGAIN_S, LONGEST_S = 30.0, 3600.0
+
+
+class Upkeep:
+    """The costs of one pair's policy. Policies that know no costs need none: everything then does nothing."""
+
+    def __init__(self, pair: Pair, policy: LengthPolicy, memory: Memory, sampling: SamplingParams) -> None:
+        self.pair = pair
+        self.policy = policy if isinstance(policy, GoodputLength) and pair.draft is not None else None
+        self.memory = memory
+        self.machine = identity()
+        self.measured = memory.measured if memory.machine == self.machine else 0.0
+        self.due = self.policy is not None and memory.stale(self.machine)
+        self._sampling = sampling
+        self._running: Generator[None, None, Measured] | None = None
+        self._not_before, self._pause = 0.0, AGAIN_S
+        if self.policy is not None:
+            self.policy.meter = LoadMeter()
+            if memory.costs is None:  # a first use, and even a busy machine's costs are better than none
+                self.idle(lambda: False)
+
+    def swapped(self) -> None:
+        """Another adapter is in use: the next quiet moment shows what rounds cost with it."""
+        self.due = self.policy is not None
+        self._not_before, self._pause = 0.0, AGAIN_S
+
+    def idle(self, wanted: Callable[[], bool]) -> None:
+        """Nobody waits: measure, if that is due, until ``wanted`` says that somebody does; the next call goes on."""
+        if self.policy is None or not self.due or time.monotonic() < self._not_before:
+            return
+        if self._running is None:
+            self._running = measuring(self.pair, self._sampling)
+        try:
+            while not wanted():
+                next(self._running)
+        except StopIteration as end:
+            self._running = None
+            self._take(end.value)
+
+    def _take(self, found: Measured) -> None:
+        policy = self.policy
+        assert policy is not None
+        busy = found.load is not None and found.load.busy
+        policy.remeasured(found.costs, busy)
+        plain = 1e3 * found.costs.plain_step_s
+        logger.info("costs measured%s: a plain step takes %.2f ms", " beside other programs" if busy else "", plain)
+        self.due = busy or not found.trusted
+        if self.due:
+            self._not_before = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, LONGEST_S)
+        else:
+            self.measured = time.time()
+
+    def save(self, file: Path, adapter: str | None) -> None:
+        """Write ``controller.json``. Raises OSError where that cannot be."""
+        if self.policy is not None:
+            save(file, remembered(self.policy, self.memory.device, self.machine, self.measured, adapter))
+
+
+def last_memory(file: Path, pair: Pair) -> Memory:
+    """What the last session of ``pair`` left, as far as it holds for how it runs now."""
+    return load(file, where_it_runs(pair))

@@ -1,0 +1,368 @@
+"""Does the gain of learning arrive in a lived session, on a machine that other programs use as well?
+
+A real server with default settings answers questions of two kinds, one kind after the other, with pauses;
+meanwhile other programs come and go (the regime). Beside each of the session's answers the same prompt is
+answered by plain decoding and by fixed draft lengths, with the adapter that the session used, on a second
+copy of the models, so that whatever the machine does, it does to all of them.
+
+    python benchmarks/lived_session.py --regime busy-start --requests 600 --out lived
+    python benchmarks/lived_session.py --regime quiet --useless     # a draft of random weights
+
+Prints a line for every hundred requests, and what is asked of the controller: the share of the gain of the
+best fixed length in hindsight that it collects from the first promotion on, the least speed against plain
+decoding over any fifty requests, and how fast it is within twenty requests of a promotion. --out keeps
+every answer's figures, and the log with every round's seconds, for ``controller.py --noise``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from served import Served, prompts, served
+
+from adaptive.assistant import Assistant, encode_chat
+from adaptive.control.policy import FixedLength
+from adaptive.pair import load_pair
+from adaptive.settings import load_settings
+from adaptive.types import Message, SamplingParams, StopParams
+from checkpoints.store import AdapterStore
+
+REGIMES = ("quiet", "busy-start", "comes-and-goes", "throttled")
+KINDS = ("math", "code")
+# Share of the requests that are of the first kind.
+FIRST = 0.58
+# Seconds that other programs run at the start, and for which they come and go.
+BUSY_START_S = 60.0
+ON_S, OFF_S = (5.0, 40.0), (10.0, 40.0)
+# Seconds between two requests, mostly; the longer pause, in which training finds time, and after how many requests.
+PAUSE_S, LONG_PAUSE_S, LONG_EVERY = (0.05, 0.5), (40.0, 70.0), 40
+# Requests over which the least speed is looked for, and after a promotion.
+WINDOW, SOON = 50, 20
+
+SPIN = "import time\nend = time.time() + 7200\nwhile time.time() < end: pass"
+# Half of a core's time, at a priority above everybody's where the system allows it.
+HALF = """
+import os, sys, time
+os.sched_setaffinity(0, {int(sys.argv[1])})
+try:
+    os.nice(-20)
+except OSError:
+    pass
+end = time.time() + 7200
+while time.time() < end:
+    until = time.perf_counter() + 0.01
+    while time.perf_counter() < until:
+        pass
+    time.sleep(0.01)
+"""
+
+
+class Disturbance:
+    """Programs that use the machine, by the regime and a seed. ``share`` is how much of the session is over."""
+
+    def __init__(self, regime: str, seed: int) -> None:
+        self.regime = regime
+        self.share = 0.0
+        self._random = random.Random(seed)
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Disturbance:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            if self.regime == "busy-start":
+                self._start(2, SPIN)
+                self._over.wait(BUSY_START_S)
+            while self.regime == "comes-and-goes" and not self._over.wait(self._random.uniform(*OFF_S)):
+                self._start(self._random.choice((1, 2)), SPIN)
+                self._over.wait(self._random.uniform(*ON_S))
+                self._stop()
+            while self.regime == "throttled" and not self._over.wait(0.1):
+                if bool(self._running) != (1 / 3 <= self.share < 2 / 3):
+                    self._stop() if self._running else self._start(os.cpu_count() or 1, HALF)
+        finally:
+            self._stop()
+
+    def _start(self, count: int, program: str) -> None:
+        self._running = [subprocess.Popen([sys.executable, "-c", program, str(i)]) for i in range(count)]
+
+    def _stop(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.wait()
+        self._running = []
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: tokens after the first one, their seconds, rounds, those that drafted, and the figures of these."""
+
+    tokens: int
+    seconds: float
+    rounds: int
+    drafting: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: the session's own answer, and the same prompt by fixed draft lengths (0 is plain decoding)."""
+
+    number: int
+    kind: str
+    at: float
+    adapter: str | None
+    busy: float
+    session: Answer
+    fixed: dict[int, Answer]
+
+
+class Reference:
+    """A second copy of the models, for answers by fixed lengths."""
+
+    def __init__(self, models: dict[str, str]) -> None:
+        self.pair = load_pair(load_settings(models))
+        self.assistant = Assistant(self.pair, FixedLength(0), None)
+
+    def answer(self, text: str, length: int, seed: int, tokens: int) -> Answer:
+        """The prompt's answer by this draft length."""
+        self.assistant.policy = FixedLength(length)
+        self.assistant.conversations.forget_drafts()  # a new question has not been read by the draft
+        prompt = encode_chat(self.pair, [Message("user", text)])
+        sampling = SamplingParams(temperature=0.7, seed=seed)
+        for _ in self.assistant.answer(prompt, (), "", sampling, StopParams(tokens)):
+            pass
+        done = self.assistant.last
+        assert done is not None
+        drafting = sum(r.drafted > 0 for r in done.rounds)
+        seconds = done.timings.predicted_s
+        return Answer(len(done.output) - 1, seconds, len(done.rounds), drafting, done.drafted, done.accepted)
+
+
+def ask(server: Served, text: str, seed: int, tokens: int) -> tuple[Answer, str | None]:
+    """The session's answer and the adapter that it began with."""
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.7}
+    found = server.post("/v1/chat/completions", body)
+    timings, stats = found["timings"], found["speculative_decoding"]
+    tokens = timings["predicted_n"] - 1
+    answer = Answer(
+        tokens=tokens,
+        seconds=timings["predicted_ms"] / 1000,
+        rounds=tokens - stats["num_accepted_draft_tokens"],
+        drafting=stats["num_spec_steps"],
+        drafted=stats["num_draft_tokens"],
+        accepted=stats["num_accepted_draft_tokens"],
+    )
+    return answer, found["adapter"]
+
+
+def session(options: argparse.Namespace, home: Path, say: Callable[[str], None]) -> list[Asked]:
+    """Ask everything; ``say`` is told of every hundred requests."""
+    randomly = random.Random(options.seed)
+    first = round(FIRST * options.requests)
+    texts = [(KINDS[0], text) for text in cycled(KINDS[0], first)]
+    texts += [(KINDS[1], text) for text in cycled(KINDS[1], options.requests - first)]
+    models = {name: value for name in ("target", "draft", "dtype") if (value := getattr(options, name))}
+    asked: list[Asked] = []
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        disturbance = stack.enter_context(Disturbance(options.regime, options.seed))
+        arguments = [part for name, value in models.items() for part in (f"--{name}", value)]
+        server = stack.enter_context(served(home, arguments, distill="off" if options.no_learning else "idle"))
+        reference = Reference(models)
+        store = AdapterStore(server.state / "adapters") if not options.no_learning else None
+        for number, (kind, text) in enumerate(texts):
+            disturbance.share = number / len(texts)
+            psutil.cpu_percent()
+            own, adapter = ask(server, text, number, options.tokens)
+            busy = psutil.cpu_percent() / 100 * (os.cpu_count() or 1)
+            if adapter != reference.assistant.adapter and store is not None:
+                reference.assistant.use_adapter(adapter, None if adapter is None else store.path(adapter))
+            lengths = [0, *options.lengths] if number % options.every == 0 else [0]
+            randomly.shuffle(lengths)
+            fixed = {k: reference.answer(text, k, number, options.tokens) for k in lengths}
+            at = time.monotonic() - began
+            asked.append(Asked(number, kind, at, adapter, busy, own, dict(sorted(fixed.items()))))
+            if (number + 1) % 100 == 0 or number + 1 == len(texts):
+                say(line(asked[number // 100 * 100 :]))
+            long = (number + 1) % LONG_EVERY == 0 and not options.no_learning
+            time.sleep(randomly.uniform(*(LONG_PAUSE_S if long else PAUSE_S)))
+        for said in server.said.splitlines():
+            if any(word in said for word in ("round:", "drafting with", "rolled back", "training run:")):
+                say(f"  {said}")
+        if options.out is not None:
+            shutil.copy(server.state / "records.db", options.out.with_suffix(".db"))
+            with contextlib.suppress(FileNotFoundError):  # what the log has not taken in yet
+                shutil.copy(server.state / "records.db-wal", options.out.with_suffix(".db-wal"))
+    return asked
+
+
+def cycled(kind: str, count: int) -> list[str]:
+    """So many prompts of a kind; there are fewer, so that some come twice."""
+    found = prompts(kind, min(count, len(prompts(kind, 1)) and 10_000))
+    return [found[i % len(found)] for i in range(count)]
+
+
+def rate(answers: Sequence[Answer]) -> float:
+    """Tokens per second of all of them together."""
+    return sum(a.tokens for a in answers) / max(1e-9, sum(a.seconds for a in answers))
+
+
+def speeds(asked: Sequence[Asked]) -> dict[int, float]:
+    """By fixed length, tokens per second over plain decoding's on the same prompts."""
+    found = {}
+    for k in sorted({k for a in asked for k in a.fixed}):
+        both = [a for a in asked if k in a.fixed]
+        found[k] = rate([a.fixed[k] for a in both]) / rate([a.fixed[0] for a in both])
+    return found
+
+
+def speed(asked: Sequence[Asked]) -> float:
+    """The session's tokens per second over plain decoding's."""
+    return rate([a.session for a in asked]) / rate([a.fixed[0] for a in asked])
+
+
+def line(asked: Sequence[Asked]) -> str:
+    """What a hundred requests came to."""
+    fixed = speeds(asked)
+    best = max(fixed, key=fixed.__getitem__)
+    rounds, drafting = sum(a.session.rounds for a in asked), sum(a.session.drafting for a in asked)
+    accepted, drafted = sum(a.session.accepted for a in asked), sum(a.session.drafted for a in asked)
+    return (
+        f"{asked[-1].number + 1:4} {asked[-1].kind:5} {asked[-1].at:5.0f} s  adapter {asked[-1].adapter or 'none':5} "
+        f"drafting {drafting / max(1, rounds):4.0%} of rounds, accepted {accepted / max(1, drafted):4.0%}, "
+        f"{1 + accepted / max(1, rounds):.2f} tokens a round; plain {rate([a.fixed[0] for a in asked]):6.1f} tokens/s, "
+        f"session {speed(asked):.2f} times, best fixed ({best}) {fixed[best]:.2f}"
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the session came to.
+
+    ``collected`` is the share of the best fixed length's gain since the first promotion, ``least`` the lowest speed
+    over plain decoding of ``WINDOW`` requests in a row, ``soon`` by promotion the speed in the first ``SOON`` requests
+    after it over that of those until the next one.
+    """
+
+    promotions: int
+    session: float
+    best_length: int
+    best: float
+    collected: float | None
+    least: float
+    soon: tuple[float, ...]
+
+
+def judge(asked: Sequence[Asked]) -> Verdict:
+    """From the first promotion on; of the whole session where there was none."""
+    changes = [b.number for a, b in itertools.pairwise(asked) if a.adapter != b.adapter]
+    after = asked[changes[0] :] if changes else asked
+    fixed = speeds(after)
+    best = max((k for k in fixed if k), key=fixed.__getitem__, default=0)
+    windows = [asked[i : i + WINDOW] for i in range(max(1, len(asked) - WINDOW + 1))]
+    soon = []
+    for begin, end in itertools.pairwise([*changes, len(asked)]):
+        if end - begin >= 2 * SOON:
+            soon.append(speed(asked[begin : begin + SOON]) / speed(asked[begin + SOON : end]))
+    return Verdict(
+        promotions=len(changes),
+        session=speed(after),
+        best_length=best,
+        best=fixed[best],
+        collected=(speed(after) - 1) / (fixed[best] - 1) if fixed[best] > 1.02 else None,
+        least=min(map(speed, windows)),
+        soon=tuple(soon),
+    )
+
+
+@contextlib.contextmanager
+def useless(options: argparse.Namespace) -> Iterator[None]:
+    """A draft of random weights in the place of the draft."""
+    if not options.useless:
+        yield
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from adaptive.pair import sources
+    from adaptive.settings import Settings
+
+    target, draft = sources(Settings(target=options.target, draft=options.draft))
+    assert draft is not None
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(options.seed)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(draft.folder)).save_pretrained(folder)
+        for file in draft.folder.iterdir():
+            if "token" in file.name or file.suffix == ".jinja":
+                shutil.copy(file, folder)
+        options.target, options.draft = str(target.folder), folder
+        yield
+
+
+def main() -> None:
+    """Run one session and say what it came to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regime", choices=REGIMES, default="quiet")
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--tokens", type=int, default=120, help="longest answer")
+    parser.add_argument("--lengths", type=lambda s: [int(n) for n in s.split(",")], default=[1, 2, 3, 4, 6, 8])
+    parser.add_argument("--every", type=int, default=2, help="requests of which one is answered by fixed lengths, too")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--useless", action="store_true", help="with a draft of random weights")
+    parser.add_argument("--no-learning", action="store_true", help="no training, and no long pauses")
+    for name in ("target", "draft", "dtype"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--out", type=Path, help="keep every answer's figures (.json) and the log (.db)")
+    options = parser.parse_args()
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    say(f"regime {options.regime}, {options.requests} requests, seed {options.seed}")
+    with tempfile.TemporaryDirectory() as home, useless(options):
+        asked = session(options, Path(home), say)
+    verdict = judge(asked)
+    if options.out is not None:
+        kept: dict[str, Any] = {
+            "regime": options.regime,
+            "verdict": asdict(verdict),
+            "asked": [asdict(a) for a in asked],
+        }
+        options.out.with_suffix(".json").write_text(json.dumps(kept), encoding="utf-8")
+    collected = "nothing to collect" if verdict.collected is None else f"{verdict.collected:.0%} of that gain"
+    say(
+        f"{options.regime}: {verdict.promotions} changes of the adapter; since the first {verdict.session:.3f} times "
+        f"plain decoding, best fixed length ({verdict.best_length}) {verdict.best:.3f}: {collected}; least over "
+        f"{WINDOW} requests {verdict.least:.3f}; in the {SOON} requests after a promotion, of later: "
+        f"{', '.join(f'{s:.2f}' for s in verdict.soon) or 'none'}"
+    )
+
+
+if __name__ == "__main__":
+    main()

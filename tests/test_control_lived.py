@@ -1,0 +1,150 @@
+"""The controller on a machine that other programs use, after a promotion, and beside another process of its pair."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+from test_control import TABLE, Clock, World
+
+from adaptive.control.acceptance import by_position
+from adaptive.control.costs import LONGEST, CostModel, CostTable
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.memory import DAY, Memory, keeping, load, remembered, save
+from adaptive.control.rate import SeenTimes
+
+GOOD, USELESS = [0.8] * LONGEST, [0.02] * LONGEST
+
+
+class Stalls(World):
+    """A world in which a pass, of whatever length, now and then waits for a core that another program has."""
+
+    share, seconds_each = 0.25, 10.0
+
+    def round(self, acceptance: list[float], limit: int = 1000):  # type: ignore[no-untyped-def]
+        """One round; what a stall adds is the pass's own."""
+        stalled = self.random.random() < self.share
+        usual = self.table
+        if stalled:
+            slow = tuple(seconds + self.seconds_each for seconds in usual.verify_s)
+            self.table, self.plain_after_plain = dataclasses.replace(usual, verify_s=slow), 1.0 + self.seconds_each
+        try:
+            return super().round(acceptance, limit)
+        finally:
+            self.table, self.plain_after_plain = usual, 1.0
+
+
+def in_world(kind: type[World], believed: CostTable = TABLE, table: CostTable = TABLE) -> tuple[GoodputLength, World]:
+    """A policy that believes one table, in a world of another."""
+    clock = Clock()
+    policy = GoodputLength(believed, clock=clock)
+    return policy, kind(policy, clock, table=table)
+
+
+def drafted_share(world: World, acceptance: list[float], rounds: int) -> float:
+    """The share of some rounds that drafted."""
+    return sum(world.round(acceptance).drafted > 0 for _ in range(rounds)) / rounds
+
+
+def test_rounds_that_wait_for_a_core_count_by_their_mean() -> None:
+    """A plain step usually takes 1 second and a drafted round 2.2 for 1.8 tokens, so that drafting loses.
+
+    Where every fourth pass takes 10 seconds longer, a round takes 3.5 or 4.7 on average, and drafting wins.
+    """
+    dear = dataclasses.replace(TABLE, verify_s=(1.0, *[2.1] * LONGEST))
+    acceptance = [0.6, 0.3, *[0.0] * (LONGEST - 2)]
+    _, quiet = in_world(World, dear, dear)
+    assert drafted_share(quiet, acceptance, 4000) < 0.2
+    policy, busy = in_world(Stalls, dear, dear)
+    drafted_share(busy, acceptance, 6000)
+    assert drafted_share(busy, acceptance, 2000) > 0.5, f"times {policy.times.ratio}, {policy.speculative}"
+
+
+def test_what_may_be_chance_is_not_believed() -> None:
+    times, rng = SeenTimes(), random.Random(5)
+    ratios = []
+    for _ in range(4000):
+        times.observe(rng.random() < 0.1, rng.lognormvariate(0.0, 0.3), 1.0)
+        ratios.append(times.ratio)
+    assert all(0.8 < ratio < 1.25 for ratio in ratios[200:])
+    assert sum(0.99 < ratio < 1.01 for ratio in ratios[200:]) > 0.5 * len(ratios)
+
+
+def test_a_promoted_draft_is_used_at_once_where_replay_promises_that_it_pays() -> None:
+    policy, world = in_world(World)
+    for _ in range(3000):
+        world.round(USELESS)
+    assert drafted_share(world, USELESS, 200) < 0.1
+    policy.swapped(by_position(0.8, 3.4, 4))
+    assert drafted_share(world, GOOD, 20) > 0.8
+
+
+def test_a_promoted_draft_of_which_nothing_is_promised_is_not_trusted_either() -> None:
+    policy, world = in_world(World)
+    drafted_share(world, GOOD, 500)
+    policy.swapped(by_position(0.05, 1.05, 4))
+    assert drafted_share(world, USELESS, 60) < 0.5
+
+
+@pytest.mark.parametrize(("first", "later", "length"), [(0.6, 0.8, 4), (0.3, 0.3, 1), (0.9, 0.5, 8), (0.0, 0.0, 4)])
+def test_acceptance_by_position_gives_back_the_mean_length(first: float, later: float, length: int) -> None:
+    mean = 1 + first * sum(later**i for i in range(length))
+    found = by_position(first, mean, length)
+    assert len(found) == LONGEST
+    assert found[0] == first
+    reach, tokens = 1.0, 1.0
+    for acceptance in found[:length]:
+        reach *= acceptance
+        tokens += reach
+    assert tokens == pytest.approx(mean, abs=1e-6)
+
+
+def test_costs_of_a_busy_machine_are_kept_apart_from_those_of_a_quiet_one() -> None:
+    policy, world = in_world(World)
+    drafted_share(world, GOOD, 200)
+    quiet = policy.costs.table()
+    policy.machine(busy=True)
+    world.slower = 6.0
+    drafted_share(world, GOOD, 400)
+    assert policy.costs.table().plain_step_s > 3 * quiet.plain_step_s
+    assert policy.quiet_costs.table() == quiet, "and it is these that the next session starts from"
+    policy.machine(busy=False)
+    assert policy.costs.table() == quiet
+
+
+def test_costs_measured_on_a_busy_machine_do_not_replace_those_of_a_quiet_one() -> None:
+    policy, _ = in_world(World)
+    poisoned = dataclasses.replace(TABLE, verify_s=(1.0, *[3.2] * LONGEST))
+    policy.remeasured(poisoned, busy=True)
+    assert policy.quiet_costs.table() == CostModel(TABLE).table()
+    policy.machine(busy=True)
+    assert policy.costs.verify(1) == pytest.approx(3.2)
+
+
+def test_costs_are_stale_after_a_day_on_another_machine_and_where_it_was_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr("time.time", lambda: now)
+    policy = GoodputLength(TABLE)
+
+    def kept(measured: float) -> Memory:
+        save(tmp_path / "controller.json", remembered(policy, "cpu", "this one", measured, None))
+        return load(tmp_path / "controller.json", "cpu")
+
+    assert not kept(now - 60).stale("this one")
+    assert kept(now - 60).stale("another one")
+    assert kept(now - DAY - 1).stale("this one")
+    assert kept(0.0).stale("this one")
+    assert kept(now + 3600).stale("this one"), "the clock was put back"
+
+
+def test_one_process_of_a_pair_keeps_what_the_controller_learned(tmp_path: Path) -> None:
+    with keeping(tmp_path / "controller.json") as first:
+        assert first
+        with keeping(tmp_path / "controller.json") as second:
+            assert not second
+    with keeping(tmp_path / "controller.json") as third:
+        assert third
