@@ -88,19 +88,20 @@ def _python() -> Finding:
 
 def _packages() -> Iterator[Finding]:
     """Each dependency of the installed project against the version it asks for."""
-    from importlib.metadata import PackageNotFoundError, requires, version
+    from importlib.metadata import PackageNotFoundError, version
 
     from packaging.requirements import Requirement
 
-    try:
-        requirements = [Requirement(text) for text in requires("adaptive") or []]
-    except PackageNotFoundError:
-        yield Finding("packages", "adaptive", "broken", "not installed", "run `pip install -e .` in the repository")
+    from adaptive.installation import DISTRIBUTION, install_command, requirements
+
+    asked = requirements()
+    if asked is None:
+        yield Finding("packages", DISTRIBUTION, "broken", "not installed", install_command())
         return
-    for requirement in requirements:
+    for requirement in map(Requirement, asked):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        needs = f"pip install '{requirement.name}{requirement.specifier}'"
+        needs = install_command(f"{requirement.name}{requirement.specifier}")
         try:
             found = version(requirement.name)
         except PackageNotFoundError:
@@ -195,6 +196,8 @@ def _arithmetic(torch: Any, device: str, name: str) -> Finding:
 
 def _bitsandbytes(settings: Settings) -> Iterator[Finding]:
     """One layer really quantised and run, in each of the two ways."""
+    from adaptive.installation import install_command
+
     wanted = {settings.quantize, settings.draft_quantize}
     for kind in ("nf4", "int8"):
         try:
@@ -208,7 +211,7 @@ def _bitsandbytes(settings: Settings) -> Iterator[Finding]:
         except Exception as reason:
             works, value = False, first_line(reason)
         status: Literal["ok", "note", "broken"] = "ok" if works else "broken" if kind in wanted else "note"
-        advice = "" if works else f"needed only for --quantize {kind}: pip install -U bitsandbytes"
+        advice = "" if works else f"needed only for --quantize {kind}: {install_command('bitsandbytes>=0.49')}"
         yield Finding("machine", f"bitsandbytes {kind}", status, value, advice)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("llama_cpp", reason="the extra llamacpp is not installed: pip install -e '.[llamacpp]'")
-pytest.importorskip("gguf", reason="the extra llamacpp is not installed: pip install -e '.[llamacpp]'")
+pytest.importorskip("llama_cpp", reason="the extra llamacpp is not installed")
+pytest.importorskip("gguf", reason="the extra llamacpp is not installed")
 
 from conftest import BUNDLED
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from adaptive.assistant import sampling_params
 from adaptive.encoding import encode_text, render_chat
 from adaptive.errors import AdaptiveError
+from adaptive.installation import version
 from adaptive.service.dashboard import add_dashboard
 from adaptive.service.engine import EngineThread, Opened
 from adaptive.service.guard import Guard
@@ -201,7 +201,7 @@ def check_prompts(prompts: tuple[Prompt, ...], context: int) -> None:
 
 def create_app(api: Api) -> FastAPI:
     """The application: routes, errors in OpenAI's shape, the guard before all."""
-    app = FastAPI(title="adaptive", version=version("adaptive"), docs_url=None, redoc_url=None, responses=REFUSALS)
+    app = FastAPI(title="adaptive", version=version(), docs_url=None, redoc_url=None, responses=REFUSALS)
     _completions(app, api)
     _state(app, api)
     add_dashboard(app, api.trainer)

@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
-import shlex
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from adaptive.errors import first_line
+from adaptive.installation import install_command
 
 NATIVE = Path(__file__).parent / "native"
 # By instruction set, the better first: the flags of a processor that runs it, as Linux names them.
@@ -63,7 +63,7 @@ class Library:
         if file is None:
             raise NotBuiltError(
                 "this installation was built without a C++ compiler, and decoding on this processor is more than twice "
-                "as fast with what is compiled then; install one (g++ or clang++), and run pip install once more"
+                f"as fast with what is compiled then; install one (g++ or clang++), then {install_command(again=True)}"
             )
         try:
             module: Any = _loaded(name, file)
@@ -110,9 +110,7 @@ def fingerprint() -> str | None:
 
 def rebuild() -> str:
     """What to do where the libraries are not those of the sources."""
-    root = Path(__file__).resolve().parents[3]
-    what = f"-e {shlex.quote(str(root))}" if (root / "pyproject.toml").is_file() else "again"
-    return f"torch's operations are used until you run: pip install {what}"
+    return f"torch's operations are used until you run: {install_command(again=True)}"
 
 
 @cache

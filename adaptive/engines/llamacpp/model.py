@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.installation import install_command
 
 MAGIC = b"GGUF"
 # ggml's log level from which a line says why something failed.
@@ -32,7 +33,12 @@ LONGEST_VALUE = 1 << 20
 OWN_SHARE = 0.5
 # The system's number for the wish for huge pages (madvise of Linux), and the bytes from which it is worth one.
 HUGE_PAGES, LEAST_HUGE = 14, 1 << 23
-INSTALL = "pip install 'adaptive[llamacpp]' (it is compiled for this machine, which takes some minutes)"
+
+
+def install_line() -> str:
+    """How to install the engine."""
+    return f"{install_command(extra='llamacpp')} (it is compiled for this machine, which takes some minutes)"
+
 
 _complaints: list[str] = []
 _listeners: list[Any] = []  # the library keeps bare pointers to them
@@ -48,11 +54,13 @@ def binding() -> Any:
         import llama_cpp
     except ModuleNotFoundError as error:
         if error.name != "llama_cpp":
-            raise AdaptiveError(f"llama-cpp-python lacks {error.name}; {INSTALL}") from error
-        raise AdaptiveError(f"a GGUF file needs the llama.cpp engine, which is not installed; {INSTALL}") from None
+            raise AdaptiveError(f"llama-cpp-python lacks {error.name}; {install_line()}") from error
+        raise AdaptiveError(
+            f"a GGUF file needs the llama.cpp engine, which is not installed; {install_line()}"
+        ) from None
     except Exception as error:  # a library built for another machine fails in many ways
         raise AdaptiveError(
-            f"llama-cpp-python does not load here ({first_line(error)}); install it anew: {INSTALL}"
+            f"llama-cpp-python does not load here ({first_line(error)}); install it anew: {install_line()}"
         ) from error
 
     @llama_cpp.llama_log_callback

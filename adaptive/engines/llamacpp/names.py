@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from adaptive.errors import AdaptiveError
+from adaptive.installation import install_command
 
 # Architectures whose layout is known here, and whether the rows of queries and keys are reordered.
 # Others are converted by llama.cpp's own scripts.
@@ -23,7 +24,7 @@ def package() -> Any:
         import gguf
     except ModuleNotFoundError:
         raise AdaptiveError(
-            "writing GGUF files needs the package gguf, which is not installed; pip install gguf"
+            f"writing GGUF files needs the package gguf, which is not installed; {install_command('gguf')}"
         ) from None
     return gguf
 

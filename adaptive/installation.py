@@ -1,0 +1,93 @@
+"""How this program was installed, and so how more of it, or something beside it, is installed.
+
+On the public index ``adaptive`` is another project; this one is DISTRIBUTION there. The messages that name a command
+get it here, so that it works where it is read: in a checkout, from a wheel, in pipx's or uv's environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+DISTRIBUTION = "adaptive-speculation"
+
+
+def version() -> str:
+    """The version that is installed; 0 for a checkout that never was."""
+    found = _found()
+    return "0" if found is None else found.version
+
+
+def requirements() -> list[str] | None:
+    """What the installed version asks for, as pip writes it; None where it is not installed."""
+    found = _found()
+    return None if found is None else list(found.requires or [])
+
+
+def install_command(*packages: str, extra: str | None = None, again: bool = False) -> str:
+    """The command that installs ``packages`` beside this program, or the program with an ``extra``, or ``again``.
+
+    With nothing said, it installs the program itself.
+    """
+    kind, editable, spec = _source(extra)
+    if packages:
+        beside = " ".join(shlex.quote(package) for package in packages)
+        if kind == "pipx":
+            return f"pipx inject {DISTRIBUTION} {beside}"
+        if kind == "uv tool":
+            return f"uv tool install --force {'--editable ' * editable}{spec} --with {shlex.quote(','.join(packages))}"
+        return f"{_pip(kind)} {beside}"
+    if kind == "pipx":
+        return f"pipx install --force {'--editable ' * editable}{spec}"
+    if kind == "uv tool":
+        return f"uv tool install {'--force --reinstall ' if again else '--force '}{'--editable ' * editable}{spec}"
+    if editable:  # which is built each time
+        return f"{_pip(kind)} -e {spec}"
+    return f"{_pip(kind)} {'--force-reinstall --no-deps ' * again}{spec}"
+
+
+def _found() -> Distribution | None:
+    try:
+        return distribution(DISTRIBUTION)
+    except PackageNotFoundError:
+        return None
+
+
+def _source(extra: str | None) -> tuple[str, bool, str]:
+    """Who installed it (pip, uv, pipx, uv tool), whether it is a checkout that is used in place, and its name there."""
+    prefix, found = Path(sys.prefix), _found()
+    kind = "uv" if found is not None and (found.read_text("INSTALLER") or "").strip() == "uv" else "pip"
+    if (prefix / "uv-receipt.toml").is_file():
+        kind = "uv tool"
+    elif (prefix / "pipx_metadata.json").is_file():
+        kind = "pipx"
+    asked = f"[{extra}]" if extra else ""
+    root = Path(__file__).resolve().parent.parent
+    if (root / "pyproject.toml").is_file():  # a checkout that is used in place
+        return kind, True, shlex.quote(f"{root}{asked}")
+    said: dict[str, Any] = json.loads(found.read_text("direct_url.json") or "{}") if found is not None else {}
+    url = urlsplit(str(said.get("url", "")))
+    if "vcs_info" in said:
+        commit = f"{said['vcs_info']['vcs']}+{said['url']}"
+        return kind, False, shlex.quote(f"{DISTRIBUTION}{asked} @ {commit}")
+    if url.scheme == "file":
+        return kind, False, shlex.quote(f"{unquote(url.path)}{asked}")
+    return kind, False, shlex.quote(f"{DISTRIBUTION}{asked}") if asked else DISTRIBUTION
+
+
+def _pip(kind: str) -> str:
+    """The pip of this very environment."""
+    python = os.path.abspath(sys.executable)
+    if kind == "uv":
+        return f"uv pip install --python {shlex.quote(python)}"
+    found = shutil.which("pip")
+    if found is not None and Path(found).parent == Path(python).parent:
+        return "pip install"
+    return f"{shlex.quote(python)} -m pip install"
