@@ -18,7 +18,7 @@ from adaptive.caches import Conversation, Conversations
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import Memory
 from adaptive.control.policy import FixedLength, LengthPolicy, Scope
-from adaptive.decoding.loop import Decoding, Request, Step, TargetSampler
+from adaptive.decoding.loop import Decoding, Request, Step, Verifier
 from adaptive.decoding.text import TextStream
 from adaptive.drafting.model import ModelDrafter
 from adaptive.encoding import encode_text, render_chat
@@ -229,7 +229,7 @@ class Assistant:
         return torch.Generator(device).manual_seed(self.chance.getrandbits(63))
 
     def _decoding(self, request: Request, conversation: Conversation, stream: TextStream) -> Decoding:
-        """Wire caches, drafter, sampler and text stream for one request."""
+        """Wire caches, drafter, verifier and text stream for one request."""
         target, sampling = self.pair.target, request.sampling
         penalties = Penalties(sampling, target.vocab_size, target.device)
         conversation.target.keep_prefix_of(request.prompt)
@@ -244,13 +244,13 @@ class Assistant:
                 penalties,
                 self._generator(self.pair.draft.device),
             )
-        sampler = TargetSampler(sampling, penalties, self._generator(target.device))
+        verifier = Verifier(sampling, penalties, self._generator(target.device))
         return Decoding(
             request,
             conversation.target.sequence,
             target.context_length,
             drafter,
-            sampler,
+            verifier,
             self.policy,
             stream,
             self.between_rounds,

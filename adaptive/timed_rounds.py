@@ -16,7 +16,7 @@ import torch
 from adaptive.control.costs import LONGEST
 from adaptive.control.policy import FixedLength
 from adaptive.control.stopping import Stopping
-from adaptive.decoding.loop import Decoding, Request, TargetSampler, speculative_round
+from adaptive.decoding.loop import Decoding, Request, Verifier, speculative_round
 from adaptive.decoding.supervision import BATCH
 from adaptive.decoding.text import TextStream
 from adaptive.drafting.model import ModelDrafter
@@ -127,7 +127,7 @@ class TimedRounds:
         generator = torch.Generator(pair.draft.device)
         self.drafter = ModelDrafter(self.draft, pair.draft, pair.target.vocab_size, params, penalties, generator)
         penalties.start(torch.tensor(self.committed))
-        self.sampler = TargetSampler(params, penalties, torch.Generator(pair.target.device))
+        self.verifier = Verifier(params, penalties, torch.Generator(pair.target.device))
         self.advise = Stopping(LONGEST) if attentive else None  # which never stops
         self._choices = [engine.threads for engine in (pair.target, pair.draft) if engine.threads is not None]
         self._own_clock, self._given = own_clock(pair), torch.get_num_threads()
@@ -157,7 +157,7 @@ class TimedRounds:
         held, committed = len(self.committed), list(self.committed)
         self.target.rollback(held - 1)
         self.draft.rollback(held - 1 - waiting)
-        return speculative_round(self.target, self.drafter, self.sampler, committed, length, self.advise, clock)[0]
+        return speculative_round(self.target, self.drafter, self.verifier, committed, length, self.advise, clock)[0]
 
     def sweep(self, samples: Samples, lengths: Collection[int], threads: int) -> Iterator[None]:
         """One round of each of the ``lengths``, in their order; plain ones are followed by another."""
@@ -178,13 +178,13 @@ class TimedRounds:
 
     def beside(self, pair: Pair) -> Generator[None, None, float]:
         """Seconds that one token of a plain generation takes beside its round: text, record, handing it over."""
-        request = Request(self.committed, self.sampler.params, StopParams(TOKENS), frozenset())
+        request = Request(self.committed, self.verifier.params, StopParams(TOKENS), frozenset())
         found: list[float] = []
         clock, began = self._own_clock, time.perf_counter()
         while not found or (len(found) < GENERATIONS and time.perf_counter() - began < GENERATED_S):
             self.target.rollback(len(self.committed) - 1)
             stream, length = TextStream(pair.tokenizer), pair.target.context_length
-            plain = Decoding(request, self.target, length, None, self.sampler, FixedLength(0), stream)
+            plain = Decoding(request, self.target, length, None, self.verifier, FixedLength(0), stream)
             plain.clock, steps, spent, ended = clock, plain.steps(), 0.0, False
             next(steps)  # the prompt's
             while not ended:

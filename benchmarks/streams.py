@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaptive.decoding.supervision import SupervisionTape
+from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_tokenizer, sources
 from adaptive.records.log import Log
@@ -166,7 +166,7 @@ def _generation(
     if not sampling.greedy:
         log_p = transform_logits(logits, sampling).log_softmax(-1)
         chosen = log_p.gather(-1, torch.tensor(output)[:, None])[:, 0]
-    tape = SupervisionTape()
+    tape = SupervisionBuffer()
     tape.append(logits, chosen)
     return Generation(
         session=str(number),

@@ -18,7 +18,7 @@ from adaptive.control.costs import CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import Advice, Adviser, FixedLength, LengthPolicy
-from adaptive.decoding.loop import Decoding, Request, TargetSampler
+from adaptive.decoding.loop import Decoding, Request, Verifier
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.hf.engine import TransformersEngine
@@ -77,8 +77,8 @@ def run_loop(
         penalties = Penalties(params, VOCAB, torch.device("cpu"))
         request = Request(PROMPT, params, StopParams(max_new_tokens=5), frozenset(), record=False)
         drafter = kind(other, draft, VOCAB, params, penalties, generator)
-        sampler = TargetSampler(params, penalties, generator)
-        decoding = Decoding(request, one, 64, drafter, sampler, policy, NoText())  # type: ignore[arg-type]
+        verifier = Verifier(params, penalties, generator)
+        decoding = Decoding(request, one, 64, drafter, verifier, policy, NoText())  # type: ignore[arg-type]
         for _ in decoding.steps():
             pass
         counts[tuple(decoding.output[:3])] += 1

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from adaptive.control.confidence import CENTRES
 from adaptive.control.policy import Advice
 from adaptive.control.stopping import Stopping
-from adaptive.decoding.loop import TargetSampler
+from adaptive.decoding.loop import Verifier
 from adaptive.decoding.verify import verify_greedy, verify_sampled
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
@@ -214,10 +214,10 @@ def test_penalties_and_biases_are_asked_for_token_by_token(engine: TransformersE
     assert drafter(engine, SamplingParams(logit_bias={3: 2.0}))._fused is None
 
 
-def sampler(params: SamplingParams) -> TargetSampler:
+def verifier(params: SamplingParams) -> Verifier:
     """With the same random numbers each time."""
     penalties = Penalties(params, VOCAB, torch.device("cpu"))
-    return TargetSampler(params, penalties, torch.Generator().manual_seed(11))
+    return Verifier(params, penalties, torch.Generator().manual_seed(11))
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "cut"])
@@ -226,7 +226,7 @@ def test_a_verification_is_a_pass_and_then_the_rule(
     engine: TransformersEngine, params: SamplingParams, draft_vocab: int
 ) -> None:
     """The same tokens stand, with the same probabilities, for the same random numbers, and the logits are the same."""
-    one, other, judge = engine.sequence(), engine.sequence(), sampler(params)
+    one, other, judge = engine.sequence(), engine.sequence(), verifier(params)
     assert one.fused is not None
     transform, uniform = Transform(params), Uniform(torch.Generator().manual_seed(11))
     committed, draw = list(PROMPT), torch.Generator().manual_seed(5)
@@ -270,9 +270,9 @@ def test_a_long_text_is_verified_as_a_short_one(engine: TransformersEngine, para
     text = [(7 * i) % VOCAB for i in range(300)]
     proposal = Proposal("model", [3, 4], None if params.greedy else torch.full((2, VOCAB), 1 / VOCAB))
     one, other = engine.sequence(), engine.sequence()
-    mine, logits = sampler(params).verify(one, text, proposal)
+    mine, logits = verifier(params).verify(one, text, proposal)
     other.extend(text[:-1], 0)
-    theirs, expected = sampler(params).verify(other, text[-1:], proposal)
+    theirs, expected = verifier(params).verify(other, text[-1:], proposal)
     assert (mine.accepted, mine.tokens) == (theirs.accepted, theirs.tokens)
     assert torch.equal(logits, expected)
     assert one.length == other.length == 302
@@ -283,7 +283,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(engine: TransformersEngine, pa
     made = engine.sequence()
     q = None if params.greedy else torch.full((1, VOCAB), 1 / VOCAB)
     with pytest.raises(IndexError, match="vocabulary"):
-        sampler(params).verify(made, PROMPT, Proposal("model", [VOCAB], q))
+        verifier(params).verify(made, PROMPT, Proposal("model", [VOCAB], q))
     assert made.length == 0
 
 
@@ -293,7 +293,7 @@ def test_a_target_that_gives_no_numbers_is_said_to_be_broken(engine: Transformer
         broken.model.lm_head.weight[5] = torch.nan
     broken.cpu_forward = cpu_forward(broken.model)
     with pytest.raises(AdaptiveError, match="not numbers"):
-        sampler(PARAMS[1]).verify(broken.sequence(), PROMPT, None)
+        verifier(PARAMS[1]).verify(broken.sequence(), PROMPT, None)
 
 
 def test_a_text_has_the_same_logits_however_it_is_cut_into_passes(engine: TransformersEngine) -> None:

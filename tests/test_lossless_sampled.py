@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive.control.policy import Adviser, FixedLength
 from adaptive.decoding import loop
-from adaptive.decoding.loop import Decoding, Request, TargetSampler
+from adaptive.decoding.loop import Decoding, Request, Verifier
 from adaptive.decoding.verify import Verdict, verify_logits, verify_on_device, verify_sampled
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
@@ -114,7 +114,7 @@ class Certain:
     def limit(self, committed: int) -> int:
         return 8
 
-    def waiting(self, committed: int) -> int:
+    def catch_up(self, committed: int) -> int:
         return 0
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal:
@@ -146,8 +146,8 @@ def run_loop(
         penalties = Penalties(params, VOCAB, torch.device("cpu"))
         request = Request(PROMPT, params, StopParams(max_new_tokens=4), frozenset(), record=False)
         drafter = certain or ModelDrafter(other, draft, VOCAB, params, penalties, generator)
-        sampler = TargetSampler(params, penalties, generator)
-        decoding = Decoding(request, one, 64, drafter, sampler, FixedLength(length), NoText())  # type: ignore[arg-type]
+        verifier = Verifier(params, penalties, generator)
+        decoding = Decoding(request, one, 64, drafter, verifier, FixedLength(length), NoText())  # type: ignore[arg-type]
         for _ in decoding.steps():
             pass
         counts[tuple(decoding.output[:3])] += 1

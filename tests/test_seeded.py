@@ -17,7 +17,7 @@ from adaptive import noise as noise_module
 from adaptive.assistant import Assistant, length_policy
 from adaptive.control.policy import FixedLength
 from adaptive.decoding import verify
-from adaptive.decoding.loop import Decoding, Request, TargetSampler
+from adaptive.decoding.loop import Decoding, Request, Verifier
 from adaptive.drafting.model import ModelDrafter
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.engines.load import sampling_kernels
@@ -52,8 +52,8 @@ def run_loop(
         penalties = Penalties(under, VOCAB, CPU)
         request = Request(PROMPT, under, StopParams(max_new_tokens=4), frozenset(), record=False)
         drafter = ModelDrafter(other, draft, VOCAB, under, penalties, generator)
-        sampler = TargetSampler(under, penalties, generator)
-        decoding = Decoding(request, one, 64, drafter, sampler, FixedLength(length), NoText())  # type: ignore[arg-type]
+        verifier = Verifier(under, penalties, generator)
+        decoding = Decoding(request, one, 64, drafter, verifier, FixedLength(length), NoText())  # type: ignore[arg-type]
         for _ in decoding.steps():
             pass
         counts[tuple(decoding.output[:3])] += 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaptive.decoding.supervision import TOP_K, SupervisionTape
+from adaptive.decoding.supervision import TOP_K, SupervisionBuffer
 
 
 @pytest.mark.parametrize("sizes", [[1], [5, 3, 1, 9, 40, 2], [1] * 60])
@@ -14,7 +14,7 @@ from adaptive.decoding.supervision import TOP_K, SupervisionTape
 def test_the_tape_keeps_the_most_probable_tokens_and_the_mass_of_the_rest(sizes: list[int], vocab: int) -> None:
     torch.manual_seed(len(sizes))
     logits = torch.randn(sum(sizes), vocab) * 3
-    tape = SupervisionTape()
+    tape = SupervisionBuffer()
     for rows in logits.split(sizes):
         tape.append(rows, torch.zeros(len(rows)))
     kept = tape.take(sum(sizes))
@@ -27,7 +27,7 @@ def test_the_tape_keeps_the_most_probable_tokens_and_the_mass_of_the_rest(sizes:
 
 
 def test_a_cut_answer_keeps_only_its_own_positions() -> None:
-    tape = SupervisionTape()
+    tape = SupervisionBuffer()
     tape.append(torch.randn(4, 50), torch.arange(4.0))
     tape.append(torch.randn(4, 50), torch.arange(4.0, 8.0))
     kept = tape.take(6)
@@ -37,7 +37,7 @@ def test_a_cut_answer_keeps_only_its_own_positions() -> None:
 
 def test_rows_taken_one_by_one_while_it_records_are_those_of_the_whole() -> None:
     torch.manual_seed(3)
-    tape, taken = SupervisionTape(), []
+    tape, taken = SupervisionBuffer(), []
     for size in (3, 1, 30, 2):
         tape.append(torch.randn(size, 50), torch.rand(size))
         taken += [tape.take(place + 1, place) for place in range(len(taken), len(taken) + size)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from adaptive.decoding.supervision import SupervisionTape
+from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from adaptive.records.writer import LogWriter
@@ -92,14 +92,14 @@ def speak(model: PreTrainedModel, count: int, params: SamplingParams, seed: int 
         chosen = torch.zeros(40)
         if not params.greedy:
             chosen = (rows[index] / params.temperature).log_softmax(-1).gather(-1, output[:, None])[:, 0]
-        tape = SupervisionTape()
+        tape = SupervisionBuffer()
         tape.append(rows[index], chosen)
         made.append(generation(f"{seed}-{index}", prompts[index].numpy(), output.numpy(), params, tape))
     return made
 
 
 def generation(
-    question: str, prompt: np.ndarray, output: np.ndarray, params: SamplingParams, tape: SupervisionTape | None = None
+    question: str, prompt: np.ndarray, output: np.ndarray, params: SamplingParams, tape: SupervisionBuffer | None = None
 ) -> Generation:
     return Generation(
         session="s",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from adaptive.control.policy import Adviser, LengthPolicy
-from adaptive.decoding.supervision import SupervisionTape
+from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verify import Verdict, verify_fused, verify_greedy, verify_logits
 from adaptive.drafting.proposal import Proposal, point_masses
@@ -61,7 +61,7 @@ class Request:
     record: bool = True
 
 
-class TargetSampler:
+class Verifier:
     """Turns target logits into a verdict on a proposal, under one set of sampling parameters."""
 
     def __init__(self, params: SamplingParams, penalties: Penalties, generator: torch.Generator) -> None:
@@ -93,7 +93,7 @@ class TargetSampler:
 def speculative_round(
     target: Sequence,
     drafter: Drafter | None,
-    sampler: TargetSampler,
+    verifier: Verifier,
     committed: list[int],
     draft_length: int,
     advise: Adviser | None = None,
@@ -115,14 +115,14 @@ def speculative_round(
         proposal = drafter.propose(committed, draft_length, advise)
     proposed = clock()
 
-    verdict, logits = sampler.verify(target, committed[target.length :], proposal)
+    verdict, logits = verifier.verify(target, committed[target.length :], proposal)
 
     committed += verdict.tokens
     if proposal is not None and drafter is not None:
         target.rollback(held + verdict.accepted)
         drafter.rollback(held + verdict.accepted)
-    if sampler.adjusts:
-        sampler.penalties.commit(verdict.tokens)
+    if verifier.adjusts:
+        verifier.penalties.commit(verdict.tokens)
     verified = clock()
     who, drafted = ("none", 0) if proposal is None else (proposal.drafter, len(proposal.tokens))
     return Round(who, drafted, verdict.accepted, proposed - began, verified - proposed), verdict, logits
@@ -144,7 +144,7 @@ class Decoding:
         target: Sequence,
         context_length: int,
         drafter: Drafter | None,
-        sampler: TargetSampler,
+        verifier: Verifier,
         policy: LengthPolicy,
         stream: TextStream,
         between: Callable[[], bool] | None = None,
@@ -154,7 +154,7 @@ class Decoding:
         self.request = request
         self.target = target
         self.drafter = drafter
-        self.sampler = sampler
+        self.verifier = verifier
         self.policy = policy
         self.stream = stream
         self.between = between or (lambda: True)
@@ -165,7 +165,7 @@ class Decoding:
         self.text = ""
         self.finish_reason: str | None = None
         self.rounds: list[Round] = []
-        self.tape: SupervisionTape | None = None
+        self.buffer: SupervisionBuffer | None = None
         self.supervision: Supervision | None = None
         self.prompt_s = self.predicted_s = 0.0
         self._expected: list[float] = []  # seconds that the policy expected of each round
@@ -177,12 +177,12 @@ class Decoding:
     def steps(self) -> Iterator[Step]:
         """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
         self._make_room(0)
-        self.sampler.penalties.start(torch.tensor(self.committed))
-        self.tape = SupervisionTape() if self.request.record else None
+        self.verifier.penalties.start(torch.tensor(self.committed))
+        self.buffer = SupervisionBuffer() if self.request.record else None
         began = self.clock()
         try:
             # The first round scores the prompt. Its time is the prompt's, and nothing is drafted before it.
-            self._keep(*speculative_round(self.target, None, self.sampler, self.committed, 0, clock=self.clock)[1:])
+            self._keep(*speculative_round(self.target, None, self.verifier, self.committed, 0, clock=self.clock)[1:])
             self.prompt_s = self.clock() - began
             first = self.clock()
             while True:
@@ -199,8 +199,8 @@ class Decoding:
             self.target.rollback(known)
             if self.drafter is not None:
                 self.drafter.rollback(known)
-            if self.tape is not None and self.output:
-                self.supervision = self.tape.take(len(self.output))
+            if self.buffer is not None and self.output:
+                self.supervision = self.buffer.take(len(self.output))
 
     @torch.inference_mode()
     def _burst(self, speculate: bool) -> None:
@@ -213,14 +213,14 @@ class Decoding:
             if speculate and self.drafter is not None:
                 # A round commits one token more than it accepts.
                 limit = max(0, min(self._left - 1, self.drafter.limit(len(self.committed))))
-                waiting = self.drafter.waiting(len(self.committed))
+                waiting = self.drafter.catch_up(len(self.committed))
             length = policy.next_length(limit, waiting, len(self.committed))
             times = min(policy.steady, (limit if length else self._left) // (length + 1))
             begins = len(self.rounds)
             while True:
                 self._make_room(length)
                 outcome, verdict, logits = speculative_round(
-                    self.target, self.drafter, self.sampler, self.committed, length, advise, clock
+                    self.target, self.drafter, self.verifier, self.committed, length, advise, clock
                 )
                 self._keep(verdict, logits)
                 self.rounds.append(outcome)
@@ -249,8 +249,8 @@ class Decoding:
     def _keep(self, verdict: Verdict, logits: torch.Tensor) -> None:
         """Take in what one round decoded, to be shown later."""
         tokens = verdict.tokens
-        if self.tape is not None:
-            self.tape.append(logits, verdict.chosen, len(tokens))
+        if self.buffer is not None:
+            self.buffer.append(logits, verdict.chosen, len(tokens))
         self._unshown.append(verdict)
         self._left -= len(tokens)
         self._ended = self._left <= 0 or not self.request.end_tokens.isdisjoint(tokens)

@@ -20,7 +20,7 @@ TOP_K = 32
 BATCH = 24
 
 
-class SupervisionTape:
+class SupervisionBuffer:
     """Collects rows on the device and hands them over once, at the end of a generation."""
 
     def __init__(self) -> None:

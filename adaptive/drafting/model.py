@@ -45,7 +45,7 @@ class ModelDrafter:
         """The last drafted token is never fed back, so it may stand just past the context."""
         return max(0, self.engine.context_length - committed + 1)
 
-    def waiting(self, committed: int) -> int:
+    def catch_up(self, committed: int) -> int:
         """Tokens that the next proposal feeds in its first forward, but for the last committed one."""
         return committed - 1 - self.sequence.length
 

@@ -27,7 +27,7 @@ class Drafter(Protocol):
     def limit(self, committed: int) -> int:
         """The most tokens it can propose after ``committed`` tokens."""
 
-    def waiting(self, committed: int) -> int:
+    def catch_up(self, committed: int) -> int:
         """How many of ``committed`` tokens it has not seen, beyond the last one."""
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:

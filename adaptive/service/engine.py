@@ -254,8 +254,8 @@ class EngineThread:
                 self.slot = Slot(True, ask.client, len(prompt.ids), count, began)
                 if ask.stream and ask.supervise:
                     assert assistant.last is not None
-                    assert assistant.last.tape is not None
-                    job.emit(Piece(index, step.text, step.token, assistant.last.tape.take(count, count - 1)))
+                    assert assistant.last.buffer is not None
+                    job.emit(Piece(index, step.text, step.token, assistant.last.buffer.take(count, count - 1)))
                 elif ask.stream and step.text:
                     job.emit(Piece(index, step.text))
                 if job.cancelled and step.finish_reason is None:

@@ -41,7 +41,6 @@ LORA_PARTS = (
     "lora_magnitude_vector",
 )
 
-MERGEABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Listener = Callable[[frozenset[str]], None]
 
