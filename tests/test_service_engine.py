@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import io
@@ -10,12 +11,16 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from conftest import BUNDLED
 from rich.console import Console
 
+from adaptive.pair import load_tokenizer
+from adaptive.service import streams
 from adaptive.service.engine import EngineThread
-from adaptive.service.jobs import Ask, Done, Event, FairQueue, Job, Prompt
+from adaptive.service.jobs import Ask, Done, Event, FairQueue, Job, Piece, Prompt
 from adaptive.service.metrics import Metrics
+from adaptive.service.responses import Shape
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
 from cli.opened import OpenedPair, open_pair
@@ -75,6 +80,27 @@ def test_idle_is_not_said_when_a_request_has_just_come(own_home: Path) -> None:
     finally:
         engine.close()
     assert said == ["busy"] * len(said)
+
+
+def test_a_stream_that_waits_says_so_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "PING_S", 0.05)
+    tokenizer = load_tokenizer(load_settings({}))
+
+    async def read() -> list[str]:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        asking = job(8)
+        lines = streams.chunks(asking, events, Shape("x", 0, "m", True), tokenizer, streams.Wanted(False, None, None))
+        said = [await anext(lines), await anext(lines)]
+        events.put_nowait(Piece(0, "text"))
+        events.put_nowait(Done())
+        said += [line async for line in lines]
+        assert asking.cancelled
+        return said
+
+    said = asyncio.run(read())
+    assert said[:2] == [": ping\n\n"] * 2
+    assert '"content": "text"' in "".join(said[2:])
+    assert said[-1] == "data: [DONE]\n\n"
 
 
 def test_who_goes_away_before_their_turn_leaves_nothing_in_the_queue() -> None:

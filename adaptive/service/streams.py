@@ -14,6 +14,11 @@ from adaptive.service.calls import Call, CallParser, parser_for
 from adaptive.service.jobs import Answer, Event, Failed, Job, Piece
 from adaptive.service.responses import Shape, ending, error_object, figures
 
+# Seconds of silence, in the queue or over a long prompt, after which a comment is sent: proxies and clients give a
+# connection up that says nothing for half a minute.
+PING_S = 15.0
+PING = ": ping\n\n"
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -40,9 +45,15 @@ async def chunks(
     """The stream of one response. Closed early, it cancels the job."""
     choices: dict[int, _Choice] = {}
     answers: list[Answer] = []
+    waiting: asyncio.Task[Event] | None = None
     try:
         while True:
-            got = await events.get()
+            waiting = asyncio.create_task(events.get())
+            while not waiting.done():
+                await asyncio.wait({waiting}, timeout=PING_S)
+                if not waiting.done():
+                    yield PING
+            got = waiting.result()
             if isinstance(got, Piece | Answer) and got.index not in choices:
                 choices[got.index] = _Choice(parser_for(tokenizer, wanted.tools))
                 if shape.chat:
@@ -63,6 +74,8 @@ async def chunks(
                 yield "data: [DONE]\n\n"
                 return
     finally:
+        if waiting is not None:
+            waiting.cancel()
         job.cancel()
 
 
