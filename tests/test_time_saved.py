@@ -34,13 +34,13 @@ def drafted_answer(number: int, rng: random.Random, pace: float, plain: int, rou
 
 def test_three_hundred_plain_answers_save_exactly_nothing() -> None:
     rng = random.Random(1)
-    assert time_saved([plain_answer(n, rng, rng.uniform(1, 4)) for n in range(300)]) == Saved(0.0, 0.0, 0.0, 0)
+    assert time_saved([plain_answer(n, rng, rng.uniform(1, 4)) for n in range(300)]) == Saved(0.0, 0.0, 0.0, 0, 0)
 
 
 def test_without_plain_rounds_nothing_is_claimed() -> None:
     rng = random.Random(2)
     assert time_saved([drafted_answer(n, rng, 1.0, 0) for n in range(50)]) is None
-    assert time_saved([]) == Saved(0.0, 0.0, 0.0, 0)
+    assert time_saved([]) == Saved(0.0, 0.0, 0.0, 0, 0)
 
 
 def test_a_machine_that_is_busy_for_a_while_is_no_saving() -> None:
@@ -53,6 +53,18 @@ def test_a_machine_that_is_busy_for_a_while_is_no_saving() -> None:
     found = time_saved(spent)
     assert found is not None
     assert abs(found.seconds) < 0.02 * sum(one.seconds for one in spent)
+
+
+def test_an_answer_is_not_held_against_plain_rounds_of_another_pace() -> None:
+    """Drafted without a plain round on a quiet machine, then plainly on one that is ten times as slow."""
+    rng = random.Random(6)
+    fast = [drafted_answer(n, rng, 1.0, 0) for n in range(100)]
+    assert time_saved([*fast, *(plain_answer(n, rng, 10.0) for n in range(100, 120))]) is None
+    slow = [drafted_answer(n, rng, 10.0, 10) for n in range(120, 150)]
+    found = time_saved([*fast, *slow])
+    assert found is not None
+    assert (found.answers, found.drafted) == (30, 130)
+    assert found.seconds == pytest.approx(30 * 40 * 0.005, rel=0.3)
 
 
 @pytest.mark.parametrize("plain", [2, 10])
@@ -121,11 +133,11 @@ def test_the_log_sums_up_rounds_as_they_are_written_and_older_logs_are_brought_u
 @pytest.mark.parametrize(
     ("saved", "text"),
     [
-        (Saved(12.2, 9.1, 15.3, 40), "12 s (9 to 15 s)"),
-        (Saved(1.26, 0.9, 1.6, 4), "1.3 s (0.9 to 1.6 s)"),
-        (Saved(-3.2, -8.8, 2.4, 9), "−3 s (−9 to 2 s)"),
-        (Saved(7200.0, 5400.0, 9000.0, 900), "2.0 h (1.5 to 2.5 h)"),
-        (Saved(0.0, 0.0, 0.0, 0), "0 s"),
+        (Saved(12.2, 9.1, 15.3, 40, 40), "12 s (9 to 15 s)"),
+        (Saved(1.26, 0.9, 1.6, 4, 4), "1.3 s (0.9 to 1.6 s)"),
+        (Saved(-3.2, -8.8, 2.4, 9, 9), "−3 s (−9 to 2 s)"),
+        (Saved(7200.0, 5400.0, 9000.0, 900, 900), "2.0 h (1.5 to 2.5 h)"),
+        (Saved(0.0, 0.0, 0.0, 0, 0), "0 s"),
     ],
 )
 def test_time_saved_is_told_with_its_interval(saved: Saved, text: str) -> None:

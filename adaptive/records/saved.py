@@ -24,6 +24,9 @@ import numpy.typing as npt
 # Plain rounds that an answer is held against. Fewer leave the mean to chance, more reach into hours when the machine
 # was busier or less so.
 NEAR = 300
+# Times that a round of an answer may take as long, or as short, as one of the answers with those plain rounds: beyond
+# it the machine was not the same, and the answer is left out. Nearer to 1, and longer drafts are taken for that.
+OTHER_PACE = 2.0
 # Plain rounds without which nothing is said.
 FEWEST = 20
 # Draws of the bootstrap over answers; 1,000 give the ends of a 95% interval to a tenth of its width.
@@ -54,12 +57,14 @@ class Spent(NamedTuple):
 @dataclass(frozen=True)
 class Saved:
     """``seconds`` that plain decoding would have taken longer, negative where drafting lost, with its 95% interval
-    from ``low`` to ``high``. ``answers`` are those that drafted; nothing else counts."""
+    from ``low`` to ``high``, in ``answers`` of the ``drafted`` ones: the others have no plain rounds near them that the
+    machine took at its pace of then. Nothing else counts."""
 
     seconds: float
     low: float
     high: float
     answers: int
+    drafted: int
 
     @property
     def text(self) -> str:
@@ -79,21 +84,28 @@ def saved_in_words(saved: Saved | None, training_s: float) -> str:
     took = f"training took {training_s:.0f} s" if training_s else "nothing was trained"
     if saved is None:
         return f"time saved is not known: too little was decoded plainly; {took}"
-    answers = f"in {saved.answers} answer{'s' * (saved.answers != 1)} that drafted"
+    known = f"{saved.answers} of " * (saved.answers < saved.drafted)
+    answers = f"in {known}{saved.drafted} answer{'s' * (saved.drafted != 1)} that drafted"
     return f"saved {saved.text} against plain decoding, {answers}; {took}"
 
 
 def time_saved(spent: Sequence[Spent]) -> Saved | None:
     """Over all answers, oldest first; None where too little was decoded plainly to say."""
-    at, tokens, seconds, plain, plain_seconds, whole = _columns(spent)
-    others, has_plain = ~whole, plain > 0
+    at, tokens, seconds, plain, plain_seconds, rounds = _columns(spent)
+    others, has_plain = plain < rounds, plain > 0
     if not others.any():
-        return Saved(0.0, 0.0, 0.0, 0)
+        return Saved(0.0, 0.0, 0.0, 0, 0)
     if plain.sum() < FEWEST:
         return None
     counted = _merged(plain[has_plain]), _merged(plain_seconds[has_plain])
-    of_others = _merged((tokens - plain)[others]), _merged((seconds - plain_seconds)[others])
+    of_others = [_merged(values[others]) for values in (tokens - plain, seconds - plain_seconds)]
     low, high = _nearest(_firsts(at[has_plain]), counted[0], _firsts(at[others]))
+    there, here = ([_merged(values[some]) for values in (seconds, rounds)] for some in (has_plain, others))
+    alike = _alike(here[0] / here[1], np.divide(*(_between(values[None], low, high)[0] for values in there)))
+    if not alike.any():
+        return None
+    of_others, low, high = [values[alike] for values in of_others], low[alike], high[alike]
+    answers = int(_merged(others[others].astype(np.float64))[alike].sum())
 
     def saved(weights: Numbers) -> Numbers:
         """For each row of weights of the answers with plain rounds."""
@@ -104,7 +116,7 @@ def time_saved(spent: Sequence[Spent]) -> Saved | None:
     best = float(saved(np.ones((1, len(counted[0]))))[0])
     # Around the estimate itself, which a bootstrap's percentiles are not: resampling has a spread of its own.
     half = 1.96 * float(drawn.std())
-    return Saved(best, best - half, best + half, int(others.sum()))
+    return Saved(best, best - half, best + half, answers, int(others.sum()))
 
 
 def speed_change(
@@ -113,20 +125,23 @@ def speed_change(
     """How many times as fast the answers ``after`` (ids) decoded as those ``before``, with its 95% interval.
 
     Each is held against plain decoding at its own time, so that a machine that has become slower is not an answer that
-    has. None where too little was decoded plainly to say.
+    has; where it was not the same machine (OTHER_PACE) an answer is left out. None where more than half of either are,
+    or too little was decoded plainly to say.
     """
-    at, tokens, seconds, plain, plain_seconds, _ = _columns(spent)
+    at, tokens, seconds, plain, plain_seconds, rounds = _columns(spent)
     if plain.sum() < FEWEST:
         return None
     has_plain = plain > 0
     low, high = _nearest(at[has_plain], plain[has_plain], at)
     counts, costs = (_between(values[None, has_plain], low, high)[0] for values in (plain, plain_seconds))
     plainly = plain_seconds + (tokens - plain) * costs / counts
+    there = (_between(values[None, has_plain], low, high)[0] for values in (seconds, rounds))
+    alike = _alike(seconds / rounds, np.divide(*there))
     rng = np.random.default_rng(0)
     drawn, best = np.zeros(DRAWS), 0.0
     for sign, ids in ((-1, before), (1, after)):
-        chosen = np.isin(at, list(ids))
-        if not chosen.any():
+        chosen = np.isin(at, list(ids)) & alike
+        if 2 * chosen.sum() < max(1, len(ids)):
             return None
         weights = rng.exponential(size=(DRAWS, int(chosen.sum())))
         best += sign * float(np.log(plainly[chosen].sum() / seconds[chosen].sum()))
@@ -135,13 +150,18 @@ def speed_change(
     return float(np.exp(best)), float(np.exp(best - half)), float(np.exp(best + half))
 
 
-def _columns(spent: Sequence[Spent]) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, npt.NDArray[np.bool_]]:
+def _alike(here: Numbers, there: Numbers) -> npt.NDArray[np.bool_]:
+    """Whether the machine was the same, by seconds a round."""
+    return (here < OTHER_PACE * there) & (there < OTHER_PACE * here)
+
+
+def _columns(spent: Sequence[Spent]) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, Numbers]:
     """Of the answers that were timed: id, tokens, seconds, plain rounds and their seconds with what passed between
-    them, and whether all of the answer is plain."""
+    them, and all rounds."""
     columns = np.array(spent, dtype=np.float64).reshape(-1, len(Spent._fields)).T
     at, tokens, seconds, rounds, rounds_s, plain, plain_s = columns[:, (columns[1] > 0) & (columns[2] > 0)]
     plain_seconds = plain_s + plain * np.maximum(0.0, seconds - rounds_s) / tokens
-    return at, tokens, seconds, plain, plain_seconds, plain == rounds
+    return at, tokens, seconds, plain, plain_seconds, rounds
 
 
 def _merged(values: Numbers) -> Numbers:
