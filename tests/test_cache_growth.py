@@ -36,7 +36,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "transformers":
-            patch.setattr(hf, "lean_forward", lambda *_, **__: None)
+            patch.setattr(hf, "cpu_forward", lambda *_, **__: None)
         target, draft = map(str, folders)
         yield load_pair(load_settings({"target": target, "draft": draft, "dtype": "float32", "device": "cpu"}))
 
@@ -83,7 +83,7 @@ def short_of_memory(left: int) -> Iterator[None]:
 @pytest.mark.parametrize("which", ["kernels", "transformers"])
 def test_growing_that_fails_half_way_leaves_every_layer_as_it_was(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if which == "transformers":
-        monkeypatch.setattr(hf, "lean_forward", lambda *_, **__: None)
+        monkeypatch.setattr(hf, "cpu_forward", lambda *_, **__: None)
     tokens = 300_000
     config = LlamaConfig(
         vocab_size=50,

@@ -20,7 +20,7 @@ from adaptive.records.log import Log
 from adaptive.service.trainer import Trainer
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
-from cli.chat import Conversation
+from cli.chat import Chat
 from cli.opened import OpenedPair, open_pair
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
@@ -100,7 +100,7 @@ def test_a_chat_credits_every_round_to_the_adapter_that_drafted_it(
 
     settings = load_settings({"dtype": "float32", "draft_length": "4", "max_new_tokens": 160, "temperature": 0.0})
     console = Console(file=io.StringIO())
-    conversation = Conversation(settings, session, console, None, None, Listening(settings, session.state, 0))
+    conversation = Chat(settings, session, console, None, None, Listening(settings, session.state, 0))
     conversation.limits = LONG
     monkeypatch.setattr(sys, "stdout", Screen())
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
