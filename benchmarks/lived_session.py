@@ -149,12 +149,12 @@ class Reference:
         self.pair = load_pair(load_settings(models))
         self.assistant = Assistant(self.pair, FixedLength(0), None)
 
-    def answer(self, text: str, length: int, seed: int, tokens: int) -> Answer:
+    def answer(self, text: str, length: int, tokens: int) -> Answer:
         """The prompt's answer by this draft length."""
         self.assistant.policy = FixedLength(length)
         self.assistant.conversations.forget_drafts()  # a new question has not been read by the draft
         prompt = encode_chat(self.pair, [Message("user", text)])
-        sampling = SamplingParams(temperature=0.7, seed=seed)
+        sampling = SamplingParams(temperature=0.7)
         for _ in self.assistant.answer(prompt, (), "", sampling, StopParams(tokens)):
             pass
         done = self.assistant.last
@@ -164,7 +164,7 @@ class Reference:
         return Answer(len(done.output) - 1, seconds, len(done.rounds), drafting, done.drafted, done.accepted)
 
 
-def ask(server: Served, text: str, seed: int, tokens: int) -> tuple[Answer, str | None]:
+def ask(server: Served, text: str, tokens: int) -> tuple[Answer, str | None]:
     """The session's answer and the adapter that it began with."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.7}
     found = server.post("/v1/chat/completions", body)
@@ -199,13 +199,13 @@ def session(options: argparse.Namespace, home: Path, say: Callable[[str], None])
         for number, (kind, text) in enumerate(texts):
             disturbance.share = number / len(texts)
             psutil.cpu_percent()
-            own, adapter = ask(server, text, number, options.tokens)
+            own, adapter = ask(server, text, options.tokens)
             busy = psutil.cpu_percent() / 100 * (os.cpu_count() or 1)
             if adapter != reference.assistant.adapter and store is not None:
                 reference.assistant.use_adapter(adapter, None if adapter is None else store.path(adapter))
             lengths = [0, *options.lengths] if number % options.every == 0 else [0]
             randomly.shuffle(lengths)
-            fixed = {k: reference.answer(text, k, number, options.tokens) for k in lengths}
+            fixed = {k: reference.answer(text, k, options.tokens) for k in lengths}
             at = time.monotonic() - began
             asked.append(Asked(number, kind, at, adapter, busy, own, dict(sorted(fixed.items()))))
             if (number + 1) % 100 == 0 or number + 1 == len(texts):
