@@ -91,7 +91,7 @@ def test_the_question_reaches_a_terminal_and_a_no_ends_the_command(tmp_path: Pat
     environment = {name: value for name, value in os.environ.items() if name != "ADAPTIVE_HOME"}
     arguments = ["-m", "cli.main", "records", "stats"]
     command = pexpect.spawn(sys.executable, arguments, timeout=60, dimensions=(24, 400), env=environment)
-    command.expect(r"home = .*elsewhere.*\[y/N\]")
+    command.expect(r"(?s)home = .*elsewhere.*\[y/N\]")
     command.sendline("n")
     command.expect(r"taken only from your own settings")
     command.expect(pexpect.EOF)
