@@ -190,6 +190,9 @@ class LlamaModel:
             raise AdaptiveError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
         params = library.llama_model_default_params()
         params.vocab_only = vocabulary_only
+        # On a processor with AMX the library repacks quantised weights for it, and its products then end the process
+        # with a general protection fault on a virtual machine (0.3.36, also through the binding alone).
+        params.use_extra_bufts = b"AMX_INT8 = 1" not in library.llama_print_system_info()
         # -1 takes all layers to the accelerator; 0 keeps everything in main memory.
         offloaded = gpu and library.llama_supports_gpu_offload()
         params.n_gpu_layers = -1 if offloaded else 0
