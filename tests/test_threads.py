@@ -112,3 +112,26 @@ def test_between_two_numbers_of_tokens_that_agree_a_trial_can_wait() -> None:
 
 def test_one_thread_needs_no_choice() -> None:
     assert passes(ThreadChoice(1), 20, lambda threads: 1e-3) == [1] * 20
+
+
+def test_numbers_of_tokens_that_are_seldom_passed_go_along_when_the_machine_is_idle_again() -> None:
+    """Beside another program one thread is better for all; when that is gone, plain decoding finds out by its own
+    passes, and the few drafted ones must not stay on one thread for want of passes to try."""
+    choice, busy = ThreadChoice(2), True
+
+    def passed(tokens: int) -> int:
+        threads = choice.choose(tokens)
+        choice.observe(tokens, (0.012 if busy else 0.0007) if threads == 2 else 0.0013)
+        return threads
+
+    for _ in range(3000):
+        for tokens in (1, 2, 3):
+            passed(tokens)
+    assert [choice.best(tokens) for tokens in (1, 2, 3)] == [1, 1, 1]
+    busy = False
+    for _ in range(60_000):  # plain decoding alone
+        passed(1)
+        if choice.best(1) == 2:
+            break
+    assert choice.best(1) == 2
+    assert [passed(tokens) for tokens in (2, 3)] == [2, 2]

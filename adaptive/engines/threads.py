@@ -187,12 +187,25 @@ class ThreadChoice:
                 known.pace = Pace()
                 known.begin(Phase.AFTER)
 
+    def _follow(self) -> None:
+        """The machine has become idle: all threads are better again for one number of tokens, and mostly for all, since
+        what they take is the reading of the same weights. Those that are seldom passed would wait for minutes until
+        they are tried; they go along, and are tried like any other. That a machine has become busy, each sees by its
+        own passes."""
+        for other in self._passes.values():
+            if other.best != self.most and other.phase is Phase.USUAL:
+                other.best, other.pace, other.slow, other.others = self.most, Pace(), False, float("inf")
+                other.when = other.soon = other.seconds + other.rest
+                other.begin(Phase.USUAL)
+
     def _end(self, known: Passes, better: bool) -> None:
         """A trial is over, and has shown whether the other number is ``better``."""
         tried, took = known.tried, known.seconds - known.begun
         lost = max(0.0, tried.seconds - tried.passes * known.before)
         if better:
             known.best, known.pace, known.others = self._other(known), tried, known.before
+            if known.rest and known.best == self.most:  # it was tried before, and one was better then
+                self._follow()
         else:
             known.others = tried.mean
         self._last = known.best
