@@ -123,6 +123,12 @@ def test_costs_measured_on_a_busy_machine_do_not_replace_those_of_a_quiet_one() 
     assert policy.costs.verify(1) == pytest.approx(3.2)
 
 
+def test_costs_measured_on_a_busy_machine_are_better_than_a_guess() -> None:
+    policy = GoodputLength(None)
+    policy.remeasured(TABLE, busy=True)
+    assert policy.costs.table() == CostModel(TABLE).table()
+
+
 def test_costs_are_stale_after_a_day_on_another_machine_and_where_it_was_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

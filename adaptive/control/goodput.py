@@ -363,7 +363,7 @@ class GoodputLength(LengthPolicy):
         """Costs were measured anew, on a machine that others used or did not use meanwhile."""
         self.settle()
         measured = CostModel(table), SeenTimes()
-        if busy is self.busy:
+        if busy is self.busy or not self.costs.measured:  # a busy machine's costs are better than a guess
             self.costs, self.times = measured
             self.decided, self.age = False, 0
         else:
