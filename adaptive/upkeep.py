@@ -61,6 +61,9 @@ class Upkeep:
         except StopIteration as end:
             self._running = None
             self._take(end.value)
+        except Exception:  # memory, a device: whatever it is, answers go on with what is known
+            self._running, self.due = None, False
+            logger.exception("costs could not be measured; what is known of them stays in use")
 
     def _take(self, found: Measured) -> None:
         policy = self.policy
