@@ -1,7 +1,8 @@
-"""What pyproject.toml cannot say: the compiled kernels, one module for each instruction set.
+"""What pyproject.toml cannot say: what is compiled. The kernels, one module for each instruction set, and the index of
+history drafting.
 
-They are left out where there is no C++ compiler, or it does not know the instructions; torch's operations are used
-then.
+They are left out where there is no C++ compiler, or it does not know the instructions; torch's operations, and Python,
+are used then.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import nanobind
 from setuptools import Extension, setup
 
 FOLDER = Path("adaptive/engines/cpu/native")
+INDEX = Path("adaptive/drafting/native")
 COMMON = "-std=c++17 -O3 -g0 -fvisibility=hidden -fno-strict-aliasing"
 FLAGS = {
     "avx512bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mfma",
@@ -19,32 +21,33 @@ FLAGS = {
 }
 
 
-def sources() -> list[Path]:
+def sources(folder: Path) -> list[Path]:
     """Everything that is compiled, in the order in which it is hashed."""
-    return sorted(file for file in FOLDER.iterdir() if file.suffix in (".h", ".cpp", ".map"))
+    return sorted(file for file in folder.iterdir() if file.suffix in (".h", ".cpp", ".map"))
 
 
-def fingerprint() -> str:
-    """Of the sources; ``adaptive/engines/cpu/kernels.py`` compares it when it loads a module beside them."""
+def fingerprint(folder: Path) -> str:
+    """Of the sources; ``adaptive/compiled.py`` compares it when it loads a module beside them."""
     digest = hashlib.sha256()
-    for file in sources():
+    for file in sources(folder):
         digest.update(file.name.encode() + b"\0" + file.read_bytes().replace(b"\r\n", b"\n"))
     return digest.hexdigest()[:16]
 
 
-def module(name: str) -> Extension:
-    """The kernels for one instruction set, with a copy of nanobind that shares nothing with the others'."""
+def module(folder: Path, name: str, source: str, flags: str = "") -> Extension:
+    """A module of what is in ``folder``, with a copy of nanobind that shares nothing with the others'."""
     beside = Path(nanobind.include_dir()).parent
     return Extension(
-        f"adaptive.engines.cpu.native.{name}",
-        sources=[str(FOLDER / f"{name}.cpp"), str(FOLDER / "nanobind.cpp")],
-        depends=[str(file) for file in sources()],
+        f"{'.'.join(folder.parts)}.{name}",
+        sources=[str(folder / source), str(folder / "nanobind.cpp")],
+        depends=[str(file) for file in sources(folder)],
         include_dirs=[str(beside / part) for part in ("include", "src", "ext/robin_map/include")],
-        define_macros=[("ADAPTIVE_SOURCES", f'"{fingerprint()}"'), ("NB_DOMAIN", name), ("NDEBUG", None)],
-        extra_compile_args=[*COMMON.split(), *FLAGS[name].split()],
+        define_macros=[("ADAPTIVE_SOURCES", f'"{fingerprint(folder)}"'), ("NB_DOMAIN", name), ("NDEBUG", None)],
+        extra_compile_args=[*COMMON.split(), *flags.split()],
         extra_link_args=[f"-Wl,--version-script={FOLDER / 'exports.map'}"],  # nothing but what Python looks for
         optional=True,
     )
 
 
-setup(ext_modules=[module(name) for name in FLAGS])
+kernels = [module(FOLDER, name, f"{name}.cpp", flags) for name, flags in FLAGS.items()]
+setup(ext_modules=[*kernels, module(INDEX, "suffixes", "module.cpp")])

@@ -8,7 +8,6 @@ twenty operations a layer (``docs/performance.md``). The threads are those of to
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.machinery
 import importlib.util
 from enum import IntEnum
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from adaptive.compiled import fingerprint
 from adaptive.errors import first_line
 from adaptive.installation import install_command
 
@@ -69,7 +69,7 @@ class Library:
             module: Any = _loaded(name, file)
         except ImportError as error:
             raise UnusableError(f"the compiled kernels cannot be loaded ({first_line(error)}); {rebuild()}") from error
-        expected = fingerprint()
+        expected = fingerprint(NATIVE)
         if expected not in (None, getattr(module, "sources", "")):
             raise UnusableError(f"the compiled kernels are those of another version of this program; {rebuild()}")
         self.name, self.module = name, module
@@ -94,18 +94,6 @@ def _loaded(name: str, file: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def fingerprint() -> str | None:
-    """Of the sources beside this file, as ``setup.py`` computes it; None where there are none, since an installed copy
-    has only what was compiled with it. An editable installation has both, and ``git pull`` changes one of them."""
-    sources = sorted(file for file in NATIVE.glob("*") if file.suffix in (".h", ".cpp", ".map"))
-    if not sources:
-        return None
-    digest = hashlib.sha256()
-    for file in sources:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes().replace(b"\r\n", b"\n"))
-    return digest.hexdigest()[:16]
 
 
 def rebuild() -> str:

@@ -1,0 +1,43 @@
+// The suffix index as a Python module.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include "suffixes.h"
+
+namespace nb = nanobind;
+using nb::arg;
+
+typedef nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> Tokens;
+typedef std::vector<int32_t> Short;
+
+NB_MODULE(suffixes, m) {
+  m.attr("sources") = ADAPTIVE_SOURCES;
+  nb::class_<Suffixes>(m, "Suffixes")
+      .def(nb::init<int64_t, int64_t>(), arg("most") = 0, arg("largest") = LARGEST)
+      .def("begin", &Suffixes::begin, arg("id"))
+      .def("append", [](Suffixes& self, const Short& tokens) { self.append(tokens.data(), int64_t(tokens.size())); },
+           arg("tokens"))
+      .def("add", [](Suffixes& self, int64_t id, Tokens tokens) {
+        nb::gil_scoped_release unlocked;
+        self.add(id, tokens.data(), int64_t(tokens.size()));
+      }, arg("id"), arg("tokens"))
+      .def("take_back", &Suffixes::take_back, arg("count"))
+      .def("remove", [](Suffixes& self, std::vector<int64_t> ids) {
+        std::sort(ids.begin(), ids.end());
+        nb::gil_scoped_release unlocked;
+        return self.remove(ids.data(), int64_t(ids.size()));
+      }, arg("ids"))
+      .def("follow", [](Suffixes& self, const Short& context, bool grows) {
+        const Continuation found = self.follow(context.data(), context.data() + context.size(), grows);
+        nb::list tokens, bins;
+        for (int i = 0; i < found.count; i++) {
+          tokens.append(found.tokens[i]);
+          bins.append(found.bins[i]);
+        }
+        return nb::make_tuple(tokens, bins);
+      }, arg("context"), arg("grows") = false)
+      .def("__len__", &Suffixes::length)
+      .def_prop_ro("nbytes", &Suffixes::nbytes);
+}

@@ -1,0 +1,2 @@
+// nanobind itself.
+#include <nb_combined.cpp>

@@ -1,0 +1,229 @@
+"""Texts of token ids, and what followed the longest suffix of one in them: the index of history drafting.
+
+In: texts, each with an id; the tokens of one may come one after the other, and be taken back. Out: for a context, the
+tokens that followed its longest suffixes before, and for each of them a bin: how long the match was, and how far
+matches agreed.
+
+``suffixes`` gives the compiled index (``native/suffixes.h``), which serves ten million tokens, or where it was not
+built the plain one of this module, which says in short what both do.
+"""
+
+from __future__ import annotations
+
+import bisect
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from adaptive.compiled import fingerprint
+
+NATIVE = Path(__file__).parent / "native"
+# Tokens of context by which texts are found, the most first. Fewer than two are followed by anything; between two
+# orders the matches that were found at the lower one are compared up to LONGEST.
+ORDERS = (16, 8, 4, 2)
+# Tokens that two contexts are compared by at most: nearly all matches of so many go on as before.
+LONGEST = 32
+# Tokens that are proposed at most; matches that are looked at, the latest, and places that turn out to be none. More
+# take longer, and older ones hardly change what is said.
+AHEAD, MATCHES, FAILURES = 16, 16, 64
+# Lengths of a match from which another bin begins, and how many ways of agreeing there are.
+LENGTH_EDGES = (4, 6, 8, 12, 16, 24, 32)
+LENGTHS, AGREEMENTS = 8, 5
+NO_TOKEN = -1
+
+
+class Continuation(NamedTuple):
+    """What followed: tokens, and of each the bin (agreement * LENGTHS + length)."""
+
+    tokens: list[int]
+    bins: list[int]
+
+
+class Suffixes(Protocol):
+    """The index. May be used by several threads at once."""
+
+    def begin(self, id: int) -> None:
+        """A text begins, which what is appended belongs to."""
+
+    def append(self, tokens: list[int]) -> None:
+        """The last text goes on."""
+
+    def add(self, id: int, tokens: npt.NDArray[np.int32]) -> None:
+        """A whole text. Where there is no room, the oldest texts go."""
+
+    def take_back(self, count: int) -> None:
+        """Take the last ``count`` tokens of the last text back."""
+
+    def remove(self, ids: list[int]) -> int:
+        """Forget the texts with these ids: their tokens are overwritten."""
+
+    def follow(self, context: list[int], grows: bool = False) -> Continuation:
+        """What followed the longest suffix of ``context`` that was met before; nothing while another thread changes the
+        index. ``grows``: the context is the last text itself, which goes on with what is proposed."""
+
+    def __len__(self) -> int:
+        """Tokens held."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+
+
+@cache
+def compiled() -> Any:
+    """The compiled module; None where it was not built, or from other sources than those beside it."""
+    try:
+        module = importlib.import_module("adaptive.drafting.native.suffixes")
+    except ImportError:
+        return None
+    return module if fingerprint(NATIVE) in (None, module.sources) else None
+
+
+def suffixes(most: int = 0) -> Suffixes:
+    """An empty index of at most ``most`` tokens (0: any number)."""
+    module = compiled()
+    index: Suffixes = PlainSuffixes(most) if module is None else module.Suffixes(most)
+    return index
+
+
+def length_bin(length: int) -> int:
+    """The bin of a length of match."""
+    return bisect.bisect_right(LENGTH_EDGES, length)
+
+
+def agreement_bin(agreeing: int, matches: int) -> int:
+    """The bin of how many of so many matches say the same: most of them say another thing, not all say it, there is
+    only one, all of two or three, all of more."""
+    if matches == 1:
+        return 2
+    if agreeing == matches:
+        return 3 if matches < 4 else 4
+    return 0 if 2 * agreeing < matches else 1
+
+
+@dataclass
+class _Text:
+    id: int
+    first: int
+    end: int
+
+
+@dataclass
+class _Match:
+    position: int
+    length: int
+
+
+class PlainSuffixes:
+    """The index in Python, with a dictionary from context to positions: what the compiled one is held to."""
+
+    def __init__(self, most: int = 0) -> None:
+        self._most = most
+        self._tokens: list[int] = []  # all texts, each behind a NO_TOKEN
+        self._texts: list[_Text] = []
+        self._places: dict[tuple[int, ...], list[int]] = {}
+        self._held = 0
+
+    def begin(self, id: int) -> None:
+        """See ``Suffixes``; so for all of these."""
+        self._tokens.append(NO_TOKEN)
+        self._texts.append(_Text(id, len(self._tokens), len(self._tokens)))
+
+    def append(self, tokens: list[int]) -> None:
+        for token in tokens:
+            for context in self._contexts():
+                self._places.setdefault(context, []).append(len(self._tokens))
+            self._tokens.append(token)
+        self._texts[-1].end = len(self._tokens)
+        self._held += len(tokens)
+        while self._most and self._held > self._most and len(self._texts) > 1:
+            self.remove([self._texts[0].id])
+
+    def add(self, id: int, tokens: npt.NDArray[np.int32]) -> None:
+        self.begin(id)
+        self.append(tokens.tolist())
+
+    def take_back(self, count: int) -> None:
+        last = self._texts[-1]
+        for _ in range(min(count, last.end - last.first)):
+            self._tokens.pop()
+            for context in self._contexts():
+                self._places[context].pop()
+            self._held -= 1
+        last.end = len(self._tokens)
+
+    def remove(self, ids: list[int]) -> int:
+        doomed = set(ids)
+        removed = [text for text in self._texts if text.id in doomed]
+        for text in removed:
+            self._tokens[text.first : text.end] = [NO_TOKEN] * (text.end - text.first)
+            self._held -= text.end - text.first
+        self._texts = [text for text in self._texts if text.id not in doomed]
+        return len(removed)
+
+    def follow(self, context: list[int], grows: bool = False) -> Continuation:
+        found: list[_Match] = []
+        for order in ORDERS:
+            failures = 0
+            places = self._places.get(tuple(context[-order:]), ()) if len(context) >= order else ()
+            for place in reversed(places):
+                same = self._same(context[-LONGEST:], place)
+                if same >= order and self._tokens[place] != NO_TOKEN:
+                    found.append(_Match(place, same))
+                else:
+                    failures += 1
+                if len(found) == MATCHES or failures == FAILURES:
+                    break
+            if found:
+                break
+        return self._vote(found, grows)
+
+    def __len__(self) -> int:
+        return self._held
+
+    @property
+    def nbytes(self) -> int:
+        """About: objects of Python."""
+        return 500 * len(self._tokens)
+
+    def _contexts(self) -> list[tuple[int, ...]]:
+        """The contexts of the position that comes next, within its text."""
+        first = self._texts[-1].first
+        return [tuple(self._tokens[-order:]) for order in ORDERS if len(self._tokens) - first >= order]
+
+    def _same(self, context: Sequence[int], place: int) -> int:
+        """Tokens before ``place`` that are the last of ``context``."""
+        same = 0
+        while same < len(context) and self._tokens[place - 1 - same] == context[-1 - same]:
+            same += 1
+        return same
+
+    def _vote(self, matches: list[_Match], grows: bool) -> Continuation:
+        """Token by token what most of the longest matches say, the latest where as many say another; who said another
+        is out."""
+        found = Continuation([], [])
+        while len(found.tokens) < AHEAD:
+            said = [(match, self._token(match.position + len(found.tokens), grows, found.tokens)) for match in matches]
+            said = [(match, token) for match, token in said if token != NO_TOKEN]
+            if not said:
+                break
+            longest = max(match.length for match, _ in said)
+            votes = [token for match, token in said if match.length == longest]
+            best = max(votes, key=votes.count)  # the first of several, which is the latest
+            matches = [match for match, token in said if token == best]
+            agreement = agreement_bin(len(matches), len(said))
+            found.bins.append(agreement * LENGTHS + length_bin(longest + len(found.tokens)))
+            found.tokens.append(best)
+        return found
+
+    def _token(self, place: int, grows: bool, proposed: list[int]) -> int:
+        beyond = place - len(self._tokens)
+        if beyond < 0:
+            return self._tokens[place]
+        return proposed[beyond] if grows and beyond < len(proposed) else NO_TOKEN

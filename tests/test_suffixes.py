@@ -1,0 +1,160 @@
+"""The index of history drafting: the compiled one and its plain twin say the same, and what they say is in the texts."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptive.drafting.suffixes import AHEAD, LENGTHS, LONGEST, PlainSuffixes, Suffixes, compiled, length_bin, suffixes
+
+TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=60), max_size=6)
+needs_compiled = pytest.mark.skipif(compiled() is None, reason="built without a C++ compiler")
+
+
+def both(largest: int) -> list[Suffixes]:
+    return [PlainSuffixes(), compiled().Suffixes(0, largest)]
+
+
+def add(index: Suffixes, number: int, tokens: list[int]) -> None:
+    index.add(number, np.array(tokens, np.int32))
+
+
+@needs_compiled
+@settings(max_examples=300, deadline=None)
+@given(
+    texts=TEXTS,
+    removed=st.sets(st.integers(0, 5)),
+    later=TEXTS,
+    context=st.lists(st.integers(0, 3), max_size=40),
+    largest=st.sampled_from([64, 128, 1 << 20]),
+)
+def test_compiled_index_follows_as_the_plain_one(
+    texts: list[list[int]], removed: set[int], later: list[list[int]], context: list[int], largest: int
+) -> None:
+    found = []
+    for index in both(largest):
+        for number, tokens in enumerate(texts):
+            add(index, number, tokens)
+        index.remove(sorted(removed))
+        for number, tokens in enumerate(later):
+            add(index, 10 + number, tokens)
+        follows = [tuple(index.follow(text[:end])) for text in [context, *texts, *later] for end in (len(text), 5)]
+        found.append((follows, len(index)))
+    assert found[0] == found[1]
+
+
+@needs_compiled
+@settings(max_examples=300, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=40), st.integers(0, 50)), max_size=8),
+    largest=st.sampled_from([64, 1 << 20]),
+)
+def test_taking_back_leaves_what_was_there_before(steps: list[tuple[list[int], int]], largest: int) -> None:
+    found: list[list[tuple[object, ...]]] = []
+    for index in both(largest):
+        text: list[int] = []
+        answers: list[tuple[object, ...]] = []
+        index.begin(7)
+        for tokens, back in steps:
+            index.append(tokens)
+            text += tokens
+            back = min(back, len(text))
+            index.take_back(back)
+            text = text[: len(text) - back]
+            answers.append((*index.follow(text, True), len(index)))
+        fresh = PlainSuffixes()
+        add(fresh, 7, text)
+        answers.append(tuple(fresh.follow(text, True)))
+        assert answers[-2:-1] == [] or answers[-2][:2] == answers[-1]
+        found.append(answers)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", [PlainSuffixes, suffixes])
+def test_a_repeated_text_is_continued_and_a_longer_match_wins(make: type[PlainSuffixes]) -> None:
+    index = make()
+    add(index, 1, [*range(100, 140), 1, 2, 3])
+    add(index, 2, [130, 131, 138, 139, 9, 9, 9, 9])  # later, and a match of two tokens only
+    tokens, bins = index.follow(list(range(100, 140)))
+    assert tokens == [1, 2, 3]
+    assert bins[0] == 2 * LENGTHS + length_bin(LONGEST)
+
+
+@pytest.mark.parametrize("make", [PlainSuffixes, suffixes])
+def test_the_majority_is_proposed_and_how_many_agree_is_told(make: type[PlainSuffixes]) -> None:
+    index = make()
+    for number, last in enumerate([5, 6, 5]):
+        add(index, number, [1, 2, 3, 4, last, 7])
+    tokens, bins = index.follow([1, 2, 3, 4])
+    assert tokens == [5, 7]
+    assert [b // LENGTHS for b in bins] == [1, 3]  # two of three, then both that are left
+
+
+@pytest.mark.parametrize("make", [PlainSuffixes, suffixes])
+def test_a_period_goes_on_for_as_long_as_is_asked_for(make: type[PlainSuffixes]) -> None:
+    index = make()
+    index.begin(0)
+    text = [1, 2, 3] * 3
+    index.append(text)
+    assert index.follow(text, True)[0] == ([1, 2, 3] * AHEAD)[:AHEAD]
+    assert index.follow(text, False)[0] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [PlainSuffixes, suffixes])
+def test_what_is_removed_is_never_proposed(make: type[PlainSuffixes]) -> None:
+    index = make()
+    add(index, 3, list(range(50)))
+    add(index, 4, [*range(20), 77, 78])
+    assert index.follow(list(range(20)))[0] == [77, 78]
+    assert index.remove([4, 99]) == 1
+    assert index.follow(list(range(20)))[0][:2] == [20, 21]
+    index.remove([3])
+    assert tuple(index.follow(list(range(20)))) == ([], [])
+    assert len(index) == 0
+
+
+@pytest.mark.parametrize("make", [PlainSuffixes, lambda most: compiled().Suffixes(most, 1024) if compiled() else None])
+def test_the_oldest_texts_go_first(make: type[PlainSuffixes]) -> None:
+    index = make(4096)
+    if index is None:
+        pytest.skip("built without a C++ compiler")
+    chance = random.Random(1)
+    texts = [[chance.randrange(1 << 20) for _ in range(500)] for _ in range(20)]
+    for number, text in enumerate(texts):
+        add(index, number, text)
+    assert len(index) <= 4096
+    assert index.follow(texts[0][:100])[0] == []
+    assert index.follow(texts[-1][:100])[0] == texts[-1][100 : 100 + AHEAD]
+
+
+@needs_compiled
+def test_one_thread_may_add_and_remove_while_another_asks() -> None:
+    index = suffixes(1 << 16)
+    chance = random.Random(2)
+    texts = [[chance.randrange(500) for _ in range(300)] for _ in range(400)]
+    ended = threading.Event()
+
+    def change() -> None:
+        for number, text in enumerate(texts):
+            add(index, number, text)
+            if number % 3 == 0:
+                index.remove([number - 1])
+        ended.set()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    until = time.monotonic() + 60
+    asked = 0
+    while not ended.is_set() and time.monotonic() < until:
+        text = texts[asked % 400]
+        tokens, bins = index.follow(text[:50])
+        assert len(tokens) == len(bins) <= AHEAD
+        asked += 1
+    thread.join()
+    assert index.follow(texts[399][:50])[0] == texts[399][50 : 50 + AHEAD]
