@@ -20,6 +20,8 @@ from adaptive.control.memory import Memory
 from adaptive.control.policy import FixedLength, LengthPolicy, Scope
 from adaptive.decoding.loop import Decoding, Request, Step, Verifier
 from adaptive.decoding.text import TextStream
+from adaptive.drafting.archive import History
+from adaptive.drafting.history import HISTORY
 from adaptive.drafting.model import ModelDrafter
 from adaptive.encoding import encode_text, render_chat
 from adaptive.errors import AdaptiveError
@@ -51,11 +53,20 @@ class Assistant:
     which rounds of the last answer: (adapter, its first round), oldest first.
     """
 
-    def __init__(self, pair: Pair, policy: LengthPolicy, log: LogWriter | None, cache_bytes: int = 0) -> None:
-        """``cache_bytes`` is what the caches of several conversations may take; 0 keeps one conversation."""
+    def __init__(
+        self,
+        pair: Pair,
+        policy: LengthPolicy,
+        log: LogWriter | None,
+        cache_bytes: int = 0,
+        history: History | None = None,
+    ) -> None:
+        """``cache_bytes`` is what the caches of several conversations may take; 0 keeps one conversation. ``history``
+        is what may be drafted from beside the model."""
         self.pair = pair
         self.policy = policy
         self.log = log
+        self.history = history
         self.adapter: str | None = None
         self.last: Decoding | None = None
         self.chance: random.Random = random.SystemRandom()  # where answers without a seed begin
@@ -87,14 +98,16 @@ class Assistant:
 
     @property
     def rounds_by_adapter(self) -> list[tuple[str | None, tuple[Round, ...]]]:
-        """The last answer's rounds, apart by adapter: one may have been swapped in while it was under way. None of an
-        answer under a seed: fewer of its drafted tokens stand, which says nothing of an adapter."""
+        """The last answer's rounds that the model drafted or nobody, apart by adapter: one may have been swapped in
+        while it was under way. None of an answer under a seed: fewer of its drafted tokens stand, which says nothing of
+        an adapter."""
         if self.last is None or self.last.request.sampling.seeded:
             return []
         rounds = self.last.rounds
         ends = [first for _, first in self.drafted_by[1:]] + [len(rounds)]
         return [
-            (adapter, tuple(rounds[first:end])) for (adapter, first), end in zip(self.drafted_by, ends, strict=True)
+            (adapter, tuple(r for r in rounds[first:end] if r.drafter != HISTORY))
+            for (adapter, first), end in zip(self.drafted_by, ends, strict=True)
         ]
 
     @property
@@ -169,11 +182,12 @@ class Assistant:
         record: bool = True,
         supervise: bool = False,
         client: str = "",
+        owner: str = "",
     ) -> Iterator[Step]:
         """Answer a prompt of token ids, which came from ``messages`` or from a raw ``text``.
 
         Without a ``session``, where several conversations are kept, how it began and ``client`` tell which one
-        this is.
+        this is. ``owner`` is whom the record belongs to, and whose records are drafted from.
         ``supervise`` keeps the target's distribution also where nothing is recorded.
         """
         context = self.pair.target.context_length
@@ -191,7 +205,7 @@ class Assistant:
         self.policy.begin(Scope(session, sampling.temperature, sampling.seeded))
         request = Request(prompt, sampling, stop, self._end_set(stop), record or supervise)
         stream = TextStream(self.pair.tokenizer, stop.stop, () if messages else prompt)
-        decoding = self.last = self._decoding(request, conversation, stream)
+        decoding = self.last = self._decoding(request, conversation, stream, owner)
         adapter = self.adapter
         self.drafted_by = [(adapter, 0)]
         try:
@@ -218,6 +232,7 @@ class Assistant:
                         rounds=tuple(decoding.rounds),
                         timings=decoding.timings,
                         supervision=decoding.supervision,
+                        owner=owner,
                     )
                 )
 
@@ -228,7 +243,7 @@ class Assistant:
         """Random numbers for an answer without a seed."""
         return torch.Generator(device).manual_seed(self.chance.getrandbits(63))
 
-    def _decoding(self, request: Request, conversation: Conversation, stream: TextStream) -> Decoding:
+    def _decoding(self, request: Request, conversation: Conversation, stream: TextStream, owner: str) -> Decoding:
         """Wire caches, drafter, verifier and text stream for one request."""
         target, sampling = self.pair.target, request.sampling
         penalties = Penalties(sampling, target.vocab_size, target.device)
@@ -254,6 +269,7 @@ class Assistant:
             self.policy,
             stream,
             self.between_rounds,
+            None if self.history is None else self.history.drafter(owner, sampling.temperature),
         )
 
 

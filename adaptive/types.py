@@ -183,7 +183,8 @@ class Generation:
 
     ``prompt`` and ``output`` are token ids; ``messages`` is the chat that became the prompt (empty
     for a raw text prompt, whose text is then ``prompt_text``); ``text`` is what was shown. ``domain``
-    is a free label of the kind of text. ``adapter`` is the id of the draft's adapter, or None.
+    is a free label of the kind of text. ``owner`` stands for the person or key that asked where a server tells them
+    apart (a digest, empty where it does not). ``adapter`` is the id of the draft's adapter, or None.
     ``created`` is seconds since the epoch. ``finish_reason`` is ``stop``, ``length`` or ``cancelled``.
     """
 
@@ -202,3 +203,4 @@ class Generation:
     rounds: tuple[Round, ...]
     timings: Timings
     supervision: Supervision | None
+    owner: str = ""

@@ -1,6 +1,6 @@
 """What history drafting costs and brings: the index by its size, and speed with it and without.
 
-    python benchmarks/history_drafting.py index --tokens 10000000
+python benchmarks/history_drafting.py index --tokens 10000000
 """
 
 from __future__ import annotations

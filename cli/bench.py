@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cli.prompts import PromptLine
 
 
-@shared_options(without=("draft_length", "max_new_tokens", "record"))
+@shared_options(without=("draft_length", "history", "max_new_tokens", "record"))
 def bench(
     settings: Settings,
     prompts: Annotated[Optional[Path], typer.Option(help="JSON lines; default: those beside the bundled pair.")] = None,

@@ -49,7 +49,7 @@ PROMPTS = (
 )
 
 
-@shared_options(without=("draft_length", "max_new_tokens", "record"))
+@shared_options(without=("draft_length", "history", "max_new_tokens", "record"))
 def calibrate(
     settings: Settings,
     prompts: Annotated[

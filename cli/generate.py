@@ -117,7 +117,7 @@ def as_object(prompt: PromptLine, assistant: Assistant) -> dict[str, Any]:
     """The JSON object of one answer; figures are those of ``history``, times are in milliseconds."""
     from dataclasses import asdict
 
-    from adaptive.records.stats import speculative_stats
+    from adaptive.records.stats import by_drafter, speculative_stats
 
     done = last(assistant)
     timings, stats = done.timings, speculative_stats(done.rounds)
@@ -137,6 +137,7 @@ def as_object(prompt: PromptLine, assistant: Assistant) -> dict[str, Any]:
             "draft_n_accepted": stats.num_accepted_draft_tokens,
         },
         "speculative_decoding": asdict(stats),
+        "drafters": {name: asdict(one) for name, one in by_drafter(done.rounds).items()},
         "adapter": assistant.adapter,
     }
 

@@ -69,6 +69,7 @@ def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Ite
     from adaptive.assistant import Assistant, length_policy, sampling_params
     from adaptive.control.memory import keeping
     from adaptive.control.policy import FixedLength
+    from adaptive.drafting.archive import Archive, History
     from adaptive.measure import attentive_on
     from adaptive.records.retention import Keep
     from adaptive.records.writer import LogWriter
@@ -81,7 +82,13 @@ def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Ite
     store = AdapterStore(state.adapters)
     keep = Keep(settings.keep_days, settings.keep_gb)
     log = LogWriter(state.records, after=store.last_record(), keep=keep) if settings.record else None
-    assistant = Assistant(pair, FixedLength(0), log, cache_bytes)
+    archive = None
+    if settings.history == "auto" and log is not None:
+        archive = Archive(state.records, pair.target.vocab_size)
+        log.on_stored = archive.poke
+        archive.start()
+    history = None if settings.history == "off" else History(archive)
+    assistant = Assistant(pair, FixedLength(0), log, cache_bytes, history)
     swapper = Swapper(assistant, store, identity.base, lambda said: console.print(f"[yellow]adapter:[/] {said}"))
     try:
         swapper.use_promoted()
@@ -98,6 +105,8 @@ def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Ite
                 if mine:
                     _save(upkeep, state.controller, assistant.adapter, console)
     finally:
+        if archive is not None:
+            archive.close()
         if log is not None:
             log.close()
             if log.problem:

@@ -64,6 +64,10 @@ SHARED: dict[str, Any] = {
     "draft_length": Annotated[
         Optional[str], typer.Option(help="Tokens drafted a round: auto or a number.", rich_help_panel=SAMPLING)
     ],
+    "history": Annotated[
+        Optional[str],
+        typer.Option(help="Draft from earlier text: auto, session (this one), off.", rich_help_panel=SAMPLING),
+    ],
     "seed": Annotated[Optional[int], typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)],
     "max_new_tokens": Annotated[
         Optional[int], typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)

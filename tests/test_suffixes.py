@@ -1,4 +1,4 @@
-"""The index of history drafting: the compiled one and its plain twin say the same, and what they say is in the texts."""
+"""The index of history drafting: the compiled one and its plain twin say the same, which is what the texts say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive.drafting.suffixes import AHEAD, LENGTHS, LONGEST, PlainSuffixes, Suffixes, compiled, length_bin, suffixes
+from adaptive.control.matches import LENGTHS
+from adaptive.drafting.suffixes import AHEAD, LONGEST, PlainSuffixes, Suffixes, compiled, length_bin, suffixes
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=60), max_size=6)
 needs_compiled = pytest.mark.skipif(compiled() is None, reason="built without a C++ compiler")
@@ -64,9 +65,9 @@ def test_taking_back_leaves_what_was_there_before(steps: list[tuple[list[int], i
         for tokens, back in steps:
             index.append(tokens)
             text += tokens
-            back = min(back, len(text))
-            index.take_back(back)
-            text = text[: len(text) - back]
+            taken = min(back, len(text))
+            index.take_back(taken)
+            text = text[: len(text) - taken]
             answers.append((*index.follow(text, True), len(index)))
         fresh = PlainSuffixes()
         add(fresh, 7, text)

@@ -15,6 +15,9 @@ from typing import TypeAlias
 
 from adaptive.types import Round
 
+# Weight of one round in the running mean of what is accepted of a draft of fixed length.
+ACCEPTED_STEP = 0.05
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -82,7 +85,16 @@ class LengthPolicy(ABC):
 
     @abstractmethod
     def observe(self, outcome: Round) -> None:
-        """Learn from a finished round."""
+        """Learn from a finished round of the model's, or a plain one."""
+
+    def worth(self, reach: Sequence[float], limit: int) -> int:
+        """How many tokens of a proposal that takes no forward of the draft are worth verifying in place of what
+        ``next_length`` chose, at most ``limit``; 0 for none. ``reach`` is of each the probability that all up to it
+        are accepted."""
+        return 0
+
+    def passed(self, outcome: Round) -> None:  # noqa: B027 - as above
+        """A round that verified such a proposal has finished."""
 
     def begin(self, scope: Scope) -> None:  # noqa: B027 - most policies keep no estimates apart
         """An answer starts."""
@@ -103,10 +115,18 @@ class FixedLength(LengthPolicy):
     def __init__(self, length: int) -> None:
         self.name = f"fixed:{length}"
         self.length = length
+        self.accepted = 0.0  # tokens of the model's lately, by round
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The fixed length, or less where less is left."""
         return min(self.length, limit)
 
     def observe(self, outcome: Round) -> None:
-        """Nothing to learn."""
+        """Remember how much of the model's drafts is accepted."""
+        if outcome.drafted:
+            self.accepted += ACCEPTED_STEP * (outcome.accepted - self.accepted)
+
+    def worth(self, reach: Sequence[float], limit: int) -> int:
+        """The fixed length, or less, where more is expected of it than the model's drafts brought: it costs no more."""
+        length = min(self.length, limit, len(reach))
+        return length if sum(reach[:length]) > self.accepted else 0

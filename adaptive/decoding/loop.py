@@ -17,7 +17,8 @@ from adaptive.control.policy import Adviser, LengthPolicy
 from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verify import Verdict, verify_fused, verify_greedy, verify_logits
-from adaptive.drafting.proposal import Proposal, point_masses
+from adaptive.drafting.history import HistoryDrafter
+from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import Drafter
 from adaptive.engines.protocol import Sequence
 from adaptive.sampling import Penalties, Transform, Uniform
@@ -74,9 +75,6 @@ class Verifier:
     def verify(self, target: Sequence, fed: list[int], proposal: Proposal | None) -> tuple[Verdict, torch.Tensor]:
         """Feed the target ``fed`` and the K tokens of a proposal in one pass. What stands of them, and the target's raw
         logits (K + 1, vocab) after the last token of ``fed`` and after each of the K."""
-        drawn = not (self.params.greedy or self.params.seeded)
-        if proposal is not None and proposal.probs is None and drawn:
-            proposal = proposal._replace(probs=point_masses(proposal.tokens, self.penalties.vocab_size))
         fused, drafted = target.fused, [] if proposal is None else proposal.tokens
         if fused is not None and isinstance(drafted, list) and not self.adjusts:
             return verify_fused(fused, self.params, fed, proposal, self.uniform)
@@ -148,9 +146,11 @@ class Decoding:
         policy: LengthPolicy,
         stream: TextStream,
         between: Callable[[], bool] | None = None,
+        history: HistoryDrafter | None = None,
     ) -> None:
         """``between`` is called before every burst of rounds, when nothing is under way and weights may change;
-        it says whether the draft may be used in these rounds."""
+        it says whether the draft may be used in these rounds. ``history`` proposes in its place where the policy finds
+        that worth more."""
         self.request = request
         self.target = target
         self.drafter = drafter
@@ -158,6 +158,7 @@ class Decoding:
         self.policy = policy
         self.stream = stream
         self.between = between or (lambda: True)
+        self.history = history
         self.committed = list(request.prompt)
         self.cached = target.length
         self.room = min(request.stop.max_new_tokens, context_length - len(request.prompt))
@@ -218,21 +219,38 @@ class Decoding:
             times = min(policy.steady, (limit if length else self._left) // (length + 1))
             begins = len(self.rounds)
             while True:
-                self._make_room(length)
+                drafter, most = self._who_drafts(length)
+                self._make_room(most)
                 outcome, verdict, logits = speculative_round(
-                    self.target, self.drafter, self.verifier, self.committed, length, advise, clock
+                    self.target, drafter, self.verifier, self.committed, most, advise, clock
                 )
                 self._keep(verdict, logits)
                 self.rounds.append(outcome)
                 times -= 1
+                if self.history is not None and drafter is self.history:
+                    self.history.observe(outcome)
+                    times = 0  # it may have committed more than the policy reckoned with
                 late = clock() >= until
                 if late or self._ended or times <= 0:
                     break
             for outcome in self.rounds[begins:]:
-                policy.observe(outcome)
+                if self.history is not None and outcome.drafter == self.history.name:
+                    policy.passed(outcome)
+                else:
+                    policy.observe(outcome)
                 self._expected.append((1 + outcome.accepted) / policy.expected if policy.expected else 0.0)
             if late:
                 return
+
+    def _who_drafts(self, length: int) -> tuple[Drafter | None, int]:
+        """The drafter of the next round and the most that it drafts: the model ``length`` tokens, as the policy chose,
+        or history where what it has found promises more."""
+        if self.history is not None:
+            # A round commits one token more than it accepts.
+            most = self.policy.worth(self.history.look(self.committed), self._left - 1)
+            if most > 0:
+                return self.history, most
+        return self.drafter, length
 
     def _make_room(self, length: int) -> None:
         """Room in the caches for a round of ``length`` drafted tokens: the draft's goes with the target's."""

@@ -3,7 +3,7 @@
 Greedy: a drafted token is kept while it is the target's own argmax. Sampled (Leviathan et al. 2023;
 Chen et al. 2023): token x drawn from q is kept with probability min(1, p(x) / q(x)); at the first
 one that is not, the target's token is drawn from max(p - q, 0), normalised. Either way the output is
-the target's own, whatever q was.
+the target's own, whatever q was. Without q a drafted token is one that was not drawn at all: q gives it everything.
 
 Under a seed (``adaptive/noise.py``): a drafted token is kept while it is the token that the target itself draws there
 with the noise of the seed. Then the text is the target's own too, and the same whatever drafts.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from adaptive.drafting.proposal import Proposal
+from adaptive.drafting.proposal import Proposal, point_masses
 from adaptive.engines.protocol import FusedCalls, Judgement, VerificationCall
 from adaptive.errors import AdaptiveError
 from adaptive.noise import race
@@ -86,7 +86,9 @@ def verify_logits(
         probs = transform(logits)
         if params.seed is not None:
             return verify_seeded(probs, drafted, params.seed, position)
-        return verify_sampled(probs, drafted, [] if q is None else q, uniform)
+        if q is None:
+            q = point_masses(as_tensor(drafted).to(probs.device), probs.shape[1])
+        return verify_sampled(probs, drafted, q, uniform)
     proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
     random = [] if params.seeded else uniform.ahead(len(proposed) + 2)
     return verdict(kernels.judge(logits, proposed, position, params, rows(q), random), proposed, uniform)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import importlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adaptive.compiled import fingerprint
+from adaptive.control.matches import LENGTHS
 
 NATIVE = Path(__file__).parent / "native"
 # Tokens of context by which texts are found, the most first. Fewer than two are followed by anything; between two
@@ -32,9 +34,8 @@ LONGEST = 32
 # Tokens that are proposed at most; matches that are looked at, the latest, and places that turn out to be none. More
 # take longer, and older ones hardly change what is said.
 AHEAD, MATCHES, FAILURES = 16, 16, 64
-# Lengths of a match from which another bin begins, and how many ways of agreeing there are.
+# Lengths of a match from which another bin begins.
 LENGTH_EDGES = (4, 6, 8, 12, 16, 24, 32)
-LENGTHS, AGREEMENTS = 8, 5
 NO_TOKEN = -1
 
 
@@ -125,6 +126,7 @@ class PlainSuffixes:
 
     def __init__(self, most: int = 0) -> None:
         self._most = most
+        self._lock = threading.RLock()
         self._tokens: list[int] = []  # all texts, each behind a NO_TOKEN
         self._texts: list[_Text] = []
         self._places: dict[tuple[int, ...], list[int]] = {}
@@ -132,42 +134,56 @@ class PlainSuffixes:
 
     def begin(self, id: int) -> None:
         """See ``Suffixes``; so for all of these."""
-        self._tokens.append(NO_TOKEN)
-        self._texts.append(_Text(id, len(self._tokens), len(self._tokens)))
+        with self._lock:
+            self._tokens.append(NO_TOKEN)
+            self._texts.append(_Text(id, len(self._tokens), len(self._tokens)))
 
     def append(self, tokens: list[int]) -> None:
-        for token in tokens:
-            for context in self._contexts():
-                self._places.setdefault(context, []).append(len(self._tokens))
-            self._tokens.append(token)
-        self._texts[-1].end = len(self._tokens)
-        self._held += len(tokens)
-        while self._most and self._held > self._most and len(self._texts) > 1:
-            self.remove([self._texts[0].id])
+        with self._lock:
+            for token in tokens:
+                for context in self._contexts():
+                    self._places.setdefault(context, []).append(len(self._tokens))
+                self._tokens.append(token)
+            self._texts[-1].end = len(self._tokens)
+            self._held += len(tokens)
+            while self._most and self._held > self._most and len(self._texts) > 1:
+                self.remove([self._texts[0].id])
 
     def add(self, id: int, tokens: npt.NDArray[np.int32]) -> None:
-        self.begin(id)
-        self.append(tokens.tolist())
+        with self._lock:
+            self.begin(id)
+            self.append(tokens.tolist())
 
     def take_back(self, count: int) -> None:
-        last = self._texts[-1]
-        for _ in range(min(count, last.end - last.first)):
-            self._tokens.pop()
-            for context in self._contexts():
-                self._places[context].pop()
-            self._held -= 1
-        last.end = len(self._tokens)
+        with self._lock:
+            last = self._texts[-1]
+            for _ in range(min(count, last.end - last.first)):
+                self._tokens.pop()
+                for context in self._contexts():
+                    self._places[context].pop()
+                self._held -= 1
+            last.end = len(self._tokens)
 
     def remove(self, ids: list[int]) -> int:
         doomed = set(ids)
-        removed = [text for text in self._texts if text.id in doomed]
-        for text in removed:
-            self._tokens[text.first : text.end] = [NO_TOKEN] * (text.end - text.first)
-            self._held -= text.end - text.first
-        self._texts = [text for text in self._texts if text.id not in doomed]
+        with self._lock:
+            removed = [text for text in self._texts if text.id in doomed]
+            for text in removed:
+                self._tokens[text.first : text.end] = [NO_TOKEN] * (text.end - text.first)
+                self._held -= text.end - text.first
+            self._texts = [text for text in self._texts if text.id not in doomed]
         return len(removed)
 
     def follow(self, context: list[int], grows: bool = False) -> Continuation:
+        if not self._lock.acquire(blocking=False):
+            return Continuation([], [])
+        try:
+            return self._vote(self._matches(context), grows)
+        finally:
+            self._lock.release()
+
+    def _matches(self, context: list[int]) -> list[_Match]:
+        """The latest places where the longest of the orders is found."""
         found: list[_Match] = []
         for order in ORDERS:
             failures = 0
@@ -182,7 +198,7 @@ class PlainSuffixes:
                     break
             if found:
                 break
-        return self._vote(found, grows)
+        return found
 
     def __len__(self) -> int:
         return self._held

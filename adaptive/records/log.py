@@ -15,11 +15,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from adaptive.errors import AdaptiveError
 from adaptive.records.erase import delete, selection, shrink
 from adaptive.records.figures import FiguresTable, is_packed
 from adaptive.records.recover import Place, abandon, remove
-from adaptive.records.rows import DamagedRecordError, generation_of, messages_of, read_rows, select_columns
+from adaptive.records.rows import (
+    DamagedRecordError,
+    generation_of,
+    messages_of,
+    owner_of,
+    read_rows,
+    select_columns,
+)
 from adaptive.records.saved import Spent
 from adaptive.records.schema import (
     MIGRATIONS,
@@ -47,6 +57,16 @@ class LoggedGeneration:
 
     id: int
     generation: Generation
+
+
+@dataclass(frozen=True)
+class LoggedText:
+    """The token ids of a record, prompt and answer, and whose it is."""
+
+    id: int
+    session: str
+    owner: str
+    tokens: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -130,6 +150,41 @@ class Log:
             yield from page
             left -= len(ids)
             after_id = max(ids)
+
+    def texts(self, after_id: int, limit: int) -> tuple[int, list[LoggedText]]:
+        """The tokens of the first ``limit`` records with an id above ``after_id``, oldest first, and the last of their
+        ids. Read for their tokens alone, which are not held against the checksum; what cannot be tokens is left out."""
+        columns = "id, session, sampling, prompt, output"
+        query = f"SELECT {columns} FROM generations WHERE id > ? ORDER BY id LIMIT ?"
+        with self._reading() as connection:
+            rows = connection.execute(query, (after_id, limit)).fetchall()
+        found = []
+        for number, session, sampling, *tokens in rows:
+            with suppress(ValueError, TypeError):
+                owner = owner_of(sampling)
+                found.append(LoggedText(number, session, owner, np.frombuffer(b"".join(tokens), "<i4")))
+        return max((row[0] for row in rows if isinstance(row[0], int)), default=after_id), found
+
+    def first_within(self, tokens: int) -> int:
+        """The id before that of the oldest record which the newest records of so many ``tokens`` begin with."""
+        query = "SELECT id, length(prompt) / 4 + length(output) / 4 FROM generations ORDER BY id DESC"
+        with self._reading() as connection:
+            lengths = connection.execute(query).fetchall()  # whole, so that no read stays open
+        for number, length in lengths:
+            tokens -= int(length or 0)
+            if tokens < 0:
+                return int(number)
+        return 0
+
+    def changes(self) -> tuple[int, int]:
+        """A value that is another one whenever another connection has changed the log."""
+        with self._reading() as connection:
+            return id(connection), int(connection.execute("PRAGMA data_version").fetchone()[0])
+
+    def ids(self) -> frozenset[int]:
+        """Of all records."""
+        with self._reading() as connection:
+            return frozenset(row[0] for row in connection.execute("SELECT id FROM generations"))
 
     def session_messages(self, session: str) -> tuple[Message, ...]:
         """The chat so far of ``session``: the messages of its latest generation and the answer to them.

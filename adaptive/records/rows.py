@@ -101,7 +101,7 @@ def _values(generation: Generation) -> tuple[object, ...]:
         None if generation.domain is None else _storable(generation.domain),
         generation.finish_reason,
         generation.sampling.temperature,
-        generation.sampling.to_json(),
+        _asked(generation),
         timings.prompt_n,
         timings.cached_n,
         timings.prompt_s,
@@ -230,7 +230,24 @@ def _whole(values: dict[str, Any], rounds: tuple[Round, ...], supervision: bytes
         rounds=rounds,
         timings=Timings(*(values[field.name] for field in dataclasses.fields(Timings))),
         supervision=made,
+        owner=owner_of(values["sampling"]),
     )
+
+
+def _asked(generation: Generation) -> str:
+    """The ``sampling`` column: what was asked for, and by whom where that is told apart."""
+    sampling = generation.sampling.to_json()
+    return sampling if not generation.owner else json.dumps({**json.loads(sampling), "owner": generation.owner})
+
+
+def owner_of(sampling: str) -> str:
+    """Whose record this is, from its ``sampling`` column. Raises ValueError where that is damaged."""
+    if '"owner"' not in sampling:  # which is read of every record at a start
+        return ""
+    owner = json.loads(sampling).get("owner", "")
+    if not isinstance(owner, str):
+        raise ValueError("the owner is no text")
+    return owner
 
 
 def messages_of(text: str) -> tuple[Message, ...]:

@@ -82,6 +82,25 @@ def speculative_stats(rounds: Iterable[Round]) -> SpeculativeStats:
     return stats_of_counts(count_rounds(rounds))
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """What one drafter did: rounds, tokens that it drafted, and those of them that were accepted."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+
+
+def by_drafter(rounds: Iterable[Round]) -> dict[str, Drafted]:
+    """Apart by who drafted, in the order in which they first did."""
+    found: dict[str, Drafted] = {}
+    for r in rounds:
+        if r.drafted:
+            one = found.get(r.drafter, Drafted(0, 0, 0))
+            found[r.drafter] = Drafted(one.rounds + 1, one.drafted + r.drafted, one.accepted + r.accepted)
+    return found
+
+
 def count_rounds(rounds: Iterable[Round]) -> tuple[RoundCount, ...]:
     """``rounds`` summed up by how much they drafted and accepted."""
     counts = Counter((r.drafted, r.accepted) for r in rounds)

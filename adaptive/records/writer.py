@@ -16,6 +16,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -91,6 +92,7 @@ class LogWriter:
         cannot be opened for another reason.
         """
         self.path = path
+        self.on_stored: Callable[[], None] = _nobody  # called on the writer's thread, after a record is in the log
         self.lost = self.stripped = 0
         self._memory = memory_bytes
         self._held = 0  # bytes of what waits
@@ -242,6 +244,7 @@ class LogWriter:
         with transaction(connection):
             number = insert(connection, generation)
         self._newest = max(self._newest, number)
+        self.on_stored()
 
     def _enforce(self) -> None:
         """Delete what is not to stay, now and then. What hinders it, a full disk or a reader, is met again later."""
@@ -310,6 +313,10 @@ class LogWriter:
             return
         with contextlib.suppress(sqlite3.Error):  # closing checkpoints, which a full disk refuses
             connection.close()
+
+
+def _nobody() -> None:
+    pass
 
 
 def size_of(generation: Generation) -> int:

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
 from adaptive.assistant import sampling_params
+from adaptive.drafting.archive import owner_name
 from adaptive.encoding import encode_text, render_chat
 from adaptive.errors import AdaptiveError
 from adaptive.installation import version
@@ -123,6 +124,7 @@ class Api:
             stop=body.stopping(limit, self.settings.max_new_tokens),
             n=body.n or 1,
             client=body.user or (request.client.host if request.client else ""),
+            owner=owner_name(body.user or ""),
             session=request.headers.get("x-session-id"),
             record=body.store is not False,
             supervise=top is not None,

@@ -243,6 +243,7 @@ class EngineThread:
             record=ask.record,
             supervise=ask.supervise,
             client=ask.client,
+            owner=ask.owner,
         )
         began = last = time.perf_counter()
         count = 0

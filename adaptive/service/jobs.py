@@ -23,7 +23,8 @@ class Prompt:
 class Ask:
     """One request: ``n`` answers to each of ``prompts``, made one after the other.
 
-    ``client`` is who asks, for fairness. ``supervise`` keeps the target's distribution for logprobs.
+    ``client`` is who asks, for fairness; ``owner`` whose the record is, where people are told apart.
+    ``supervise`` keeps the target's distribution for logprobs.
     ``stream`` asks for ``Piece`` events.
     """
 
@@ -36,6 +37,7 @@ class Ask:
     record: bool
     supervise: bool
     stream: bool
+    owner: str = ""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ class Metrics:
         self._drafts = counter("spec_decode_num_drafts", "Rounds that drafted at least one token")
         self._drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
+        self._drafted_by = counter("drafted_tokens", "Drafted tokens, by who drafted them", ["drafter"])
+        self._accepted_by = counter("drafted_tokens_accepted", "Those of them that were accepted", ["drafter"])
         self._positions = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by place in the draft", ["position"]
         )
@@ -78,6 +80,8 @@ class Metrics:
                 self._drafts.inc()
                 self._drafted.inc(outcome.drafted)
                 self._accepted.inc(outcome.accepted)
+                self._drafted_by.labels(outcome.drafter).inc(outcome.drafted)
+                self._accepted_by.labels(outcome.drafter).inc(outcome.accepted)
                 for position in range(outcome.accepted):
                     self._positions.labels(str(position)).inc()
         if rounds:

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
-from adaptive.records.stats import speculative_stats
+from adaptive.records.stats import by_drafter, speculative_stats
 from adaptive.service.calls import Call, CallParser, parser_for
 from adaptive.service.jobs import Answer, Piece
 from adaptive.types import Supervision
@@ -180,6 +180,7 @@ def figures(answers: Sequence[Answer]) -> dict[str, Any]:
             "draft_n_accepted": stats.num_accepted_draft_tokens,
         },
         "speculative_decoding": asdict(stats),
+        "drafters": {name: asdict(one) for name, one in by_drafter(r for a in answers for r in a.rounds).items()},
         "adapter": answers[-1].adapter if answers else None,
     }
 

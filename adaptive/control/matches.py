@@ -1,0 +1,78 @@
+"""What a match in earlier text is worth: from its length and how far matches agree, to the probability of acceptance.
+
+In: for every token that history proposed its bin (``LENGTHS`` lengths of match in each of ``AGREEMENTS`` ways of
+agreeing, drafting/suffixes.py), and afterwards how many were accepted. Out: the probability that each of a chain of
+tokens is accepted, given that all before it were, and that all up to it are.
+
+As the model's confidence (``confidence.py``): discounted counts by bin, believed to be the usual ones where little was
+seen, and kept in order: a longer match that agrees in the same way is not less likely to be right. Apart by source (the
+running text, the records) and by temperature, since a token that is drawn is less sure than the likeliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adaptive.control.isotonic import rising
+
+# Bins of the length of a match, and of agreement: most matches say another thing, not all the same, there is only one,
+# all of two or three, all of more.
+LENGTHS, AGREEMENTS = 8, 5
+# What to believe of a bin before anything was seen: shares that were accepted in the lived session's answers, rounded.
+PRIORS: tuple[float, ...] = (
+    0.15, 0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.45,
+    0.25, 0.35, 0.45, 0.50, 0.60, 0.65, 0.70, 0.70,
+    0.20, 0.40, 0.55, 0.70, 0.80, 0.85, 0.88, 0.90,
+    0.35, 0.55, 0.70, 0.80, 0.85, 0.90, 0.92, 0.95,
+    0.50, 0.65, 0.80, 0.85, 0.90, 0.93, 0.95, 0.97,
+)  # fmt: skip
+# What is left of a bin's counts after one later observation in it (a memory of about 100 tokens), and imaginary
+# observations of the prior. Longer is late after a change of subject, shorter makes rarely visited bins jump.
+KEEP, WEIGHT = 0.99, 5.0
+
+
+class Bins:
+    """Counts and calibrated acceptance by bin."""
+
+    def __init__(self, accepted: Sequence[float] | None = None, rejected: Sequence[float] | None = None) -> None:
+        self.accepted = list(accepted or [0.0] * len(PRIORS))
+        self.rejected = list(rejected or [0.0] * len(PRIORS))
+        self.table = list(PRIORS)
+        for agreement in range(AGREEMENTS):
+            self._calibrate(agreement)
+
+    def observe(self, bins: Sequence[int], accepted: int) -> None:
+        """A round proposed tokens of these bins, and so many of them were accepted."""
+        judged = bins[: accepted + 1]
+        for place, b in enumerate(judged):
+            hit = 1.0 if place < accepted else 0.0
+            self.accepted[b] = self.accepted[b] * KEEP + hit
+            self.rejected[b] = self.rejected[b] * KEEP + 1.0 - hit
+        for agreement in {b // LENGTHS for b in judged}:
+            self._calibrate(agreement)
+
+    def _calibrate(self, agreement: int) -> None:
+        of = slice(agreement * LENGTHS, (agreement + 1) * LENGTHS)
+        weights = [a + r + WEIGHT for a, r in zip(self.accepted[of], self.rejected[of], strict=True)]
+        means = [(a + WEIGHT * p) / w for a, p, w in zip(self.accepted[of], PRIORS[of], weights, strict=True)]
+        self.table[of] = rising(means, weights)
+
+
+class Matches:
+    """The calibration of every source at every temperature (to a tenth)."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, Bins] = {}
+
+    def of(self, source: str, temperature: float) -> Bins:
+        """That of one source at a temperature."""
+        return self.kinds.setdefault(f"{source}@{temperature:.1f}", Bins())
+
+
+def reach(table: Sequence[float], bins: Sequence[int]) -> list[float]:
+    """Of each token of a chain the probability that all up to it are accepted."""
+    found, sure = [], 1.0
+    for b in bins:
+        sure *= table[b]
+        found.append(sure)
+    return found

@@ -1,0 +1,190 @@
+"""All records of a pair as indexes for history drafting, one for each owner: read in the background at the start, then
+as records are written, and forgotten as they are deleted, by this process or another."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from adaptive.control.matches import Matches
+from adaptive.drafting.history import HistoryDrafter, RunningText
+from adaptive.drafting.suffixes import LONGEST, Suffixes, suffixes
+from adaptive.errors import AdaptiveError
+from adaptive.records.log import Log, LoggedText
+
+logger = logging.getLogger("adaptive.history")
+
+# Tokens kept, of the newest records: 0.4 GB of memory.
+MOST_TOKENS = 10_000_000
+# Records read at a time: an answer that begins meanwhile waits for one page, some 20 ms.
+PAGE = 32
+# Seconds between two looks for what other processes wrote or deleted. An answer looks for deletions before it begins.
+LOOK_S = 1.0
+# Sessions whose last text is remembered, so that a chat's next record adds only what is new in it.
+SESSIONS = 256
+
+
+def owner_name(user: str) -> str:
+    """What stands for a user in the log: a digest, so that the log does not name anybody."""
+    return hashlib.sha256(user.encode("utf-8", "replace")).hexdigest()[:16] if user else ""
+
+
+class Archive:
+    """The indexes, and the thread that keeps them. Safe to call from several threads.
+
+    ``index`` may be asked at any time, also before everything is read.
+    """
+
+    def __init__(self, path: Path, vocab: int, most: int = MOST_TOKENS) -> None:
+        """``path`` is the log; records with a token beyond ``vocab`` are damaged, and left out. Each owner has at most
+        ``most`` tokens."""
+        self.vocab = vocab
+        self._most = most
+        self._log = Log(path)
+        self._lock = threading.Lock()  # over the log and all below
+        self._indexes: dict[str, Suffixes] = {}
+        self._known: dict[int, str] = {}  # owner by id of every record read
+        self._sessions: dict[str, LoggedText] = {}  # the last record of a session, the latest session last
+        self._seen: tuple[int, int] | None = None  # ``Log.changes`` when deletions were last looked for
+        self._last = -1  # id of the last record read, -1 before the first
+        self._poked, self._closing = threading.Event(), False
+        self.loaded = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="history", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read, in the background."""
+        self._thread.start()
+
+    def poke(self) -> None:
+        """A record was written."""
+        self._poked.set()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing = True
+        self._poked.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._log.close()
+
+    def index(self, owner: str) -> Suffixes:
+        """The records of ``owner``, '' for those of nobody in particular."""
+        with self._lock:
+            return self._index(owner)
+
+    def forget_deleted(self) -> None:
+        """Have nothing in the indexes of records that are in the log no longer."""
+        if not self._known:
+            return
+        with self._lock, _logged():
+            self._forget_deleted()
+
+    def catch_up(self) -> None:
+        """Read what is new in the log, and forget what was deleted."""
+        more = True
+        while more and not self._closing:
+            with self._lock, _logged():
+                more = False  # also after an error: the next look tries again
+                self._forget_deleted()
+                more = self._read_page()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held."""
+        return sum(len(index) for index in list(self._indexes.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the indexes take."""
+        return sum(index.nbytes for index in list(self._indexes.values()))
+
+    def _run(self) -> None:
+        while not self._closing:
+            self.catch_up()
+            self.loaded.set()
+            self._poked.wait(LOOK_S)
+            self._poked.clear()
+
+    def _index(self, owner: str) -> Suffixes:
+        found = self._indexes.get(owner)
+        if found is None:
+            found = self._indexes[owner] = suffixes(self._most)
+        return found
+
+    def _forget_deleted(self) -> None:
+        seen = self._log.changes()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        here = self._log.ids()
+        gone = [number for number in self._known if number not in here]
+        for owner in {self._known[number] for number in gone}:
+            self._index(owner).remove(gone)
+        for number in gone:
+            del self._known[number]
+        if gone:
+            self._sessions = {s: text for s, text in self._sessions.items() if text.id in here}
+
+    def _read_page(self) -> bool:
+        """Whether there may be more."""
+        if self._last < 0:
+            self._last = self._log.first_within(self._most)
+        last, texts = self._log.texts(self._last, PAGE)
+        for text in texts:
+            if text.id <= self._last:  # damaged
+                continue
+            if len(text.tokens) and (int(text.tokens.min()) < 0 or int(text.tokens.max()) >= self.vocab):
+                continue
+            self._add(text)
+        more = last > self._last
+        self._last = max(self._last, last)
+        return more
+
+    def _add(self, text: LoggedText) -> None:
+        """Add what the record says beyond the last one of its session, behind enough of it for a match."""
+        before = self._sessions.pop(text.session, None)
+        same = 0
+        if before is not None and before.owner == text.owner:
+            length = min(len(before.tokens), len(text.tokens))
+            differ = np.flatnonzero(before.tokens[:length] != text.tokens[:length])
+            same = int(differ[0]) if len(differ) else length
+        self._known[text.id] = text.owner
+        if same < len(text.tokens):
+            self._index(text.owner).add(text.id, np.ascontiguousarray(text.tokens[max(0, same - LONGEST) :]))
+        self._sessions[text.session] = text
+        if len(self._sessions) > SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+
+
+class History:
+    """What a program drafts from beside a model: the running text and, where there is an archive, the records."""
+
+    def __init__(self, archive: Archive | None, matches: Matches | None = None) -> None:
+        self.archive = archive
+        self.matches = matches or Matches()
+        self._text = RunningText()
+
+    def drafter(self, owner: str, temperature: float) -> HistoryDrafter:
+        """For one answer, to be made before another is asked for. ``owner`` sees only what was said to them."""
+        records = None
+        if self.archive is not None:
+            self.archive.forget_deleted()
+            records = self.archive.index(owner)
+        return HistoryDrafter(self._text, records, self.matches, temperature)
+
+
+class _logged:  # noqa: N801 - a context manager
+    """The log cannot be read now: history goes on with what is known, and the next look tries again."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> bool:
+        if not isinstance(error, AdaptiveError):
+            return False
+        logger.warning("history: %s", error)
+        return True
