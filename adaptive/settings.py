@@ -10,11 +10,12 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -65,6 +66,7 @@ class Settings(BaseSettings):
     port: int = Field(8080, ge=0, le=65535)
     api_key: SecretStr | None = None
     api_key_file: Path | None = None
+    cors: Annotated[tuple[str, ...], NoDecode] = ()
     queue: int = Field(64, ge=0)
     max_body_mb: float = Field(8.0, gt=0)
     cache_mb: int = Field(1024, ge=0)
@@ -86,6 +88,17 @@ class Settings(BaseSettings):
         if self.draft_length != "auto" and not (self.draft_length.isdigit() and int(self.draft_length) <= 64):
             raise AdaptiveError(f"draft_length is {self.draft_length!r}; it must be auto or a number from 0 to 64")
         training_window(self.distill)
+        for origin in self.cors:
+            if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*?#@\s]+", origin):
+                raise AdaptiveError(
+                    f"cors is {origin!r}; it must be an origin such as https://chat.example or http://pc:3000"
+                )
+
+    @field_validator("cors", mode="before")
+    @classmethod
+    def _separated(cls, value: object) -> object:
+        """A variable of the environment has one origin after another, with commas between them."""
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
     @property
     def state_dir(self) -> Path:

@@ -25,6 +25,10 @@ def serve(
     api_key_file: Annotated[
         Optional[Path], typer.Option(help="File with that key, safer than a flag.", rich_help_panel=SERVER)
     ] = None,
+    cors: Annotated[
+        Optional[list[str]],
+        typer.Option(help="Web origin whose pages may use the server; may be repeated.", rich_help_panel=SERVER),
+    ] = None,
     queue: Annotated[
         Optional[int], typer.Option(help="Requests that may wait; more are told 429.", rich_help_panel=SERVER)
     ] = None,
@@ -56,6 +60,7 @@ def serve(
         "port": port,
         "api_key": api_key,
         "api_key_file": api_key_file,
+        "cors": cors or None,
         "queue": queue,
         "cache_mb": cache_mb,
         "threads": threads,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,41 @@ from checkpoints.store import AdapterStore
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 CHROMIUM = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="chromium with chromedriver is not here")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="chromium with chromedriver is not here"),
+    pytest.mark.xdist_group("service_browser"),  # by one process, which starts one server and one browser
+]
 
 # CSS pixels of a desktop and of a phone.
 DESKTOP, PHONE = (1280, 1000), (390, 844)
+KEY = "correct-horse"
 PROMPTS = ("Tell me a story.", "Name three colours.", "What is seven plus five?")
 # Seconds for what takes a few on an idle machine.
 PATIENCE_S = 60
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    one = Server(tmp_path / "home", "--distill", "off", key="correct-horse").wait_until_ready()
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[str]:
+    """The origin of another site, with a page that shows nothing."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{site.server_port}"
+        site.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, elsewhere: str) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("browser")
+    one = Server(home, "--distill", "off", "--cors", elsewhere, key=KEY).wait_until_ready()
     try:
         with one.http() as http:
             for prompt in PROMPTS:
@@ -38,7 +63,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         one.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
@@ -87,7 +112,7 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
     field.send_keys("wrong\n")
     until(lambda: "API key" in text("#problem"))
     field.clear()
-    field.send_keys("correct-horse\n")
+    field.send_keys(f"{KEY}\n")
     until(lambda: text("#answers") == str(len(PROMPTS)))
     until(lambda: len(browser.find_elements("css selector", ".plot .main-svg")) >= len(("rate", "tokens", "positions")))
 
@@ -125,3 +150,27 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
     assert text("#problem") == ""
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert all("401" in entry["message"] for entry in severe), severe
+
+
+ASK = """
+const [url, key, done] = arguments
+fetch(url + "/v1/completions", {
+    method: "POST",
+    headers: {"Content-Type": "application/json", "Authorization": "Bearer " + key},
+    body: JSON.stringify({prompt: "Once", max_tokens: 2}),
+}).then(async answer => done([answer.status, await answer.json()]), error => done([0, String(error)]))
+"""
+
+
+def test_a_page_of_a_listed_site_is_answered_with_the_key_and_another_is_not(
+    server: Server, browser: Any, elsewhere: str
+) -> None:
+    browser.get(elsewhere)
+    status, answer = browser.execute_async_script(ASK, server.url, KEY)
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] <= 2
+    status, answer = browser.execute_async_script(ASK, server.url, "wrong")
+    assert status == 401
+    assert "API key" in answer["error"]["message"]
+    browser.get(elsewhere.replace("127.0.0.1", "localhost"))
+    assert browser.execute_async_script(ASK, server.url, KEY)[0] == 0

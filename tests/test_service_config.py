@@ -38,3 +38,20 @@ def test_a_training_policy_that_means_nothing_is_refused(policy: str) -> None:
 def test_a_window_is_minutes_after_midnight() -> None:
     assert training_window("22:30-06:00") == (1350, 360)
     assert training_window("idle") is None
+
+
+def test_origins_are_a_list_in_the_file_and_separated_by_commas_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('cors = ["https://chat.example", "http://pc:3000"]\n')
+    assert load_settings({}, file).cors == ("https://chat.example", "http://pc:3000")
+    monkeypatch.setenv("ADAPTIVE_CORS", "https://chat.example, app://obsidian.md")
+    assert load_settings({}, file).cors == ("https://chat.example", "app://obsidian.md")
+    assert load_settings({"cors": ["http://[::1]:3000"]}).cors == ("http://[::1]:3000",)
+
+
+@pytest.mark.parametrize("origin", ["*", "chat.example", "https://chat.example/", "https://*.example", "null"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(AdaptiveError, match="cors"):
+        load_settings({"cors": [origin]})

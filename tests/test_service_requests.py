@@ -17,10 +17,12 @@ pytestmark = pytest.mark.xdist_group("service_requests")
 
 FORGED = "me\n2026-01-01 00:00:00 INFO adapter 0009 is promoted \x1b]0;owned\x07"
 
+LISTED = "https://chat.example"
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    one = Server(tmp_path_factory.mktemp("requests"), "--distill", "off").wait_until_ready()
+    one = Server(tmp_path_factory.mktemp("requests"), "--distill", "off", "--cors", LISTED).wait_until_ready()
     try:
         yield one
     finally:
@@ -108,6 +110,31 @@ def test_a_request_that_any_page_of_this_machine_can_send_changes_nothing(server
     meant = httpx.post(rollback, headers={"Content-Type": "application/json"}, timeout=60)
     assert meant.status_code == 200
     assert store.current_id() is None
+
+
+def test_only_pages_of_a_listed_origin_may_ask_and_read_without_a_key(server: Server) -> None:
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type,x-session-id"}
+    for origin in ("https://evil.example", f"{LISTED}:8443", f"{LISTED}.evil.example", "null"):
+        assert httpx.options(f"{server.url}/v1/completions", headers={**asks, "Origin": origin}).status_code == 403
+        refused = httpx.get(f"{server.url}/slots", headers={"Origin": origin}, timeout=60)
+        assert refused.status_code == 403
+        assert "access-control-allow-origin" not in refused.headers
+        assert refused.headers["vary"] == "origin"
+    page = {"Origin": LISTED}
+    leave = httpx.options(f"{server.url}/v1/completions", headers={**asks, **page}, timeout=60)
+    assert leave.status_code == 204
+    assert leave.headers["access-control-allow-origin"] == LISTED
+    assert leave.headers["access-control-allow-headers"] == asks["Access-Control-Request-Headers"]
+    assert "POST" in leave.headers["access-control-allow-methods"]
+    answer = httpx.post(f"{server.url}/v1/completions", headers=page, json={"prompt": "x", "max_tokens": 2}, timeout=60)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == LISTED
+    # What a page can send without asking first is refused to a listed one, too, and it may read why.
+    form = httpx.post(f"{server.url}/v1/completions", headers=page, content=b'{"prompt": "x"}', timeout=60)
+    assert form.status_code == 415
+    assert form.headers["access-control-allow-origin"] == LISTED
+    # The name by which the server was called is looked at as ever.
+    assert httpx.get(f"{server.url}/slots", headers={**page, "Host": "evil.example"}, timeout=60).status_code == 403
 
 
 def test_a_client_cannot_forge_a_line_of_the_log(server: Server, client: openai.OpenAI) -> None:

@@ -33,6 +33,7 @@ def adaptive(*arguments: str) -> subprocess.CompletedProcess[str]:
         'home = "/tmp/for-all-to-read"',
         'host = "0.0.0.0"',
         'api_key = "known-to-somebody"',
+        'cors = ["https://evil.example"]',
     ],
 )
 def test_what_comes_with_a_checkout_is_not_taken_without_a_word(

@@ -208,8 +208,9 @@ def create_app(api: Api) -> FastAPI:
     _state(app, api)
     add_dashboard(app, api.trainer)
     _errors(app, api)
-    key = api.settings.api_key.get_secret_value() if api.settings.api_key else None
-    app.add_middleware(Guard, key=key, max_body=int(api.settings.max_body_mb * 1e6))
+    settings = api.settings
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    app.add_middleware(Guard, key=key, max_body=int(settings.max_body_mb * 1e6), origins=settings.cors)
     return app
 
 

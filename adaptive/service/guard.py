@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
@@ -20,6 +21,10 @@ SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
+# Seconds for which a browser remembers that a page may ask. An origin that is taken off the list is refused at once all
+# the same: the request that follows is looked at anew.
+PREFLIGHT_S = 600
+
 
 class Guard:
     """ASGI middleware. ``key`` None asks for none, and then only a page of this machine may speak to us.
@@ -27,11 +32,15 @@ class Guard:
     Without the last rule any web site could have the browser of the person at this machine send
     requests to the port, by a form or by a name that resolves to 127.0.0.1. Pages on other ports of this machine
     pass it, so that without a key whatever is not a mere question must say that it is JSON, body or not: a browser
-    lets a page send that header only after this server has agreed to it, which it does not.
+    lets a page send that header only after this server has agreed to it.
+
+    It agrees for pages of ``origins`` (``https://chat.example``), which may also read the answers, refusals too. The
+    browser's question whether they may (the preflight) cannot carry a key and is answered without one.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, max_body: int) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, max_body: int, origins: Collection[str] = ()) -> None:
         self.app = app
+        self.origins = frozenset(origin.encode() for origin in origins)
         self.key = None if key is None else _digest(key.encode())
         self.max_body = max_body
 
@@ -41,6 +50,13 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
+        if headers.get(b"origin") in self.origins:
+            send = _readable_by(headers[b"origin"], send)
+            if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
+                await _allow(send, headers)
+                return
+        elif self.origins:
+            send = _varied(send)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
             await _refuse(send, *refusal)
@@ -62,8 +78,8 @@ class Guard:
             if _name(headers.get(b"host", b"")) not in LOOPBACK:
                 return 403, "without an API key the server answers to localhost only; check the Host header"
             origin = headers.get(b"origin")
-            if origin is not None and _origin_name(origin) not in LOOPBACK:
-                return 403, "another site's page may not speak to this server"
+            if origin is not None and origin not in self.origins and _origin_name(origin) not in LOOPBACK:
+                return 403, "another site's page may not speak to this server; --cors ORIGIN lets it"
         elif scope["path"] not in OPEN and not self._right_key(headers.get(b"authorization", b"")):
             return 401, "the API key is missing or wrong; send it as Authorization: Bearer KEY"
         if self.key is None and scope["method"] not in SAFE and not _is_json(headers.get(b"content-type", b"")):
@@ -103,6 +119,40 @@ def _origin_name(origin: bytes) -> str:
         return urlsplit(origin.decode("latin-1")).hostname or ""
     except ValueError:
         return ""
+
+
+def _with(send: Send, *more: tuple[bytes, bytes]) -> Send:
+    """``send`` with these headers on the answer."""
+
+    async def answer(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *more]}
+        await send(message)
+
+    return answer
+
+
+def _readable_by(origin: bytes, send: Send) -> Send:
+    exposed = (b"access-control-expose-headers", b"retry-after")
+    return _with(_varied(send), (b"access-control-allow-origin", origin), exposed)
+
+
+def _varied(send: Send) -> Send:
+    """A cache must not give one page's answer to another."""
+    return _with(send, (b"vary", b"origin"))
+
+
+async def _allow(send: Send, asked: dict[bytes, bytes]) -> None:
+    """The answer to a preflight: what is asked for, since what a request may do is decided by the key and the body."""
+    headers = [
+        (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+        (b"access-control-allow-headers", asked.get(b"access-control-request-headers", b"")),
+        (b"access-control-max-age", str(PREFLIGHT_S).encode()),
+    ]
+    if asked.get(b"access-control-request-private-network") == b"true":  # from a public page to a private address
+        headers.append((b"access-control-allow-private-network", b"true"))
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
