@@ -24,6 +24,9 @@ from adaptive.state import PairState
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
 
+# Answers of which some are left to judge an adapter by, so that one is made and has to be written.
+ENOUGH = 80
+
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
@@ -93,9 +96,11 @@ def test_a_server_starts_and_answers_on_a_full_disk_shows_it_and_logs_it_all_lat
 
 def test_distilling_on_a_full_disk_is_one_line(small: Path, tmp_path: Path) -> None:
     state = state_in(small)
-    filled = tmp_path / "filled"
+    filled, prompts = tmp_path / "filled", tmp_path / "prompts.jsonl"
+    lines = (BUNDLED / "prompts" / "tools.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    prompts.write_text("".join(lines[:ENOUGH]), encoding="utf-8")
     answered = adaptive(
-        "generate", "--prompts", str(BUNDLED / "prompts" / "tools.jsonl"), "--max-new-tokens", "24", "--json",
+        "generate", "--prompts", str(prompts), "--max-new-tokens", "24", "--json",
         "--temperature", "0.7", "--state-dir", str(filled), "--draft-length", "4", "--dtype", "float32",
     )  # fmt: skip
     assert answered.returncode == 0, answered.stderr

@@ -73,7 +73,8 @@ def test_greedy_output_equals_target_alone(
             accepted += assistant.last.accepted
     finally:
         assistant.use_adapter(None, None)
-    if pair.identity.base.id == str(BUNDLED / "draft"):
+    # Random weights on random weights leave nothing of what the draft has from its target.
+    if not adapter or _folders(pair)[1] == BUNDLED / "draft":
         assert accepted > 0, "nothing was ever accepted: this would not test acceptance at all"
 
 

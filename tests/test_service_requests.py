@@ -68,7 +68,8 @@ def test_a_model_is_found_by_its_name(client: openai.OpenAI) -> None:
 
 def test_minus_one_tokens_is_no_limit(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
-    answer = ask(client, max_tokens=-1, temperature=0, extra_body={"ignore_eos": True})
+    long = [1000] * (model.max_model_len - 40)  # type: ignore[attr-defined]
+    answer = ask(client, prompt=long, max_tokens=-1, temperature=0, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == model.max_model_len  # type: ignore[attr-defined]
     for wrong in (0, -2):
