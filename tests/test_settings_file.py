@@ -60,6 +60,7 @@ def test_a_server_does_not_ask_even_at_a_terminal(tmp_path: Path) -> None:
     server = pexpect.spawn(sys.executable, ["-m", "cli.main", "serve"], timeout=60, dimensions=(24, 400))
     server.expect(pexpect.EOF)
     assert b"[y/N]" not in server.before
+    assert b"trust_remote_code" in server.before  # which is what it is refused for
     server.close()
     assert server.exitstatus == 2
 
