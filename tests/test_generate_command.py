@@ -60,7 +60,8 @@ def test_json_objects_agree_with_the_history(adaptive, pair: tuple[str, str], pr
     assert [type(o["prompt"]) for o in objects] == [str, list, str]
     for o in objects:
         assert set(o) == {
-            "prompt", "text", "tokens", "finish_reason", "usage", "timings", "speculative_decoding", "drafters", "adapter",
+            "prompt", "text", "tokens", "finish_reason", "usage", "timings", "speculative_decoding", "drafters",
+            "adapter",
         }  # fmt: skip
         assert o["finish_reason"] in ("stop", "length")
         assert o["usage"]["completion_tokens"] == len(o["tokens"]) == o["timings"]["predicted_n"]
