@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
 from adaptive.control.memory import current_costs
 from adaptive.errors import AdaptiveError
@@ -149,8 +148,16 @@ def only_server(state: PairState, settings: Settings) -> Iterator[Callable[[str]
         raise AdaptiveError(f"{state.root} is served already, {_holder(notice)}; use that server or stop it") from error
 
 
+class _Notice(BaseModel):
+    """What ``server.json`` says; ``since`` in seconds of Unix time."""
+
+    pid: int
+    url: str
+    since: float
+
+
 def _note(notice: Path, url: str) -> None:
-    text = json.dumps({"pid": os.getpid(), "url": url, "since": time.time()})
+    text = _Notice(pid=os.getpid(), url=url, since=time.time()).model_dump_json()
     try:
         files.replace_text(notice.parent, notice, text)
     except OSError as error:  # it only helps others to find us
@@ -159,9 +166,9 @@ def _note(notice: Path, url: str) -> None:
 
 def _holder(notice: Path) -> str:
     try:
-        held = json.loads(notice.read_text(encoding="utf-8"))
-        return f"by process {held['pid']} at {held['url']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        held = _Notice.model_validate_json(notice.read_bytes())
+        return f"by process {held.pid} at {held.url}"
+    except (OSError, ValueError):  # pydantic's error is a ValueError
         return "by a process that has just started"
 
 
