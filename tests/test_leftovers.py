@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,18 @@ def test_a_training_state_that_was_half_written_is_gone_at_the_next_start(tmp_pa
     assert any(file.stat().st_size >= 40_000 for file in state.root.iterdir())
     open_state(tmp_path, "pair")
     assert list(state.root.iterdir()) == []
+
+
+def test_a_second_server_says_who_holds_the_pair_also_where_the_note_is_damaged(tmp_path: Path) -> None:
+    state, settings = open_state(tmp_path, "pair"), load_settings({})
+    with only_server(state, settings) as note:
+        for written, said in ((None, f"by process {os.getpid()} at http://127.0.0.1:1"), (b"\xff", "just started")):
+            if written is None:
+                note("http://127.0.0.1:1")
+            else:
+                (state.root / "server.json").write_bytes(written)
+            with pytest.raises(AdaptiveError, match=said), only_server(state, settings):
+                pass
 
 
 def fail_at_the_start(state: PairState) -> None:
