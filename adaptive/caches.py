@@ -142,20 +142,20 @@ class Conversations:
                 self._kept = [Conversation(self._target, self._draft, None, Opening("", (), ()))]
             return self._kept[0]
         opening = Opening(client, messages, tuple(prompt))
-        own = self._find(opening, name) or Conversation(self._target, self._draft, name, opening)
-        self._kept = [*(c for c in self._kept[-REMEMBERED:] if c is not own), own]
+        found = self._find(opening, name) or Conversation(self._target, self._draft, name, opening)
+        self._kept = [*(c for c in self._kept[-REMEMBERED:] if c is not found), found]
         source = max(self._kept, key=lambda c: c.target.common(prompt))
         shared = source.target.common(prompt)
-        if source is own or shared < own.target.common(prompt) + WORTH_COPYING:
-            self._make_room(own, 0)
-        elif self._make_room(own, source.nbytes * shared // source.target.sequence.length, source):
+        if source is found or shared < found.target.common(prompt) + WORTH_COPYING:
+            self._free_bytes(found, 0)
+        elif self._free_bytes(found, source.nbytes * shared // source.target.sequence.length, source):
             try:
-                own.copy_prefix(source, prompt)
+                found.copy_prefix(source, prompt)
             except AdaptiveError:  # no memory for a copy: it is computed, or the answer says what is wrong
-                own.forget()
+                found.forget()
         else:
-            own.take_over(source)
-        return own
+            found.take_over(source)
+        return found
 
     def forget_drafts(self) -> None:
         """The draft is another one: its caches begin anew."""
@@ -169,11 +169,11 @@ class Conversations:
         found = [c for c in self._kept if c.opening is not None and c.opening.begins(opening)]
         return max(found, key=lambda c: len(c.opening.tokens) if c.opening else 0, default=None)
 
-    def _make_room(self, own: Conversation, needed: int, source: Conversation | None = None) -> bool:
-        """Have the least recently used give their caches back until ``needed`` bytes are free. False where ``source``
-        would be among them, which keeps its own."""
+    def _free_bytes(self, kept: Conversation, needed: int, source: Conversation | None = None) -> bool:
+        """Empty the caches of the least recently used, but not of ``kept``, until ``needed`` bytes are free. False, and
+        ``source`` is left as it is, where it would be among them."""
         for conversation in self._kept:
-            if self.nbytes + needed <= self.limit or conversation is own:
+            if self.nbytes + needed <= self.limit or conversation is kept:
                 return True
             if conversation is source:
                 return False

@@ -36,12 +36,12 @@ class Load:
     """Who used the processor over ``seconds``, in cores (1.0 is one core all the time).
 
     ``others`` is what other programs took of the ``cores`` that this process may use, or a hypervisor (steal), and
-    ``own`` what all threads of this process took. Processes that this one has started are others.
+    ``ours`` what all threads of this process took. Processes that this one has started are others.
     """
 
     seconds: float
     others: float
-    own: float
+    ours: float
     cores: float
 
     @property
@@ -59,7 +59,7 @@ class _Accounts(NamedTuple):
     at: float
     idle: float
     steal: float
-    own: float
+    ours: float
 
 
 class LoadMeter:
@@ -77,7 +77,7 @@ class LoadMeter:
         seconds = now.at - self._last.at
         if seconds < LEAST_S:
             return None
-        idle, steal, own = (
+        idle, steal, ours = (
             max(0.0, later - before) / seconds for later, before in zip(now[1:], self._last[1:], strict=True)
         )
         if now.at - self._cores_at > CORES_HOLD_S:
@@ -86,7 +86,7 @@ class LoadMeter:
             self.cores = _cores(self._mine)
         self._last = now
         # What is neither idle nor ours was somebody else's. With a quota there may be more idle cores than may be used.
-        return Load(seconds, min(self.cores, max(self.cores - idle - own, steal)), own, self.cores)
+        return Load(seconds, min(self.cores, max(self.cores - idle - ours, steal)), ours, self.cores)
 
     def _accounts(self) -> _Accounts:
         if self._mine is None:

@@ -32,7 +32,7 @@ HARMLESS = frozenset(
 SHOWN = 80
 
 
-def own_folder() -> Path:
+def user_folder() -> Path:
     """The platform's folder for the user's own settings."""
     import platformdirs
 
@@ -45,7 +45,7 @@ def config_file(explicit: Path | None) -> Path | None:
         if not explicit.is_file():
             raise AdaptiveError(f"config file {explicit} does not exist")
         return explicit
-    for candidate in (Path("adaptive.toml"), own_folder() / "adaptive.toml"):
+    for candidate in (Path("adaptive.toml"), user_folder() / "adaptive.toml"):
         if candidate.is_file():
             return candidate
     return None
@@ -54,7 +54,7 @@ def config_file(explicit: Path | None) -> Path | None:
 def doubtful(file: Path, written: dict[str, Any], overridden: Collection[str]) -> dict[str, Any]:
     """The settings of a ``file`` found in the current folder that need the user's word: those in use (not
     ``overridden`` by a flag or the environment) and not HARMLESS, unless the user has said yes to this file."""
-    if file.resolve().parent == own_folder().resolve() or _known().get(str(file.resolve())) == _digest(file):
+    if file.resolve().parent == user_folder().resolve() or _known().get(str(file.resolve())) == _digest(file):
         return {}
     return {name: value for name, value in written.items() if name not in HARMLESS and name not in overridden}
 
@@ -79,7 +79,7 @@ def require_consent(file: Path, found: dict[str, Any], ask: Callable[[str], bool
 
 
 def _consents() -> Path:
-    return own_folder() / "trusted.json"
+    return user_folder() / "trusted.json"
 
 
 def _known() -> dict[str, str]:

@@ -29,7 +29,7 @@ from adaptive.measure import measure
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams
-from cli.bench import mixed
+from cli.bench import of_every_kind
 from cli.contenders import Row, fastest_threads, ours, policies, race, table, theirs
 from cli.prompts import read_prompts
 
@@ -85,7 +85,7 @@ def main() -> None:
     logging.set_verbosity_error()
     settings = load_settings({n: value for n in ("target", "draft", "dtype") if (value := getattr(args, n))})
     pair = load_pair(settings)
-    prompts = read_prompts(args.prompts)[: args.count] if args.prompts else mixed(args.count)
+    prompts = read_prompts(args.prompts)[: args.count] if args.prompts else of_every_kind(args.count)
     sampling = SamplingParams(temperature=args.temperature)
     lengths = [int(part) for part in args.lengths.split(",")]
     field = []

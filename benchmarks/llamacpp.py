@@ -35,7 +35,7 @@ from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
-from cli.bench import mixed
+from cli.bench import of_every_kind
 from cli.contenders import repeated
 from cli.prompts import PromptLine, read_prompts
 
@@ -219,7 +219,7 @@ def main() -> None:
     settings = load_settings({"target": args.target, "draft": args.draft, "threads": args.threads})
     pair = load_pair(settings)
     sampling = SamplingParams(temperature=args.temperature)
-    prompts = mixed(10**6) if args.kind is None else read_prompts(BUNDLED / "prompts" / f"{args.kind}.jsonl")
+    prompts = of_every_kind(10**6) if args.kind is None else read_prompts(BUNDLED / "prompts" / f"{args.kind}.jsonl")
     random.Random(0).shuffle(prompts)
     prompts = prompts[args.skip : args.skip + args.count]
     lengths = [int(part) for part in args.lengths.split(",")]

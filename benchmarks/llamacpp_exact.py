@@ -26,7 +26,7 @@ from adaptive.engines.llamacpp.engine import LlamaCppEngine
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
-from cli.bench import mixed
+from cli.bench import of_every_kind
 from cli.prompts import PromptLine
 
 POSITIONS = 5000
@@ -145,7 +145,7 @@ def main() -> None:
     pair = load_pair(load_settings({"target": args.target, "draft": args.draft}))
     assert isinstance(pair.target, LlamaCppEngine)
     assert isinstance(pair.draft, LlamaCppEngine)
-    prompts = mixed(args.count)
+    prompts = of_every_kind(args.count)
     encoded = [encode_chat(pair, prompt.messages) for prompt in prompts]
     references = alone(args.target, encoded, args.tokens, pair.target.threads.most)
     lengths = [int(part) for part in args.lengths.split(",")]

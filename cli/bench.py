@@ -54,7 +54,7 @@ def bench(
     numbers = _lengths(lengths)
     if count < 1 or tokens < 2:
         raise AdaptiveError("--count must be at least 1 and --tokens at least 2")
-    asked = mixed(count) if prompts is None else read_prompts(prompts)[:count]
+    asked = of_every_kind(count) if prompts is None else read_prompts(prompts)[:count]
     console = Console(stderr=True)
 
     from cli.opened import open_pair
@@ -107,7 +107,7 @@ def _lengths(text: str) -> list[int]:
     return numbers
 
 
-def mixed(count: int) -> list[PromptLine]:
+def of_every_kind(count: int) -> list[PromptLine]:
     """``count`` of the shipped prompts, of every kind in turn."""
     from adaptive.pair import BUNDLED
     from cli.prompts import read_prompts

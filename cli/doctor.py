@@ -114,7 +114,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _kernels() -> Finding:
-    """The products and the attention that decoding runs on."""
+    """The linear layers and the attention that decoding runs on."""
     from adaptive.engines.cpu.kernels import library, problem
 
     found = library()

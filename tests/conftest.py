@@ -131,7 +131,7 @@ def save_random_adapter(draft: Path, folder: Path, seed: int = 0, std: float = 0
 
 
 @pytest.fixture(params=["ours", "torch's"])
-def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def linear_layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On our own kernels, and without them."""
     if request.param == "torch's":
         monkeypatch.setattr(kernels, "library", lambda: None)

@@ -37,7 +37,7 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_target_that_gives_no_numbers_is_said_to_be_broken(
-    checkpoints: tuple[Path, Path], dtype: str, temperature: float, products: str
+    checkpoints: tuple[Path, Path], dtype: str, temperature: float, linear_layers: str
 ) -> None:
     target, draft = map(str, checkpoints)
     pair = load_pair(load_settings({"target": target, "draft": draft, "dtype": dtype, "device": "cpu"}))

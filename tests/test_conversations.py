@@ -129,7 +129,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copied_prefix_is_continued_as_the_text_it_came_from(folder: Path, dtype: torch.dtype, products: str) -> None:
+def test_a_copied_prefix_is_continued_as_the_text_it_came_from(
+    folder: Path, dtype: torch.dtype, linear_layers: str
+) -> None:
     check_copies(TransformersEngine(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)))
 
 

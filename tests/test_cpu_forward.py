@@ -112,10 +112,12 @@ def text(length: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5)], ids=["float64", "float32"]
 )
-def test_logits_equal_those_of_transformers(name: str, dtype: torch.dtype, tolerance: float, products: str) -> None:
+def test_logits_equal_those_of_transformers(
+    name: str, dtype: torch.dtype, tolerance: float, linear_layers: str
+) -> None:
     model = made(name, dtype)
     forward, tokens = own(model), text(FEW + 30)
-    assert forward.plan.lm_head.native == (products == "ours" and dtype == torch.float32)
+    assert forward.plan.lm_head.native == (linear_layers == "ours" and dtype == torch.float32)
     right = truth(model, tokens)
     scale = right.abs().max()
     if name.startswith("gemma2"):  # its eager attention takes the softmax in float32
@@ -148,8 +150,10 @@ def test_only_the_rows_asked_for_are_returned() -> None:
     assert forward(text(9), 0, forward.cache()).numel() == 0
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16 products")
-def test_bfloat16_is_as_close_to_the_truth_as_transformers(products: str) -> None:
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16 linear layers"
+)
+def test_bfloat16_is_as_close_to_the_truth_as_transformers(linear_layers: str) -> None:
     exact = made("llama", torch.bfloat16).to(torch.float64)
     rounded = made("llama", torch.bfloat16)
     forward = own(rounded)
@@ -165,7 +169,7 @@ LLAMA_PARTS = ["model.layers.1.self_attn.k_proj", "model.layers.2.mlp.up_proj", 
 
 # In one call, and layer by layer.
 @pytest.mark.parametrize("name", ["llama", "llama, as many key heads, biases"])
-def test_a_change_of_weights_is_followed_where_it_is_told(name: str, products: str) -> None:
+def test_a_change_of_weights_is_followed_where_it_is_told(name: str, linear_layers: str) -> None:
     model = made(name, torch.float32)
     forward, tokens = own(model), text(9)
     forward(tokens, 9, forward.cache())
@@ -177,7 +181,7 @@ def test_a_change_of_weights_is_followed_where_it_is_told(name: str, products: s
     torch.testing.assert_close(forward(tokens, 9, forward.cache()), truth(model, tokens), rtol=0, atol=1e-4)
 
 
-def test_a_token_beyond_the_vocabulary_is_an_error(products: str) -> None:
+def test_a_token_beyond_the_vocabulary_is_an_error(linear_layers: str) -> None:
     forward = own(made("llama", torch.float32))
     cache = forward.cache()
     forward(text(5), 1, cache)
@@ -188,7 +192,7 @@ def test_a_token_beyond_the_vocabulary_is_an_error(products: str) -> None:
     forward(text(3), 1, cache)
 
 
-def test_llama_and_its_like_are_one_call(products: str) -> None:
+def test_llama_and_its_like_are_one_call(linear_layers: str) -> None:
     known = {name for name in CONFIGS if fits(own(made(name, torch.float32)).plan)}
     usual = {name for name in CONFIGS if name.startswith(("llama", "mistral", "qwen3", "gemma3"))}
     usual.add("gemma2, no softcap")
@@ -196,13 +200,13 @@ def test_llama_and_its_like_are_one_call(products: str) -> None:
         "llama, as many key heads, biases",
         "llama, another activation",
     }  # heads of twelve numbers; not gated by SiLU
-    assert known == (usual - odd if products == "ours" else set())
+    assert known == (usual - odd if linear_layers == "ours" else set())
     assert not fits(own(made("llama")).plan)  # float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_which_forward_it_is_follows_from_the_configuration(name: str, dtype: torch.dtype, products: str) -> None:
+def test_which_forward_it_is_follows_from_the_configuration(name: str, dtype: torch.dtype, linear_layers: str) -> None:
     kind = forward_kind(type(made(name)).__name__, CONFIGS[name], dtype, torch.device("cpu"))
     forward = cpu_forward(made(name, dtype))
     if forward is None:

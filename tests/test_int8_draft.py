@@ -19,7 +19,7 @@ from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
 
 pytestmark = pytest.mark.skipif(
-    not packs_int8(torch.device("cpu")), reason="this build of torch has no int8 products for this processor"
+    not packs_int8(torch.device("cpu")), reason="this build of torch has no int8 linear layers for this processor"
 )
 TEXTS = [json.loads(line) for line in (BUNDLED / "prompts" / "code.jsonl").read_text("utf-8").splitlines()[:40]]
 
@@ -34,7 +34,7 @@ def logits(engine: TransformersEngine, tokens: list[int]) -> torch.Tensor:
     return engine.sequence().extend(torch.tensor(tokens), len(tokens))
 
 
-def test_it_guesses_nearly_the_same(products: str) -> None:
+def test_it_guesses_nearly_the_same(linear_layers: str) -> None:
     pair = load_pair(load_settings({"draft_quantize": "int8"}))
     assert isinstance(pair.draft, TransformersEngine)
     assert pair.draft.weights == "int8"
@@ -48,7 +48,7 @@ def test_it_guesses_nearly_the_same(products: str) -> None:
     assert same / total > 0.97
 
 
-def test_it_follows_an_adapter_and_forgets_it(tmp_path: Path, products: str) -> None:
+def test_it_follows_an_adapter_and_forgets_it(tmp_path: Path, linear_layers: str) -> None:
     tokens = list(range(5, 40))
     engine, exact = draft(int8=True), draft(int8=False)
     before = logits(engine, tokens)

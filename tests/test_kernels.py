@@ -1,4 +1,4 @@
-"""Our own products and attention against torch's, for every instruction set that this processor has."""
+"""Our own linear layers and attention against torch's, for every instruction set that this processor has."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from adaptive.engines.cpu import weights as packing
 from adaptive.engines.cpu.kernels import (
     LIBRARIES,
     Attention,
-    First,
     Library,
-    Product,
+    NativeLinear,
+    Prologue,
     built,
     library,
     packed,
@@ -92,10 +92,10 @@ def test_it_is_said_where_they_were_not_built(monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (64, 32), (100, 33), (129, 1111), (320, 2050)])
-def test_products_equal_torch(shape: tuple[int, int], dtype: torch.dtype, instructions: str, threads: int) -> None:
+def test_linear_layers_equal_torch(shape: tuple[int, int], dtype: torch.dtype, instructions: str, threads: int) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0])
-    ours = Product(weight, bias)
+    ours = NativeLinear(weight, bias)
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 40):
         x, out = torch.randn(rows, shape[1]), torch.randn(rows, shape[0])
         # Numbers that bfloat16 holds: what is rounded is another test's.
@@ -106,11 +106,11 @@ def test_products_equal_torch(shape: tuple[int, int], dtype: torch.dtype, instru
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (64, 32), (100, 33), (129, 1111), (320, 2050)])
-def test_int8_products(shape: tuple[int, int], instructions: str, threads: int) -> None:
+def test_int8_linear_layers(shape: tuple[int, int], instructions: str, threads: int) -> None:
     torch.manual_seed(0)
     weight = torch.randint(-127, 128, shape, dtype=torch.int8)
     scales, bias = torch.rand(shape[0]) + 0.5, torch.randn(shape[0])
-    ours = Product(weight, bias, scales)
+    ours = NativeLinear(weight, bias, scales)
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 40):
         # Whole multiples of a row's step, so that nothing is rounded.
         steps = torch.randint(-127, 128, (rows, shape[1]))
@@ -127,33 +127,33 @@ def test_int8_products(shape: tuple[int, int], instructions: str, threads: int) 
 
 
 @pytest.mark.parametrize("width", [1, 15, 48, 1025])
-def test_what_is_done_first(width: int, instructions: str) -> None:
+def test_prologues(width: int, instructions: str) -> None:
     torch.manual_seed(0)
     weight, norm = torch.randn(30, width), torch.rand(width) + 0.5
-    ours = Product(weight, None)
+    ours = NativeLinear(weight, None)
     for rows in (1, 3, 9):
         x = torch.randn(rows, width)
         normed = x.double() / (x.double().square().sum(-1, keepdim=True) + 0.25).sqrt() * norm
-        same(ours(x, first=First.RMS_NORM, norm=norm, eps=0.25), normed @ weight.double().T)
+        same(ours(x, prologue=Prologue.RMS_NORM, norm=norm, eps=0.25), normed @ weight.double().T)
         # As large as it gets, too: beyond 87 the exponential leaves float32.
         for factor in (1, 10, 100):
             x = factor * torch.randn(rows, 2 * width)
             gate, up = x.double().chunk(2, -1)
             expected = (nn.functional.silu(gate) * up) @ weight.double().T
-            same(ours(x, first=First.SILU_GATE), expected)
+            same(ours(x, prologue=Prologue.SILU_GATE), expected)
             expected = (nn.functional.gelu(gate, approximate="tanh") * up) @ weight.double().T
-            same(ours(x, first=First.GELU_GATE), expected)
+            same(ours(x, prologue=Prologue.GELU_GATE), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_those_beside_it(dtype: torch.dtype, instructions: str, threads: int) -> None:
     torch.manual_seed(0)
-    ours = Product(torch.randn(200, 1500).to(dtype), torch.randn(200))
+    ours = NativeLinear(torch.randn(200, 1500).to(dtype), torch.randn(200))
     norm = torch.rand(1500)
     x = torch.randn(20, 1500)
-    together = ours(x, first=First.RMS_NORM, norm=norm, eps=1.0)
+    together = ours(x, prologue=Prologue.RMS_NORM, norm=norm, eps=1.0)
     for rows in (1, 2, 5, 6, 7, 19):
-        assert torch.equal(ours(x[:rows], first=First.RMS_NORM, norm=norm, eps=1.0), together[:rows])
+        assert torch.equal(ours(x[:rows], prologue=Prologue.RMS_NORM, norm=norm, eps=1.0), together[:rows])
 
 
 def test_many_rows_are_torchs_where_it_has_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_many_rows_are_torchs_where_it_has_tiles(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(packing, "has_amx", lambda: True)
     theirs = packing.of_module(module)
     if not ours.native:
-        pytest.skip("there are no products of our own here")
+        pytest.skip("there are no kernels of our own here")
     with torch.inference_mode():
         assert torch.equal(ours(x[:30]), theirs(x[:30]))
         assert not torch.equal(ours(x), theirs(x))  # torch rounds results to bfloat16

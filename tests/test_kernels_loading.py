@@ -24,7 +24,7 @@ found = kernels.library()
 print("problem:", kernels.problem())
 print("library:", found and found.name, found and found.threaded)
 if found:
-    print("same:", torch.allclose(kernels.Product(torch.eye(40))(torch.eye(40)), torch.eye(40)))
+    print("same:", torch.allclose(kernels.NativeLinear(torch.eye(40))(torch.eye(40)), torch.eye(40)))
 """
 
 

@@ -49,9 +49,9 @@ def test_own_threads_are_never_others() -> None:
         for thread in threads:
             thread.join()
     assert load is not None
-    assert load.own == pytest.approx(own / load.seconds, abs=0.05)
-    assert load.own > 0.1
-    assert load.own + load.others <= load.cores + 0.15
+    assert load.ours == pytest.approx(own / load.seconds, abs=0.05)
+    assert load.ours > 0.1
+    assert load.ours + load.others <= load.cores + 0.15
 
 
 def test_too_short_a_time_says_nothing_and_loses_nothing() -> None:
@@ -70,10 +70,10 @@ def test_too_short_a_time_says_nothing_and_loses_nothing() -> None:
 
 
 def test_a_moment_does_not_count() -> None:
-    assert not Load(seconds=0.12, others=MOMENT_S / 0.12 - 0.01, own=1.0, cores=2).busy
-    assert not Load(seconds=5.0, others=0.2, own=1.0, cores=2).busy
-    assert Load(seconds=1.0, others=0.9, own=1.0, cores=2).busy
-    assert Load(seconds=1.0, others=0.9, own=1.0, cores=64).busy
+    assert not Load(seconds=0.12, others=MOMENT_S / 0.12 - 0.01, ours=1.0, cores=2).busy
+    assert not Load(seconds=5.0, others=0.2, ours=1.0, cores=2).busy
+    assert Load(seconds=1.0, others=0.9, ours=1.0, cores=2).busy
+    assert Load(seconds=1.0, others=0.9, ours=1.0, cores=64).busy
 
 
 def test_a_look_costs_nothing() -> None:

@@ -197,7 +197,7 @@ def test_a_seed_means_the_same_text_whatever_is_drafted(
     pair: Pair, adapter: Path, prompts: list[str], temperature: float
 ) -> None:
     if not keeps_its_promise(pair):
-        pytest.skip("torch's bfloat16 products depend on the number of rows")
+        pytest.skip("torch's bfloat16 GEMMs depend on the number of rows")
     same_text(pair, adapter, prompts[::5], temperature, 40, ("1", "4", "9", "auto"))
     other, _ = answers(pair, "4", None, prompts[:2], temperature, 20, seed=1000)
     assert other != answers(pair, "4", None, prompts[:2], temperature, 20)[0]
@@ -218,7 +218,7 @@ def test_a_seed_means_the_same_text_on_the_models_own_forward_too(
 
 def test_penalties_keep_the_text_of_a_seed(pair: Pair, prompts: list[str]) -> None:
     if not keeps_its_promise(pair):
-        pytest.skip("torch's bfloat16 products depend on the number of rows")
+        pytest.skip("torch's bfloat16 GEMMs depend on the number of rows")
     sampling = SamplingParams(0.9, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3, seed=5)
     said = []
     for length in (0, 1, 6):

@@ -14,10 +14,10 @@ from adaptive.decoding.supervision import TOP_K, SupervisionBuffer
 def test_the_tape_keeps_the_most_probable_tokens_and_the_mass_of_the_rest(sizes: list[int], vocab: int) -> None:
     torch.manual_seed(len(sizes))
     logits = torch.randn(sum(sizes), vocab) * 3
-    tape = SupervisionBuffer()
+    buffer = SupervisionBuffer()
     for rows in logits.split(sizes):
-        tape.append(rows, torch.zeros(len(rows)))
-    kept = tape.take(sum(sizes))
+        buffer.append(rows, torch.zeros(len(rows)))
+    kept = buffer.take(sum(sizes))
     probabilities = logits.softmax(-1).numpy()
     assert kept.ids.shape == (sum(sizes), min(TOP_K, vocab))
     for row, ids, logprobs, rest in zip(probabilities, kept.ids, kept.logprobs, kept.rest, strict=True):
@@ -27,20 +27,20 @@ def test_the_tape_keeps_the_most_probable_tokens_and_the_mass_of_the_rest(sizes:
 
 
 def test_a_cut_answer_keeps_only_its_own_positions() -> None:
-    tape = SupervisionBuffer()
-    tape.append(torch.randn(4, 50), torch.arange(4.0))
-    tape.append(torch.randn(4, 50), torch.arange(4.0, 8.0))
-    kept = tape.take(6)
+    buffer = SupervisionBuffer()
+    buffer.append(torch.randn(4, 50), torch.arange(4.0))
+    buffer.append(torch.randn(4, 50), torch.arange(4.0, 8.0))
+    kept = buffer.take(6)
     assert kept.ids.shape == (6, TOP_K)
     assert kept.chosen.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_rows_taken_one_by_one_while_it_records_are_those_of_the_whole() -> None:
     torch.manual_seed(3)
-    tape, taken = SupervisionBuffer(), []
+    buffer, taken = SupervisionBuffer(), []
     for size in (3, 1, 30, 2):
-        tape.append(torch.randn(size, 50), torch.rand(size))
-        taken += [tape.take(place + 1, place) for place in range(len(taken), len(taken) + size)]
-    whole = tape.take(len(taken))
+        buffer.append(torch.randn(size, 50), torch.rand(size))
+        taken += [buffer.take(place + 1, place) for place in range(len(taken), len(taken) + size)]
+    whole = buffer.take(len(taken))
     for field in ("ids", "logprobs", "rest", "chosen"):
         assert np.array_equal(np.concatenate([getattr(one, field) for one in taken]), getattr(whole, field))

@@ -92,14 +92,18 @@ def speak(model: PreTrainedModel, count: int, params: SamplingParams, seed: int 
         chosen = torch.zeros(40)
         if not params.greedy:
             chosen = (rows[index] / params.temperature).log_softmax(-1).gather(-1, output[:, None])[:, 0]
-        tape = SupervisionBuffer()
-        tape.append(rows[index], chosen)
-        made.append(generation(f"{seed}-{index}", prompts[index].numpy(), output.numpy(), params, tape))
+        buffer = SupervisionBuffer()
+        buffer.append(rows[index], chosen)
+        made.append(generation(f"{seed}-{index}", prompts[index].numpy(), output.numpy(), params, buffer))
     return made
 
 
 def generation(
-    question: str, prompt: np.ndarray, output: np.ndarray, params: SamplingParams, tape: SupervisionBuffer | None = None
+    question: str,
+    prompt: np.ndarray,
+    output: np.ndarray,
+    params: SamplingParams,
+    buffer: SupervisionBuffer | None = None,
 ) -> Generation:
     return Generation(
         session="s",
@@ -116,7 +120,7 @@ def generation(
         finish_reason="length",
         rounds=(),
         timings=Timings(len(prompt), 0, 0.1, len(output), 0.1),
-        supervision=tape.take(len(output)) if tape else None,
+        supervision=buffer.take(len(output)) if buffer else None,
     )
 
 

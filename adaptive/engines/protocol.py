@@ -157,8 +157,8 @@ class Sequence(Protocol):
         """Bytes that the cache takes."""
 
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens in all, so that no pass up to there allocates. Raises AdaptiveError where
-        there is no memory for them; what is held stays."""
+        """Reserve capacity for ``length`` tokens in all, so that no pass up to there allocates. Raises AdaptiveError
+        where there is no memory for them; what is held stays."""
 
     def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         """Append n ``tokens`` and return the logits of the last ``rows`` of them, (rows, vocab).

@@ -38,7 +38,7 @@ from adaptive.records.schema import (
     connect,
     damaged,
     is_damage,
-    no_room,
+    is_disk_full,
     transaction,
 )
 from adaptive.types import Generation, Message, Round
@@ -287,7 +287,7 @@ class Log:
             return self._purge(older_than_s, session)
         except AdaptiveError as error:
             cause = error.__cause__
-            full = isinstance(error, DiskFullError) or (cause is not None and no_room(self.path, cause))
+            full = isinstance(error, DiskFullError) or (cause is not None and is_disk_full(self.path, cause))
             if not everything or not (full or isinstance(error, DamagedLogError)):
                 raise
             self.close()

@@ -21,7 +21,7 @@ from typing import Any
 from adaptive.errors import AdaptiveError
 from adaptive.records.pages import Pages, cut_short
 from adaptive.records.rows import CHECKED, insert, mended
-from adaptive.records.schema import DamagedLogError, DiskFullError, connect, is_damage, no_room, transaction
+from adaptive.records.schema import DamagedLogError, DiskFullError, connect, is_damage, is_disk_full, transaction
 from adaptive.types import Round
 from checkpoints import files
 
@@ -95,7 +95,7 @@ def examine(path: Path) -> Examined:
             return Examined(connection, str(error))
         with contextlib.suppress(sqlite3.Error):
             connection.close()
-        if no_room(path, error):
+        if is_disk_full(path, error):
             raise DiskFullError(f"the disk is full ({error})") from error
         raise AdaptiveError(f"log {path} cannot be read now ({error}); try again") from error
 

@@ -217,7 +217,7 @@ def connect(path: Path) -> sqlite3.Connection:
         _make_private(path)
         connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
-        if no_room(path, error):
+        if is_disk_full(path, error):
             raise DiskFullError(f"the disk is full ({_reason(error)})") from error
         raise AdaptiveError(
             f"log {path} cannot be opened ({_reason(error)}); check the folder's permissions"
@@ -236,7 +236,7 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.close()
         if is_damage(error):
             raise damaged(path, error) from error
-        if no_room(path, error):
+        if is_disk_full(path, error):
             raise DiskFullError(f"the disk is full ({error})") from error
         raise AdaptiveError(
             f"log {path} cannot be used ({error}); check its permissions and the disk's space"
@@ -244,7 +244,7 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def no_room(path: Path, error: BaseException) -> bool:
+def is_disk_full(path: Path, error: BaseException) -> bool:
     """Whether this error came of a full disk, which SQLite says in several ways."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -146,12 +146,12 @@ class LogWriter:
         with self._changed:
             if self._closing:
                 raise RuntimeError("the log writer is closed")
-            self._changed.wait_for(lambda: self._has_room_or_fails(size_of(generation)), ROOM_S)
+            self._changed.wait_for(lambda: self._fits_or_fails(size_of(generation)), ROOM_S)
             self._pending.append(generation)
             self._held += size_of(generation)
             self._handed += 1
             if self._held > self._memory:
-                self._make_room()
+                self._shrink()
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -187,10 +187,10 @@ class LogWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _has_room_or_fails(self, size: int) -> bool:
+    def _fits_or_fails(self, size: int) -> bool:
         return not self._pending or self._held + size <= self._memory or self._failure is not None
 
-    def _make_room(self) -> None:
+    def _shrink(self) -> None:
         """Drop supervision before text, and of both the oldest first. Called with the lock held."""
         for place, waiting in enumerate(self._pending):
             if self._held <= self._memory:

@@ -249,10 +249,10 @@ def _state(app: FastAPI, api: Api) -> None:
 
     @app.get("/v1/models/{name}")
     async def model(name: str) -> dict[str, Any]:
-        own = _model(api)
-        if name != own["id"]:
-            raise HTTPException(404, f"this server has one model, {own['id']}")
-        return own
+        served = _model(api)
+        if name != served["id"]:
+            raise HTTPException(404, f"this server has one model, {served['id']}")
+        return served
 
     @app.get("/metrics", responses=METRICS, response_class=Response)
     async def metrics() -> Response:
@@ -296,8 +296,13 @@ def _state(app: FastAPI, api: Api) -> None:
 
 def _model(api: Api) -> dict[str, Any]:
     pair = api.session().pair
-    own = {"id": pair.identity.id, "object": "model", "created": 0, "owned_by": "adaptive"}
-    return {**own, "max_model_len": pair.target.context_length}
+    return {
+        "id": pair.identity.id,
+        "object": "model",
+        "created": 0,
+        "owned_by": "adaptive",
+        "max_model_len": pair.target.context_length,
+    }
 
 
 def _log_state(api: Api) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What live acceptance has put in doubt, kept beside the adapter store so that a restart loses no appeal.
+"""What live acceptance has put in doubt, kept beside the adapter store so that it is judged again after a restart, too.
 
 In: the adapter that was rolled back. Out: ``doubts.json``, replaced in one step; a damaged file is as none.
 """
@@ -15,7 +15,7 @@ from checkpoints import files
 @dataclass(frozen=True)
 class Doubts:
     """``adapter`` is to be judged once more on the answers of the log since its ``first`` (ids); None: nothing is.
-    Live acceptance of answers up to ``settled`` says nothing any more: a rollback or an appeal has decided on them."""
+    Live acceptance of answers up to ``settled`` says nothing any more: a rollback or its review has decided on them."""
 
     adapter: str | None = None
     first: int = 0

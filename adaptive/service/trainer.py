@@ -178,7 +178,7 @@ class Trainer:
         self._seen = max(trained, default=0)
         self._doubts = Doubts.load(self.state.doubts)
         if self._doubts.adapter is not None and self._doubts.adapter == self.store.current_id():
-            self._doubt(Doubts(settled=log.last_id()))  # the appeal was won as this program ended
+            self._doubt(Doubts(settled=log.last_id()))  # it came back into use as this program ended
         for figures in log.figures(REMEMBERED):
             if figures.id > self._doubts.settled:
                 self._watch.observe(figures.adapter, figures.rounds)
@@ -335,7 +335,7 @@ class Trainer:
         if current is not None and reason is not None and current == self.store.current_id():
             first = log.first_id(current)
             doubts = Doubts(None if first is None else current, first or 0, self._doubts.settled)
-            self._doubt(doubts)  # before the rollback, so that no kill loses the appeal
+            self._doubt(doubts)  # before the rollback, so that it is judged again even after a kill
             self.store.rollback(reason)
             self._watch.rolled_back()
             self._doubt(replace(doubts, settled=log.last_id()))

@@ -30,12 +30,12 @@ class CpuCache:
         self._shape = (layers, 2, heads, size)
 
     def reserve(self, length: int) -> None:
-        """Have room for ``length`` tokens; what is held stays, also where memory is short."""
+        """Have capacity for ``length`` tokens; what is held stays, also where memory is short."""
         if length > self.capacity:
             self._grow(-(-length // GROWTH) * GROWTH)
 
-    def make_room(self, length: int) -> None:
-        """``reserve`` for a pass that nobody made room for: half as much again, so that few passes copy."""
+    def ensure_capacity(self, length: int) -> None:
+        """``reserve`` for a pass that nobody reserved for: half as much again, so that few passes copy."""
         if length > self.capacity:
             self.reserve(max(length, self.capacity * 3 // 2))
 
@@ -56,7 +56,7 @@ class CpuCache:
     def views(self, end: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Of every layer: keys and values (1, heads, end, size) of the first ``end`` tokens, and the complex
         place (2, heads, end - length, size / 2) that the new ones of both are written to."""
-        self.make_room(end)
+        self.ensure_capacity(end)
         return (
             self._keys.narrow(3, 0, end).unbind(0),
             self._values.narrow(3, 0, end).unbind(0),
@@ -69,7 +69,7 @@ class CpuCache:
 
     @torch.inference_mode()
     def copy_prefix(self, other: CpuCache, length: int) -> None:
-        """Hold the first ``length`` tokens of ``other``; there is room for them."""
+        """Hold the first ``length`` tokens of ``other``; the capacity suffices."""
         whole = min(-(-length // GROWTH) * GROWTH, other.capacity)  # whole panels
         self._buffer[:, :, :, :whole] = other._buffer[:, :, :, :whole]
         self.length = length

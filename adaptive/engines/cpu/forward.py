@@ -215,7 +215,7 @@ class CpuForward:
         """Reserve for so many tokens in all; the address of the next one's cos and sin."""
         if end > self._table_length:
             self._extend_tables(end)
-        cache.make_room(end)
+        cache.ensure_capacity(end)
         return self._rope_address + cache.length * self._rope_bytes
 
     def _threads_for(self, count: int) -> int:
@@ -259,7 +259,7 @@ class CpuForward:
     def _native_layers(self, x: torch.Tensor, space: Workspace, cache: CpuCache, attention: Attention) -> None:
         """All layers, added into the residual stream x (n, width) in place."""
         start = cache.length
-        cache.make_room(start + len(x))
+        cache.ensure_capacity(start + len(x))
         # The model's rotary embeddings of a token lie one after the other.
         rope, step = self._rope_address + start * self._rope_bytes, self._rope_bytes // len(self.plan.ropes)
         for layer, place in zip(self.plan.layers, cache.addresses, strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from adaptive.engines.cpu.kernels import Attention, First, library
+from adaptive.engines.cpu.kernels import Attention, Prologue, library
 from adaptive.engines.cpu.layers import QkNorm, RmsNorm
 from adaptive.engines.cpu.plan import Layer, Plan
 from adaptive.engines.cpu.weights import PackedLinear
@@ -25,7 +25,7 @@ def fits(plan: Plan) -> bool:
     )
 
 
-def _gate(layer: Layer) -> First | None:
+def _gate(layer: Layer) -> Prologue | None:
     return layer.mlp.gate.prologue
 
 
@@ -70,5 +70,5 @@ def decoder(plan: Plan, attention: Attention) -> Any:
 
 
 def _native(linear: PackedLinear) -> Any:
-    assert linear.product is not None
-    return linear.product.native
+    assert linear.kernel is not None
+    return linear.kernel.native

@@ -1,6 +1,6 @@
-"""The compiled kernels (``native/``): which of them this processor runs, and products and attention on them.
+"""The compiled kernels (``native/``): which of them this processor runs, and linear layers and attention on them.
 
-Decoding reads every weight once for a token, so its time is the memory's; torch's products (oneDNN's) reached half
+Decoding reads every weight once for a token, so its time is the memory's; torch's GEMMs (oneDNN's) reached half
 of the memory's speed where this was measured, these reach all of it, and a pass is one call instead of some
 twenty operations a layer (``docs/performance.md``). The threads are those of torch.
 """
@@ -31,17 +31,17 @@ LIBRARIES = {
 }
 
 
-class First(IntEnum):
-    """What a product first does to a row of x; ``First`` of ``native/products.h``."""
+class Prologue(IntEnum):
+    """What a linear layer does to a row of x before it multiplies; ``Prologue`` of ``native/linear.h``."""
 
-    NOTHING = 0
+    NONE = 0
     RMS_NORM = 1
     SILU_GATE = 2
     GELU_GATE = 3
 
 
-# ``Kind`` of ``native/products.h``.
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+# ``DType`` of ``native/linear.h``.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class UnusableError(Exception):
@@ -156,8 +156,8 @@ def _openmp() -> list[int]:
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there are products for weights of this dtype on this device."""
-    return device.type == "cpu" and dtype in KINDS and library() is not None
+    """Whether there are kernels for weights of this dtype on this device."""
+    return device.type == "cpu" and dtype in DTYPES and library() is not None
 
 
 def packed(weight: torch.Tensor, library: Library) -> torch.Tensor:
@@ -171,10 +171,10 @@ def packed(weight: torch.Tensor, library: Library) -> torch.Tensor:
     return out
 
 
-class Product:
+class NativeLinear:
     """x (rows, in) to x @ weight.T + bias (rows, out), float32 both, for a weight whose dtype ``multiplies``.
 
-    With bfloat16 weights x may be rounded to bfloat16 (as torch's products would have it), sums not. int8 weights
+    With bfloat16 weights x may be rounded to bfloat16 (as torch's GEMMs would have it), sums not. int8 weights
     are multiples of ``scales`` (out,); x is rounded to 127 steps up to the largest of its row. ``native`` is the same
     for the kernels, and stands as long as this does.
     """
@@ -192,19 +192,20 @@ class Product:
             parts[2], parts[3] = scales.float().contiguous(), weight.sum(1, dtype=torch.int32)
         self._parts = parts
         addresses = [0 if part is None else part.data_ptr() for part in parts]
-        self.native = found.module.Product(*addresses, inputs, self.outputs, KINDS[weight.dtype])
+        self.native = found.module.Linear(*addresses, inputs, self.outputs, DTYPES[weight.dtype])
 
     def __call__(
         self,
         x: torch.Tensor,
         out: torch.Tensor | None = None,
         add: bool = False,
-        first: First = First.NOTHING,
+        prologue: Prologue = Prologue.NONE,
         norm: torch.Tensor | None = None,
         eps: float = 0.0,
     ) -> torch.Tensor:
-        """Into ``out``, contiguous, or added to it, of what ``first`` makes of x: a row divided by sqrt(sum(x ** 2) +
-        ``eps``) and multiplied by ``norm`` (in,) float32; or of a row twice as long silu(first half) * second."""
+        """Into ``out``, contiguous, or added to it, of what ``prologue`` makes of x: a row divided by
+        sqrt(sum(x ** 2) + ``eps``) and multiplied by ``norm`` (in,) float32; or of a row twice as long
+        silu(first half) * second."""
         x = x.contiguous()
         if out is None:
             out = torch.empty(len(x), self.outputs)
@@ -214,7 +215,7 @@ class Product:
             len(x),
             add,
             torch.get_num_threads(),
-            first,
+            prologue,
             0 if norm is None else norm.data_ptr(),
             eps,
         )
@@ -222,7 +223,7 @@ class Product:
 
 
 class Attention:
-    """Rotation, cache and attention of new tokens, for heads of these sizes. ``native`` as of a ``Product``."""
+    """Rotation, cache and attention of new tokens, for heads of these sizes. ``native`` as of a ``NativeLinear``."""
 
     def __init__(self, heads: int, key_heads: int, size: int, ropes: int) -> None:
         found = library()

@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from adaptive.engines.cpu.kernels import First
+from adaptive.engines.cpu.kernels import Prologue
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 # Activations of a gate that the native linear layers compute, by the names of their classes.
 GATES = {
-    "SiLUActivation": First.SILU_GATE,
-    "SiLU": First.SILU_GATE,
-    "GELUTanh": First.GELU_GATE,
-    "PytorchGELUTanh": First.GELU_GATE,
+    "SiLUActivation": Prologue.SILU_GATE,
+    "SiLU": Prologue.SILU_GATE,
+    "GELUTanh": Prologue.GELU_GATE,
+    "PytorchGELUTanh": Prologue.GELU_GATE,
 }
 
 
@@ -65,13 +65,13 @@ class Gate:
         return self.act(gate).mul_(up)
 
 
-def native_gate(activation: nn.Module) -> First | None:
+def native_gate(activation: nn.Module) -> Prologue | None:
     """What the native linear layers call this activation of a gate, None for one that they do not compute."""
     return GATES.get(type(activation).__name__)
 
 
 def _without_module(activation: nn.Module) -> TensorFunction:
     """The activation without its module's wrapper, where it is a single operation. Never returns its input."""
-    if native_gate(activation) is First.SILU_GATE:
+    if native_gate(activation) is Prologue.SILU_GATE:
         return torch.ops.aten.silu.default  # type: ignore[no-any-return]
     return activation

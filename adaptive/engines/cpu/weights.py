@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaptive.engines.cpu.kernels import First, Product, multiplies
+from adaptive.engines.cpu.kernels import NativeLinear, Prologue, multiplies
 from adaptive.engines.cpu.layers import Gate, RmsNorm, TensorFunction
 
 # Rows (tokens) that the packed order is chosen for: a verification of a few drafted tokens. One row and
@@ -99,15 +99,15 @@ class PackedLinear:
         weight, self.bias = self._assemble()
         self.nbytes, (self.outputs, self.inputs) = weight.nbytes, weight.shape
         self._reordered: torch.Tensor | None = None
-        self.product: Product | None = None
+        self.kernel: NativeLinear | None = None
         self.amx = False  # whether torch computes many rows nevertheless
         if self.int8 and multiplies(torch.int8, weight.device):
-            self.product = Product(*_rounded(weight, self.bias))
+            self.kernel = NativeLinear(*_rounded(weight, self.bias))
         elif self.int8:
             self._weight = _int8(weight, self.bias)
             self._narrow = not has_vnni()  # sums of pairs would overflow there: inputs take seven bits
         elif multiplies(weight.dtype, weight.device):
-            self.product = Product(weight, self.bias)
+            self.kernel = NativeLinear(weight, self.bias)
             self.amx = weight.dtype == torch.bfloat16 and has_amx()
         elif packs(weight.dtype, weight.device):
             self._reordered = _reordered(weight)
@@ -117,7 +117,7 @@ class PackedLinear:
     @property
     def native(self) -> bool:
         """Whether the native kernels compute it."""
-        return self.product is not None
+        return self.kernel is not None
 
     def __call__(
         self,
@@ -127,12 +127,12 @@ class PackedLinear:
         add: bool = False,
     ) -> torch.Tensor:
         """``prologue(x)`` (rows, in) to (rows, out): a new tensor, or written into ``out``, or added to it."""
-        if self.product is not None and not (self.amx and len(x) > AMX_ROWS):
+        if self.kernel is not None and not (self.amx and len(x) > AMX_ROWS):
             if isinstance(prologue, RmsNorm):
-                return self.product(x, out, add, First.RMS_NORM, prologue.weight, prologue.eps_sum)
+                return self.kernel(x, out, add, Prologue.RMS_NORM, prologue.weight, prologue.eps_sum)
             if isinstance(prologue, Gate) and prologue.prologue is not None:
-                return self.product(x, out, add, prologue.prologue)
-            return self.product(x if prologue is None else prologue(x), out, add)
+                return self.kernel(x, out, add, prologue.prologue)
+            return self.kernel(x if prologue is None else prologue(x), out, add)
         if prologue is not None:
             x = prologue(x)
         if self.amx:

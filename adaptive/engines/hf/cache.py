@@ -76,7 +76,7 @@ class RollbackLayer(CacheLayerMixin):
         self.capacity = capacity
 
     def copy_prefix(self, other: RollbackLayer, length: int) -> None:
-        """Hold the first ``length`` tokens of ``other``; there is room for them."""
+        """Hold the first ``length`` tokens of ``other``; the capacity suffices."""
         if other.keys is None or other.values is None:
             return
         if not self.is_initialized:
@@ -98,7 +98,7 @@ class RollbackLayer(CacheLayerMixin):
                 buffer.index_copy_(2, places, states)
             return self.keys[:, :, :keys], self.values[:, :, :keys]  # type: ignore[index]
         end = self.length + key_states.shape[-2]
-        if end > self.capacity:  # a pass that nobody made room for
+        if end > self.capacity:  # a pass that nobody reserved for
             capacity = -(-end // GROWTH) * GROWTH
             self.use(self.grown(capacity), capacity)
         if not self.is_initialized:
@@ -163,26 +163,26 @@ class RollbackCache(Cache):
         return self.layers[0].length
 
     def reserve(self, length: int) -> None:
-        """Have room for ``length`` tokens in every layer. Memory may be short: then every layer stays as it was."""
+        """Have capacity for ``length`` tokens in every layer. Memory may be short: then every layer stays as it was."""
         capacity = -(-length // GROWTH) * GROWTH
         small = [layer for layer in self.layers if layer.capacity < capacity]
         grown = [layer.grown(capacity) for layer in small]
         for layer, buffers in zip(small, grown, strict=True):
             layer.use(buffers, capacity)
 
-    def make_room(self, length: int) -> None:
-        """``reserve`` for a pass that nobody made room for: half as much again, so that few passes copy."""
+    def ensure_capacity(self, length: int) -> None:
+        """``reserve`` for a pass that nobody reserved for: half as much again, so that few passes copy."""
         if length > self.capacity:
             self.reserve(max(length, self.capacity * 3 // 2))
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
+        """Tokens that the buffers of every layer hold."""
         return min(layer.capacity for layer in self.layers)
 
     @property
-    def room(self) -> int:
-        """Tokens that there is room for, over all layers: another number where any has another buffer."""
+    def total_capacity(self) -> int:
+        """``capacity`` added up over the layers: another number where any layer has another buffer."""
         return sum(layer.capacity for layer in self.layers)
 
     def advance(self, count: int) -> None:
@@ -210,7 +210,7 @@ class RollbackCache(Cache):
 
     @torch.inference_mode()
     def copy_prefix(self, other: RollbackCache, length: int) -> None:
-        """Hold the first ``length`` tokens of ``other``; there is room for them."""
+        """Hold the first ``length`` tokens of ``other``; the capacity suffices."""
         for layer, source in zip(self.layers, other.layers, strict=True):
             layer.copy_prefix(source, length)
 

@@ -51,7 +51,7 @@ class TransformersSequence:
         return self.cache.nbytes
 
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens in all; see the protocol."""
+        """Reserve capacity for ``length`` tokens in all; see the protocol."""
         length = min(length, self.engine.context_length)
         try:
             self.cache.reserve(length)
@@ -62,10 +62,10 @@ class TransformersSequence:
 
     def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
-        own = self.engine.cpu_forward
-        if own is not None and isinstance(tokens, list) and own.is_one_call(len(tokens)):
+        forward = self.engine.cpu_forward
+        if forward is not None and isinstance(tokens, list) and forward.is_one_call(len(tokens)):
             assert isinstance(self.cache, CpuCache)
-            return own.one_call(tokens, self._logits(0, rows), self.cache)
+            return forward.one_call(tokens, self._logits(0, rows), self.cache)
         return self._extend(tokens, rows)
 
     @torch.inference_mode()
@@ -86,15 +86,15 @@ class TransformersSequence:
 
     def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
         """A pass with its acceptance rule; see ``FusedCalls``."""
-        count, own = len(call.drafted), self.engine.cpu_forward
-        assert own is not None
+        count, forward = len(call.drafted), self.engine.cpu_forward
+        assert forward is not None
         assert isinstance(self.cache, CpuCache)
         if len(call.fed) + count > FEW:  # a prompt
             held = self.length + len(call.fed)
             logits = self.extend([*call.fed, *call.drafted], count + 1)
-            return own.sampling.judge(logits, call.drafted, held, call.sampling, call.q, call.uniform), logits
+            return forward.sampling.judge(logits, call.drafted, held, call.sampling, call.q, call.uniform), logits
         logits = self._logits(0, count + 1)
-        return own.verify(call, logits, self.cache), logits
+        return forward.verify(call, logits, self.cache), logits
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""
@@ -130,8 +130,8 @@ class TransformersEngine:
         self.cpu_forward = (cpu_forward(model, int8=True) if int8 else None) or cpu_forward(model)
         if self.cpu_forward is not None:
             self.adapter.listeners.append(self.cpu_forward.refresh)
-        own = self.cpu_forward
-        self.weights = "int8" if own is not None and own.plan.lm_head.int8 else _weights(model)
+        rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
+        self.weights = "int8" if rounded else _weights(model)
         self.recorded: RecordedPasses | None = None
         keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
@@ -164,7 +164,7 @@ class TransformersEngine:
     def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
         """The same by the model's own forward, as it comes."""
         start = cache.length
-        cache.make_room(start + len(tokens))
+        cache.ensure_capacity(start + len(tokens))
         output = self.model(
             input_ids=tokens[None],
             position_ids=self._positions[:, start : start + len(tokens)],

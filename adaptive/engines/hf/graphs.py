@@ -32,7 +32,7 @@ WARM_UP = 2
 # by a hundredth; a pass that reads another place or another text by about all of it.
 NEAR = 0.05
 
-# Tokens, keys, room in all of the cache, and how many times the model's hooks have changed.
+# Tokens, keys, total capacity of the cache, and how many times the model's hooks have changed.
 Which = tuple[int, int, int, int]
 
 
@@ -78,7 +78,7 @@ class RecordedPasses:
         keys = min(keys, cache.capacity)
         if start + size > min(keys, self.engine.context_length):
             return None
-        which = size, keys, cache.room, self._hooks  # a buffer that grew is another one
+        which = size, keys, cache.total_capacity, self._hooks  # a buffer that grew is another one
         recorded = cache.recordings.get(which) or self._record(tokens, which, cache)
         if recorded is None:
             return None

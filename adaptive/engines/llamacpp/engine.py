@@ -1,6 +1,6 @@
 """A GGUF file as an engine: llama.cpp does the arithmetic, the loop stays ours.
 
-A sequence is one context of the library, with room for the text at hand; it grows by a new context
+A sequence is one context of the library, with capacity for the text at hand; it grows by a new context
 that takes the old one's state over. Tokens go in and logits come out as arrays: nothing here runs
 once a token in Python.
 """
@@ -88,8 +88,8 @@ class LlamaCppSequence:
         if length <= self.capacity:
             return
         limit = self.engine.context_length
-        room = min(limit, max(CAPACITY, 1 << (min(length, limit) - 1).bit_length()))
-        self._replace(max(room, length))
+        capacity = min(limit, max(CAPACITY, 1 << (min(length, limit) - 1).bit_length()))
+        self._replace(max(capacity, length))
 
     def renew(self) -> None:
         """The engine runs other weights: go over to them at the next pass. For any thread."""

@@ -98,9 +98,9 @@ class GgufTokenizer(PreTrainedTokenizerBase):
         ``add_special_tokens`` adds what the file wants at the beginning and the end of a text.
         """
         data = str(text).encode("utf-8", "surrogatepass")
-        room = len(data) + 2
-        buffer = (ctypes.c_int32 * room)()
-        count = self._library.llama_tokenize(self._vocab, data, len(data), buffer, room, add_special_tokens, True)
+        size = len(data) + 2
+        buffer = (ctypes.c_int32 * size)()
+        count = self._library.llama_tokenize(self._vocab, data, len(data), buffer, size, add_special_tokens, True)
         if count < 0:  # more than one token a byte does not happen, but the library would say so
             raise AdaptiveError(f"llama.cpp cannot turn a text of {len(data)} bytes into tokens")
         return buffer[:count]
@@ -154,12 +154,12 @@ class _Pieces(dict[int, bytes]):
         model = self._model
         if not 0 <= token < model.vocab_size:
             raise AdaptiveError(f"token {token} does not exist: the vocabulary has {model.vocab_size}")
-        room = 256
+        size = 256
         while True:
-            buffer = ctypes.create_string_buffer(room)
-            length = model.library.llama_token_to_piece(model.vocab, token, buffer, room, 0, self._special)
+            buffer = ctypes.create_string_buffer(size)
+            length = model.library.llama_token_to_piece(model.vocab, token, buffer, size, 0, self._special)
             if length >= 0:
                 break
-            room = -length  # what it takes
+            size = -length  # what it takes
         self[token] = buffer.raw[:length]
         return self[token]

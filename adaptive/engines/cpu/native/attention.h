@@ -1,13 +1,13 @@
 // Attention of a few new tokens: rotate queries and keys, write keys and values into the cache, and weigh its values.
 //
 // A key head is one thread's: it writes that head's new keys and reads the head's keys and values once for all queries
-// that share it. Both are products: of queries by keys, which therefore lie in panels of PANEL keys as a product's weights
+// that share it. Both are GEMMs: of queries by keys, which therefore lie in panels of PANEL keys as a linear layer's weights
 // do, and of what comes of that by values. A query's result does not depend on how many others it is computed with, as
 // long as their values are numbers: what a query must not see is multiplied by zero.
 
 #pragma once
 
-#include "products.h"
+#include "linear.h"
 
 namespace {
 
@@ -40,7 +40,7 @@ inline void rotate(const float* x, const float* cos_sin, int size, float factor,
   }
 }
 
-// The products of all rows by WIDTH vectors of outputs, as in multiply.
+// All rows multiplied by WIDTH vectors of outputs, as in multiply.
 template <int WIDTH>
 void multiply_all(int rows, const float* w, int step, const float* x, int stride, int inputs, bool first, float* sums, int apart) {
   int row = tile_of<TILE>(rows, [&](auto n) { multiply<n, WIDTH, true>(w, step, x, stride, inputs, first, sums, apart); });

@@ -4,11 +4,11 @@
 #pragma once
 
 #include "attention.h"
-#include "products.h"
+#include "linear.h"
 
 namespace {
 
-// An RMS norm as in First, or none where there is no weight.
+// An RMS norm as in Prologue, or none where there is no weight.
 struct Norm {
   const float* weight;
   float eps;
@@ -17,7 +17,7 @@ struct Norm {
 // `qk_norm` is that of each head's queries and keys, (heads + key heads, size); the `after` ones what is
 // added to the residual.
 struct Layer {
-  const Product *qkv, *output, *up, *down;
+  const Linear *qkv, *output, *up, *down;
   Norm attention_norm, mlp_norm, qk_norm, after_attention, after_mlp;
   float scale;
   int32_t rope, window;
@@ -26,11 +26,11 @@ struct Layer {
 struct Decoder {
   std::vector<Layer> layers;
   const Attention* attention;
-  const Product* head;
+  const Linear* head;
   const void* embedding;  // (vocab, width), float32 or bfloat16
   Norm final_norm;
   float factor;  // of what is embedded
-  int32_t gate;  // First of the products down
+  int32_t gate;  // Prologue of the layers `down`
   bool half;     // the embedding is bfloat16
   int32_t vocab;
 };
@@ -53,11 +53,11 @@ inline void embed(const Decoder& d, int64_t token, float* x) {
   }
 }
 
-// y (n, out) of a product added to x, after the norm if there is one.
-void add(const Product* p, const float* from, float* x, int n, int threads, int first, const Norm& norm) {
-  if (!norm.weight) return product(p, from, x, n, 1, threads, first, nullptr, 0);
+// y (n, out) of a linear layer added to x, after the norm if there is one.
+void add(const Linear* p, const float* from, float* x, int n, int threads, int prologue, const Norm& norm) {
+  if (!norm.weight) return apply(p, from, x, n, 1, threads, prologue, nullptr, 0);
   float* y = scratch<float, 15>(size_t(n) * p->out);
-  product(p, from, y, n, 0, threads, first, nullptr, 0);
+  apply(p, from, y, n, 0, threads, prologue, nullptr, 0);
   for (int i = 0; i < n; i++) {
     float *sum = x + size_t(i) * p->out, *term = y + size_t(i) * p->out;
     const float factor = rms_factor(term, p->out, norm.eps);
@@ -82,7 +82,7 @@ bool decode(const Decoder& d, const int64_t* tokens, int n, int rows, const floa
   for (int i = 0; i < n; i++) embed(d, tokens[i], x + size_t(i) * width);
   for (size_t i = 0; i < d.layers.size(); i++) {
     const Layer& layer = d.layers[i];
-    product(layer.qkv, x, projected, n, 0, threads, RMS_NORM, layer.attention_norm.weight, layer.attention_norm.eps);
+    apply(layer.qkv, x, projected, n, 0, threads, RMS_NORM, layer.attention_norm.weight, layer.attention_norm.eps);
     if (layer.qk_norm.weight)
       for (int j = 0; j < n * normed; j++) {
         float* head = projected + (size_t(j / normed) * heads + j % normed) * a.size;
@@ -92,12 +92,12 @@ bool decode(const Decoder& d, const int64_t* tokens, int n, int rows, const floa
       }
     attend(&a, projected, cos_sin + size_t(layer.rope) * a.size, caches[i], attended, capacity, start, n, layer.window, layer.scale,
            threads);
-    add(layer.output, attended, x, n, threads, NOTHING, layer.after_attention);
-    product(layer.up, x, both, n, 0, threads, RMS_NORM, layer.mlp_norm.weight, layer.mlp_norm.eps);
+    add(layer.output, attended, x, n, threads, NONE, layer.after_attention);
+    apply(layer.up, x, both, n, 0, threads, RMS_NORM, layer.mlp_norm.weight, layer.mlp_norm.eps);
     add(layer.down, both, x, n, threads, d.gate, layer.after_mlp);
   }
   if (rows)
-    product(d.head, x + size_t(n - rows) * width, logits, rows, 0, threads, RMS_NORM, d.final_norm.weight,
+    apply(d.head, x + size_t(n - rows) * width, logits, rows, 0, threads, RMS_NORM, d.final_norm.weight,
             d.final_norm.eps);
   return true;
 }

@@ -165,14 +165,14 @@ void bind(nb::module_& m) {
         new (self) Sampling{{factor, top_p, min_p, top_k}, greedy, seed.has_value(), seed.value_or(0)};
       }, arg("factor"), arg("top_p"), arg("min_p"), arg("top_k"), arg("greedy"), arg("seed") = nb::none());
 
-  nb::class_<Product>(m, "Product")
-      .def("__init__", [](Product* self, Address weight, Address bias, Address scales, Address sums, int inputs, int outputs,
-                          int kind) {
-        new (self) Product{to<void>(weight), to<float>(bias), to<float>(scales), to<int32_t>(sums), inputs, outputs, kind};
+  nb::class_<Linear>(m, "Linear")
+      .def("__init__", [](Linear* self, Address weight, Address bias, Address scales, Address sums, int inputs, int outputs,
+                          int dtype) {
+        new (self) Linear{to<void>(weight), to<float>(bias), to<float>(scales), to<int32_t>(sums), inputs, outputs, dtype};
       })
-      .def("__call__", [](const Product& self, Address x, Address y, int rows, bool add, int threads, int first, Address norm,
+      .def("__call__", [](const Linear& self, Address x, Address y, int rows, bool add, int threads, int prologue, Address norm,
                           float eps) {
-        product(&self, to<float>(x), to<float>(y), rows, add, threads, first, to<float>(norm), eps);
+        apply(&self, to<float>(x), to<float>(y), rows, add, threads, prologue, to<float>(norm), eps);
       }, Unlocked());
 
   nb::class_<Attention>(m, "Attention")
@@ -190,7 +190,7 @@ void bind(nb::module_& m) {
            arg("eps") = 0.0f);
 
   nb::class_<Layer>(m, "Layer")
-      .def("__init__", [](Layer* self, const Product& qkv, const Product& output, const Product& up, const Product& down,
+      .def("__init__", [](Layer* self, const Linear& qkv, const Linear& output, const Linear& up, const Linear& down,
                           Norm attention_norm, Norm mlp_norm, Norm qk_norm, Norm after_attention, Norm after_mlp, float scale,
                           int rope, int window) {
         new (self) Layer{&qkv, &output, &up, &down, attention_norm, mlp_norm, qk_norm, after_attention, after_mlp, scale, rope,
@@ -200,7 +200,7 @@ void bind(nb::module_& m) {
       arg("after_mlp"), arg("scale"), arg("rope"), arg("window"));
 
   nb::class_<Decoder>(m, "Decoder")
-      .def("__init__", [](Decoder* self, std::vector<Layer> layers, const Attention& attention, const Product& head,
+      .def("__init__", [](Decoder* self, std::vector<Layer> layers, const Attention& attention, const Linear& head,
                           Address embedding, Norm final_norm, float factor, int gate, bool half, int vocab) {
         new (self) Decoder{std::move(layers), &attention, &head, to<void>(embedding), final_norm, factor, gate, half, vocab};
       }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), arg("layers"), arg("attention"), arg("head"),

@@ -1,4 +1,5 @@
-// y = first(x) * transposed(weight) + bias for a few rows of x, at the speed of the memory that the weight lies in.
+// Linear layers, y = prologue(x) * transposed(weight) + bias, for a few rows of x: GEMVs and narrow GEMMs at the speed of
+// the memory that the weight lies in.
 //
 // A weight (out, in) is cut into panels of PANEL outputs. A panel holds, for one input after the other (bfloat16: for
 // one pair of inputs after the other), the weights of all its outputs: a thread reads its panels from the first byte
@@ -25,28 +26,28 @@ constexpr int TILE = 6;
 // Inputs of a panel that more rows than a tile take in turn, while these weights are in a cache.
 constexpr int BLOCK = 1024;
 
-// What a product consists of.
-struct Product {
+// A linear layer.
+struct Linear {
   const void* weight;
   const float* bias;       // (out,), or null
   const float* scales;     // (out,), for INT8: what an output's weights are multiples of
   const int32_t* sums;     // (out,), for INT8: of an output's weights
   int32_t in, out;
-  int32_t kind;
+  int32_t dtype;
 };
 
-// What weights are;  INT8 lies in groups of four inputs, as BFLOAT16 does in pairs.
-enum Kind { FLOAT32, BFLOAT16, INT8 };
+// Of weights. INT8 lies in groups of four inputs, as BFLOAT16 does in pairs.
+enum DType { FLOAT32, BFLOAT16, INT8 };
 
-// What is done to a row of x first. RMS_NORM: divided by sqrt(sum(x ** 2) + eps) and multiplied by `norm` (in,).
-// SILU_GATE: its first half, x * sigmoid(x), times its second. GELU_GATE: the same, with GELU as approximated by tanh. 
-enum First { NOTHING, RMS_NORM, SILU_GATE, GELU_GATE };
+// What is done to a row of x before it is multiplied. RMS_NORM: divided by sqrt(sum(x ** 2) + eps) and multiplied by `norm` (in,).
+// SILU_GATE: its first half, x * sigmoid(x), times its second. GELU_GATE: the same, with GELU as approximated by tanh.
+enum Prologue { NONE, RMS_NORM, SILU_GATE, GELU_GATE };
 
 struct Call {
-  const Product& product;
+  const Linear& linear;
   const float* x;
   float* y;
-  int rows, add, first;
+  int rows, add, prologue;
   const float* norm;
   float eps;
 };
@@ -66,19 +67,19 @@ inline Number gelu_argument(Number x) {
   return 1.59576912f * (x + 0.044715f * x * x * x);
 }
 
-// A row of x after what is first done to it, (in,): in `out`, or where it lies if nothing is.
-const float* first_done(const Call& call, int row, float* out) {
-  const int in = call.product.in;
+// A row of x after the prologue, (in,): in `out`, or where it lies if there is none.
+const float* after_prologue(const Call& call, int row, float* out) {
+  const int in = call.linear.in;
   int k = 0;
-  if (call.first == NOTHING) return call.x + size_t(row) * in;
-  if (call.first == RMS_NORM) {
+  if (call.prologue == NONE) return call.x + size_t(row) * in;
+  if (call.prologue == RMS_NORM) {
     const float* x = call.x + size_t(row) * in;
     const float factor = rms_factor(x, in, call.eps);
     for (; k < in; k++) out[k] = x[k] * factor * call.norm[k];
     return out;
   }
   const float *gate = call.x + size_t(row) * 2 * in, *up = gate + in;
-  if (call.first == SILU_GATE) {
+  if (call.prologue == SILU_GATE) {
     for (; k + LANES <= in; k += LANES) at(out + k) = at(gate + k) * at(up + k) / (1.0f + exponential(-at(gate + k)));
     for (; k < in; k++) out[k] = gate[k] * up[k] / (1.0f + std::exp(-gate[k]));
   } else {
@@ -89,7 +90,7 @@ const float* first_done(const Call& call, int row, float* out) {
   return out;
 }
 
-// As the products take it, and what the result has to be multiplied by: numbers, or where the processor multiplies
+// As the kernels take it, and what the result has to be multiplied by: numbers, or where the processor multiplies
 // pairs of bfloat16, those, or for int8 weights whole numbers up to 127, or where it multiplies only such without a
 // sign, 128 more.
 inline float convert(const float* x, int count, float* out) {
@@ -157,12 +158,12 @@ inline float convert(const float* x, int count, Whole* out) {
 // All rows, (rows, stride), with nothing behind the inputs, and the factors of their results (rows,).
 template <class Input>
 const Input* prepare(const Call& call, int padded, int stride, float* factors) {
-  const int in = call.product.in;
+  const int in = call.linear.in;
   float* row_done = scratch<float, 0>(in);
   Input* inputs = scratch<Input, 1>(size_t(call.rows) * stride);
   for (int row = 0; row < call.rows; row++) {
     Input* out = inputs + size_t(row) * stride;
-    factors[row] = convert(first_done(call, row, row_done), in, out);
+    factors[row] = convert(after_prologue(call, row, row_done), in, out);
     for (int k = in; k < padded; k++) out[k] = 0;  // the weights there are zero, too
   }
   return inputs;
@@ -292,7 +293,7 @@ inline int tile_of(int rows, const Tile& tile) {
 // Part `number` of `count` of the panels.
 template <class Weight, class Input, class Sum>
 void multiply_panels(const Call& call, int64_t number, int64_t count) {
-  const Product& p = call.product;
+  const Linear& p = call.linear;
   constexpr int STEP = 4 / sizeof(Weight);  // inputs that lie together
   const int padded = (p.in + STEP - 1) / STEP * STEP;
   // Rows a power of two apart would be put into the same places of a cache.
@@ -325,7 +326,7 @@ void multiply_panels(const Call& call, int64_t number, int64_t count) {
   }
 }
 
-// A weight (rows, words) of 4 bytes, rows a multiple of PANEL, in the order that the products want.
+// A weight (rows, words) of 4 bytes, rows a multiple of PANEL, in the order in which the kernels read it.
 void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, int threads) {
   constexpr int64_t CORNER = 16;  // words of every row that are turned at once, a line of the cache
   run(threads, [=](int number, int count) {
@@ -341,14 +342,14 @@ void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, in
 }
 
 // x (rows, in), twice as wide for SILU_GATE, to y (rows, out), all float32 and contiguous; added to what y holds if
-// `add`. `first`, `norm` and `eps` as in First.
-void product(const Product* product, const float* x, float* y, int rows, int add, int threads, int first,
-             const float* norm, float eps) {
-  const Call call{*product, x, y, rows, add, first, norm, eps};
+// `add`. `prologue`, `norm` and `eps` as in Prologue.
+void apply(const Linear* linear, const float* x, float* y, int rows, int add, int threads, int prologue,
+           const float* norm, float eps) {
+  const Call call{*linear, x, y, rows, add, prologue, norm, eps};
   run(threads, [&](int number, int count) {
-    if (product->kind == FLOAT32) multiply_panels<float, float, float>(call, number, count);
-    if (product->kind == BFLOAT16) multiply_panels<uint16_t, Narrow, float>(call, number, count);
-    if (product->kind == INT8) multiply_panels<int8_t, Whole, int32_t>(call, number, count);
+    if (linear->dtype == FLOAT32) multiply_panels<float, float, float>(call, number, count);
+    if (linear->dtype == BFLOAT16) multiply_panels<uint16_t, Narrow, float>(call, number, count);
+    if (linear->dtype == INT8) multiply_panels<int8_t, Whole, int32_t>(call, number, count);
   });
 }
 
