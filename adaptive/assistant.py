@@ -38,7 +38,9 @@ def length_policy(settings: Settings, memory: Memory | None = None, attentive: b
     ``attentive`` as in ``LengthPolicy``. Raises AdaptiveError for anything else than auto or a number.
     """
     if settings.draft_length == "auto":
-        return memory.policy(attentive) if memory else GoodputLength(attentive=attentive)
+        if memory is not None:
+            return memory.policy(attentive, settings.history != "off")
+        return GoodputLength(attentive=attentive)
     if not settings.draft_length.isdigit() or int(settings.draft_length) > 64:
         raise AdaptiveError(f"--draft-length is {settings.draft_length!r}; give auto or a number from 0 to 64")
     return FixedLength(int(settings.draft_length))

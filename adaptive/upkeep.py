@@ -82,7 +82,8 @@ class Upkeep:
     def save(self, file: Path, adapter: str | None) -> None:
         """Write ``controller.json``. Raises OSError where that cannot be."""
         if self.policy is not None:
-            save(file, remembered(self.policy, self.memory.device, self.machine, self.measured, adapter))
+            memory, told = self.memory, (self.machine, self.measured, adapter)
+            save(file, remembered(self.policy, memory.device, *told, memory.matches))
 
 
 def last_memory(file: Path, pair: Pair) -> Memory:

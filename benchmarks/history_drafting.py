@@ -6,13 +6,32 @@ python benchmarks/history_drafting.py index --tokens 10000000
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gzip
 import json
+import random
 import statistics
+import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
+from adaptive.assistant import Assistant, encode_chat
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.control.sources import GoodputWithHistory
+from adaptive.decoding.loop import Decoding
+from adaptive.drafting.archive import Archive, History
 from adaptive.drafting.suffixes import suffixes
+from adaptive.measure import attentive_on, measure
+from adaptive.pair import Pair, load_pair
+from adaptive.records.stats import by_drafter
+from adaptive.records.writer import LogWriter
+from adaptive.settings import load_settings
+from adaptive.types import Message, SamplingParams, StopParams
 
 TEXT = 700  # tokens of a record, about what the lived session's had
 
@@ -66,14 +85,209 @@ def measure_index(tokens: int, rounds: int = 20_000) -> dict[str, object]:
     }
 
 
+class Way:
+    """One way of drafting: an assistant with a log of its own, and what it took."""
+
+    def __init__(self, pair: Pair, name: str, policy: LengthPolicy, folder: Path) -> None:
+        self.name = name
+        self.log = LogWriter(folder / f"{name}.db")
+        self.archive = Archive(folder / f"{name}.db", pair.target.vocab_size) if "history" in name else None
+        self.assistant = Assistant(pair, policy, self.log, history=History(self.archive) if self.archive else None)
+        self.answers: list[dict[str, Any]] = []
+
+    def answer(self, messages: list[Message], sampling: SamplingParams, tokens: int, label: str) -> str:
+        """One answer; its figures under ``label``."""
+        for _ in self.assistant.chat(messages, sampling, StopParams(tokens)):
+            pass
+        done = self.assistant.last
+        assert done is not None
+        self.answers.append(
+            {"label": label, "tokens": len(done.output) - 1, "rounds": len(done.rounds), "s": done.timings.predicted_s,
+             "by": {k: (v.drafted, v.accepted) for k, v in by_drafter(done.rounds).items()}}
+        )  # fmt: skip
+        self.log.flush()
+        if self.archive is not None:
+            self.archive.catch_up()
+        return done.text
+
+    def figures(self, label: str) -> dict[str, Any]:
+        """Over the answers under ``label``."""
+        of = [a for a in self.answers if a["label"] == label]
+        tokens, rounds, seconds = (sum(a[key] for a in of) for key in ("tokens", "rounds", "s"))
+        by: dict[str, list[int]] = {}
+        for a in of:
+            for name, (drafted, accepted) in a["by"].items():
+                both = by.setdefault(name, [0, 0])
+                both[0], both[1] = both[0] + drafted, both[1] + accepted
+        return {
+            "tokens": tokens,
+            "tokens_per_round": tokens / max(rounds, 1),
+            "tokens_per_s": tokens / max(seconds, 1e-9),
+            "drafted_accepted": by,
+        }
+
+
+def read(data: Path, kind: str) -> list[list[Message]]:
+    """The chats of one kind."""
+    with gzip.open(data / f"{kind}.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [[Message(**m) for m in json.loads(line)["messages"]] for line in file]
+
+
+def mixed(data: Path, count: int, seed: int) -> list[list[Message]]:
+    """First messages of several kinds by turns."""
+    kinds = ("gsm8k_train", "code_instructions", "roleplay", "tool_calls", "instructions_1k")
+    chance = random.Random(seed)
+    chosen = {kind: chance.sample(read(data, kind), count) for kind in kinds}
+    return [chosen[kinds[i % len(kinds)]][i][:1] for i in range(count)]
+
+
+def ways_of(pair: Pair, folder: Path, sampling: SamplingParams) -> list[Way]:
+    """Plain decoding, the model under the controller, and the model and history under it; all know the same costs."""
+    costs = measure(pair, sampling).costs
+    attentive = attentive_on(pair)
+    print(json.dumps({"costs": dataclasses.asdict(costs)}), flush=True)
+    names = ("plain", "model", "model+history")
+    clock = time.thread_time
+    kinds = GoodputLength, GoodputWithHistory
+    policies = [FixedLength(0), *(kind(costs, attentive=attentive, clock=clock) for kind in kinds)]
+    return [Way(pair, name, policy, folder) for name, policy in zip(names, policies, strict=True)]
+
+
+def repeat(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
+    """The same prompts again and again, in another order each time and others in between."""
+    prompts, others = mixed(args.data, args.prompts, 1), mixed(args.data, args.passes * args.prompts // 4 + 1, 2)
+    chance = random.Random(3)
+    for number in range(1, args.passes + 1):
+        for place, messages in enumerate(chance.sample(prompts, len(prompts))):
+            for way in ways:
+                way.answer(messages, sampling, args.tokens, f"pass {number}")
+            if place % 4 == 3:
+                between = others.pop()
+                for way in ways:
+                    way.answer(between, sampling, args.tokens, "between")
+    return [f"pass {number}" for number in range(1, args.passes + 1)] + ["between"]
+
+
+def fresh(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
+    """No prompt twice."""
+    for messages in mixed(args.data, args.prompts, 4):
+        for way in ways:
+            way.answer(messages, sampling, args.tokens, "fresh")
+    return ["fresh"]
+
+
+def tools(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
+    """One growing conversation of tool calls, whose first message has the tool's schema."""
+    by_schema: dict[str, list[str]] = {}
+    for chat in read(args.data, "tool_calls"):
+        *head, task = chat[0].content.rsplit("\n", 1)
+        by_schema.setdefault("".join(head), []).append(task)
+    schema, tasks = max(by_schema.items(), key=lambda item: len(item[1]))
+    for way in ways:
+        way.said = []  # type: ignore[attr-defined]
+    for number, task in enumerate(tasks[: args.prompts]):
+        for way in ways:
+            way.said.append(Message("user", task if number else f"{schema}\n{task}"))  # type: ignore[attr-defined]
+            text = way.answer(way.said, sampling, min(args.tokens, 60), "tools")  # type: ignore[attr-defined]
+            way.said.append(Message("assistant", text))  # type: ignore[attr-defined]
+    return ["tools"]
+
+
+class Forced:
+    """The sequence of a target that says what it is told: ``script`` from position ``start`` of the text on."""
+
+    def __init__(self, inner: Any, owner: ForcedEngine) -> None:
+        self.inner, self.owner = inner, owner
+        self.fused = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def extend(self, tokens: Any, rows: int) -> torch.Tensor:
+        """With the scripted token the likeliest in every row."""
+        logits = self.inner.extend(tokens, rows).clone()
+        first = self.inner.length - rows - self.owner.start + 1
+        for row in range(rows):
+            at = first + row
+            if 0 <= at < len(self.owner.script):
+                logits[row, self.owner.script[at]] = 1e4
+        return logits
+
+
+class ForcedEngine:
+    """The engine of such a target."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.script: list[int] = []
+        self.start = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def sequence(self) -> Any:
+        """A sequence that is forced."""
+        return Forced(self.inner.sequence(), self)
+
+
+def rewrites(pair: Pair, ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
+    """A file and an instruction to change one name in it; the answer is the file so changed."""
+    chance = random.Random(5)
+    files = [chat[1].content for chat in read(args.data, "code_instructions")]
+    files = [text for text in files if 300 < len(text) < 1500 and text.count("\n") > 8]
+    engine: Any = pair.target
+    for text in chance.sample(files, args.prompts):
+        words = [w for w in set("".join(c if c.isidentifier() else " " for c in text).split()) if len(w) > 3]
+        old = max(sorted(words), key=text.count)
+        messages = [Message("user", f"Rename {old} to {old}_new in this file and repeat the rest.\n{text}")]
+        prompt = encode_chat(pair, messages)
+        engine.script = pair.tokenizer.encode(text.replace(old, f"{old}_new"), add_special_tokens=False)
+        engine.start = len(prompt)
+        for way in ways:
+            way.answer(messages, sampling, len(engine.script), "rewrites")
+    return ["rewrites"]
+
+
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["index"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[10_000, 1_000_000, 10_000_000])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["index", "repeat", "fresh", "tools", "rewrites"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[120], help="of an answer; of the index")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--target")
+    parser.add_argument("--draft")
+    parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
-    for tokens in args.tokens:
-        print(json.dumps(measure_index(tokens)), flush=True)
+    if args.what == "index":
+        for tokens in args.tokens:
+            print(json.dumps(measure_index(tokens)), flush=True)
+        return
+    args.tokens = args.tokens[0]
+    sampling = SamplingParams(temperature=args.temperature)
+    named = {name: getattr(args, name) for name in ("target", "draft", "dtype") if getattr(args, name)}
+    pair = load_pair(load_settings({**named, "threads": 1}))
+    torch.set_num_threads(1)
+    Decoding.clock = staticmethod(time.thread_time)
+    with tempfile.TemporaryDirectory() as folder:
+        ways = ways_of(pair, Path(folder), sampling)
+        if args.what == "rewrites":
+            forced: Any = ForcedEngine(pair.target)
+            pair = dataclasses.replace(pair, target=forced)
+            for way in ways:
+                way.assistant = Assistant(pair, way.assistant.policy, way.log, history=way.assistant.history)
+            labels = rewrites(pair, ways, args, sampling)
+        else:
+            labels = {"repeat": repeat, "fresh": fresh, "tools": tools}[args.what](ways, args, sampling)
+        for label in labels:
+            for way in ways:
+                print(json.dumps({"label": label, "way": way.name, **way.figures(label)}), flush=True)
+        for way in ways:
+            if way.archive is not None:
+                way.archive.close()
+            way.log.close()
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Ite
         archive = Archive(state.records, pair.target.vocab_size)
         log.on_stored = archive.poke
         archive.start()
-    history = None if settings.history == "off" else History(archive)
+    history = None if settings.history == "off" else History(archive, memory.matches)
     assistant = Assistant(pair, FixedLength(0), log, cache_bytes, history)
     swapper = Swapper(assistant, store, identity.base, lambda said: console.print(f"[yellow]adapter:[/] {said}"))
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,7 +21,9 @@ from adaptive.control.acceptance import Acceptance, Counts
 from adaptive.control.confidence import CENTRES, FOLLOW_STEP, Calibration
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
+from adaptive.control.matches import PRIORS, Bins, Matches
 from adaptive.control.policy import LengthPolicy
+from adaptive.control.sources import GoodputWithHistory
 from checkpoints import files
 
 # Seconds after which costs are measured anew in a quiet moment: a machine gets updates, other programs, a new place.
@@ -31,6 +33,7 @@ Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ByPosition = Annotated[list[Count], Field(min_length=LONGEST, max_length=LONGEST)]
 ByConfidence = Annotated[list[Count], Field(min_length=len(CENTRES), max_length=len(CENTRES))]
+ByMatch = Annotated[list[Count], Field(min_length=len(PRIORS), max_length=len(PRIORS))]
 
 
 class _Costs(BaseModel):
@@ -64,6 +67,11 @@ class _Calibration(BaseModel):
     follow: ByConfidence
 
 
+class _Matches(BaseModel):
+    accepted: ByMatch
+    rejected: ByMatch
+
+
 class _File(BaseModel):
     """The file. One of another version is not read."""
 
@@ -75,6 +83,7 @@ class _File(BaseModel):
     costs: _Costs | None
     acceptance: _Acceptance
     calibration: _Calibration
+    matches: dict[str, _Matches] = {}
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,7 @@ class Memory:
     ``device`` says for which devices and dtypes the costs hold, ``machine`` on which machine in which state of power
     they were measured (``adaptive.machine.identity``), ``measured`` when, in seconds since the epoch (0: not while the
     machine was quiet); ``adapter`` which draft the acceptance is that of. ``costs`` is None where nothing was measured.
+    ``matches`` is what matches in earlier text were worth.
     """
 
     device: str
@@ -93,10 +103,12 @@ class Memory:
     costs: CostTable | None
     acceptance: Acceptance
     calibration: Calibration
+    matches: Matches = field(default_factory=Matches)
 
-    def policy(self, attentive: bool) -> GoodputLength:
-        """The default policy, starting from this memory."""
-        return GoodputLength(self.costs, self.acceptance, self.calibration, attentive=attentive)
+    def policy(self, attentive: bool, history: bool = False) -> GoodputLength:
+        """The default policy, starting from this memory; ``history`` says whether there is some to draft from."""
+        kind = GoodputWithHistory if history else GoodputLength
+        return kind(self.costs, self.acceptance, self.calibration, attentive=attentive)
 
     def stale(self, machine: str) -> bool:
         """Whether the costs should be measured anew when nobody waits: they are a day old, were measured beside other
@@ -104,12 +116,20 @@ class Memory:
         return self.costs is None or machine != self.machine or not 0 <= time.time() - self.measured < DAY
 
 
-def remembered(policy: GoodputLength, device: str, machine: str, measured: float, adapter: str | None) -> Memory:
-    """What ``policy`` knows now."""
+def remembered(
+    policy: GoodputLength,
+    device: str,
+    machine: str,
+    measured: float,
+    adapter: str | None,
+    matches: Matches | None = None,
+) -> Memory:
+    """What ``policy`` knows now, and what history's ``matches`` were worth."""
     policy.settle()
     costs = policy.quiet_costs
     table = costs.table() if costs.measured else None
-    return Memory(device, machine, measured, adapter, table, policy.acceptance, policy.calibration)
+    known = policy.acceptance, policy.calibration, matches or Matches()
+    return Memory(device, machine, measured, adapter, table, *known)
 
 
 def save(file: Path, memory: Memory) -> None:
@@ -128,6 +148,10 @@ def save(file: Path, memory: Memory) -> None:
         calibration=_Calibration(
             accepted=calibration.accepted, rejected=calibration.rejected, follow=calibration.follow
         ),
+        matches={
+            kind: _Matches(accepted=bins.accepted, rejected=bins.rejected)
+            for kind, bins in memory.matches.kinds.items()
+        },
     )
     files.replace_text(file.parent, file, content.model_dump_json(indent=1))
 
@@ -153,9 +177,12 @@ def load(file: Path, device: str) -> Memory:
     calibration.follow = found.calibration.follow
     calibration.followed = [1 / FOLLOW_STEP] * len(CENTRES)  # as settled as it was left
     calibration.calibrate()
+    matches = Matches()
+    matches.kinds = {kind: Bins(bins.accepted, bins.rejected) for kind, bins in found.matches.items()}
     here = found.costs is not None and found.device == device
     costs = CostTable(**found.costs.model_dump()) if found.costs is not None and here else None
-    return Memory(device, found.machine, found.measured if here else 0.0, found.adapter, costs, acceptance, calibration)
+    measured = found.measured if here else 0.0
+    return Memory(device, found.machine, measured, found.adapter, costs, acceptance, calibration, matches)
 
 
 def current_costs(policy: LengthPolicy | None, file: Path) -> CostTable | None:

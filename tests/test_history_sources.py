@@ -1,0 +1,158 @@
+"""Who drafts a round: history where it promises more tokens per second than the model brings there, and only there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import BUNDLED
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive.assistant import Assistant
+from adaptive.control.costs import LONGEST, CostTable
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.matches import Matches
+from adaptive.control.memory import load, remembered, save
+from adaptive.control.policy import FixedLength, Scope
+from adaptive.control.sources import GoodputWithHistory, best_length
+from adaptive.drafting.archive import Archive, History
+from adaptive.drafting.history import HISTORY
+from adaptive.pair import load_pair
+from adaptive.records.writer import LogWriter
+from adaptive.settings import load_settings
+from adaptive.types import Message, Round, SamplingParams, StopParams
+
+COSTS = CostTable(
+    start_s=0.0001,
+    draft_s=0.001,
+    catch_up_s=0.0001,
+    verify_s=tuple(0.01 + 0.0005 * k for k in range(LONGEST + 1)),
+    overhead_s=0.0001,
+    token_s=0.0001,
+    context_s=0.0,
+    context=0,
+)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@given(
+    reach=st.lists(st.floats(0, 1), max_size=20).map(lambda found: sorted(found, reverse=True)),
+    slope=st.floats(0, 0.2),
+    rate=st.floats(0.5, 10),
+    token_s=st.floats(0, 0.1),
+)
+def test_no_other_length_promises_more(reach: list[float], slope: float, rate: float, token_s: float) -> None:
+    seconds = [1.0 + slope * k for k in range(LONGEST + 1)]
+
+    def gain(k: int) -> float:
+        tokens = 1 + sum(reach[:k])
+        return tokens - rate * (seconds[k] + token_s * tokens)
+
+    best = best_length(reach, seconds, rate, token_s)
+    possible = [gain(k) for k in range(1, min(len(reach), LONGEST) + 1)]
+    if best:
+        assert gain(best) == pytest.approx(max(possible))
+    assert (best > 0) == any(g > 0 for g in possible)
+
+
+def run(
+    policy: GoodputWithHistory,
+    rounds: int,
+    reach: list[float],
+    by_history: int,
+    by_model: int,
+    elsewhere: int | None = None,
+) -> list[str]:
+    """Who drafted each of ``rounds``, where every look finds ``reach`` and so many tokens are accepted of each. With
+    ``elsewhere`` only every second look finds something, and of the model's tokens so many are accepted else."""
+    policy.begin(Scope("s", 0.0))
+    who: list[str] = []
+    waiting = 0
+    while len(who) < rounds:
+        length = policy.next_length(1000, waiting, 100)
+        for _ in range(policy.steady):
+            found = elsewhere is None or len(who) % 2 == 0
+            most = policy.worth(reach if found else [], 1000)
+            if most:
+                accepted = min(by_history, most)
+                policy.passed(Round(HISTORY, most, accepted, 0.0, COSTS.verify_s[most]))
+                who.append(HISTORY)
+                waiting += 1 + accepted
+                break
+            accepted = drafted = min(by_model if found or elsewhere is None else elsewhere, length)
+            if length:
+                drafted = min(length, accepted + 1) if policy.attentive else length
+                for position in range(1, drafted + 1) if policy.attentive else ():  # sure of what is accepted
+                    policy.advise(position, 0.95 if position <= accepted else 0.4)
+            draft_s = COSTS.start_s * (length > 0) + COSTS.draft_s * drafted + COSTS.catch_up_s * waiting * (length > 0)
+            policy.observe(Round("model" if length else "none", drafted, accepted, draft_s, COSTS.verify_s[drafted]))
+            who.append("model" if length else "none")
+            waiting = 0 if length else waiting + 1
+    return who
+
+
+def test_history_that_promises_more_than_the_model_brings_drafts_nearly_always() -> None:
+    who = run(GoodputWithHistory(COSTS, attentive=False), 400, [0.97**i for i in range(1, 17)], 12, 1)
+    assert Counter(who[200:])[HISTORY] > 0.9 * 200
+
+
+def test_the_model_drafts_where_it_does_better_on_the_very_text_that_history_has_found() -> None:
+    """In general the model brings less than history promises; where history finds something it brings more."""
+    promised = [0.9, 0.8, 0.5]
+    worse = run(GoodputWithHistory(COSTS), 800, promised, 2, 1, 1)
+    better = run(GoodputWithHistory(COSTS), 800, promised, 2, 12, 1)
+    assert Counter(worse[400:])[HISTORY] > 0.9 * 200
+    assert Counter(better[400:])[HISTORY] < 0.3 * 200
+
+
+def test_history_drafts_where_the_draft_is_not_worth_its_time() -> None:
+    policy = GoodputWithHistory(COSTS, attentive=False)
+    run(policy, 300, [], 0, 0)
+    assert not policy.speculating
+    who = run(policy, 100, [0.9, 0.8, 0.7, 0.6], 3, 0)
+    assert Counter(who)[HISTORY] > 90
+
+
+def test_what_is_hardly_accepted_is_left_alone() -> None:
+    who = run(GoodputWithHistory(COSTS, attentive=False), 200, [0.1, 0.05], 0, 2)
+    assert Counter(who)[HISTORY] == 0
+
+
+@pytest.mark.parametrize("products", ["ours", "torch's"], indirect=True)
+@pytest.mark.parametrize("draft", [True, False], ids=["pair", "target-alone"])
+def test_greedy_output_is_the_targets_own_under_the_choice(
+    products: str, draft: bool, prompts: list[str], tmp_path: Path
+) -> None:
+    names = {"target": str(BUNDLED / "target"), "dtype": "float32"}
+    pair = load_pair(load_settings({**names, "draft": str(BUNDLED / "draft")} if draft else names))
+    stop = StopParams(max_new_tokens=100)
+    plain = Assistant(pair, FixedLength(0), None)
+    drafted: Counter[str] = Counter()
+    with LogWriter(tmp_path / "records.db") as log:
+        archive = Archive(tmp_path / "records.db", pair.target.vocab_size)
+        assistant = Assistant(pair, GoodputWithHistory(COSTS), log, history=History(archive))
+        for _ in range(2):
+            for prompt in prompts[::4]:
+                said = [Message("user", prompt)]
+                expected = [step.token for step in plain.chat(said, GREEDY, stop)]
+                assert [step.token for step in assistant.chat(said, GREEDY, stop)] == expected
+                assert assistant.last is not None
+                for outcome in assistant.last.rounds:
+                    drafted[outcome.drafter] += outcome.accepted
+            log.flush()
+            archive.catch_up()
+        archive.close()
+    assert drafted[HISTORY] > 100
+
+
+def test_what_matches_were_worth_is_there_in_the_next_session(tmp_path: Path) -> None:
+    matches = Matches()
+    for _ in range(30):
+        matches.of("records", 0.7).observe([20, 21, 22], 2)
+    save(tmp_path / "controller.json", remembered(GoodputLength(COSTS), "cpu", "here", 7.0, None, matches))
+    again = load(tmp_path / "controller.json", "cpu")
+    assert again.matches.of("records", 0.7).table == matches.of("records", 0.7).table
+    assert isinstance(again.policy(True, history=True), GoodputWithHistory)
+    assert not isinstance(again.policy(True), GoodputWithHistory)
