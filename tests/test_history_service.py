@@ -1,0 +1,67 @@
+"""A server drafts from what was said to it, keeps users apart, and forgets what another process purges."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from service_server import Server
+
+PROMPTS = ("Write a short story about a lighthouse.", "Explain how a bicycle stays upright.")
+
+
+def rounds(http: httpx.Client, prompt: str, user: str | None = None) -> int:
+    """How many rounds an answer takes; history needs a fraction of them for one that it knows."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 100, "temperature": 0}
+    answer = http.post("/v1/chat/completions", json={**body, **({"user": user} if user else {})})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    drafted = sum(one["drafted"] for one in found["drafters"].values())
+    assert drafted == found["timings"]["draft_n"]
+    return int(found["usage"]["completion_tokens"]) - 1 - sum(one["accepted"] for one in found["drafters"].values())
+
+
+def known(http: httpx.Client, prompt: str, fresh: int, user: str | None = None) -> bool:
+    """Whether history knows the answer; written records come into the index within moments."""
+    for _ in range(20):
+        if rounds(http, prompt, user) < 0.6 * fresh:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Any:
+    found = Server(
+        tmp_path / "home", "--history", "auto", "--distill", "off", "--draft-length", "12"
+    ).wait_until_ready()
+    yield found
+    found.stop()
+
+
+def test_what_is_purged_is_drafted_from_no_more(server: Server) -> None:
+    with server.http() as http:
+        fresh = [rounds(http, prompt) for prompt in PROMPTS]
+        assert all(known(http, prompt, n) for prompt, n in zip(PROMPTS, fresh, strict=True))
+        purge = ["records", "purge", "--all", "--yes", "--state-dir", str(server.home)]
+        subprocess.run([sys.executable, "-m", "cli.main", *purge], check=True, capture_output=True)
+        again = rounds(http, PROMPTS[0])
+        # The very answer that was just given is known again a moment later, the other is not.
+        assert rounds(http, PROMPTS[1]) > 0.6 * fresh[1]
+        assert again > 0.6 * fresh[0]
+        metrics = http.get("/metrics").text
+    assert 'adaptive:drafted_tokens_accepted_total{drafter="history"}' in metrics
+
+
+def test_users_are_kept_apart(server: Server) -> None:
+    with server.http() as http:
+        fresh = rounds(http, PROMPTS[0], "kim")
+        assert known(http, PROMPTS[0], fresh, "kim")
+        assert rounds(http, PROMPTS[0], "lee") > 0.6 * fresh
+        assert rounds(http, PROMPTS[0]) > 0.6 * fresh
+        assert known(http, PROMPTS[0], fresh, "lee")
