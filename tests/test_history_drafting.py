@@ -291,6 +291,16 @@ def test_what_is_accepted_is_believed_and_a_longer_match_is_no_worse() -> None:
     assert reach(PRIORS, [39, 39]) == pytest.approx([PRIORS[39], PRIORS[39] ** 2])
 
 
+def test_what_disappoints_in_some_bins_is_doubted_in_all() -> None:
+    bins = Bins()
+    for _ in range(40):
+        bins.observe([8 * 2 + 1], 0)
+    assert bins.table[39] < 0.6 * PRIORS[39]
+    for _ in range(400):
+        bins.observe([8 * 2 + 1], 1)
+    assert bins.table[39] >= PRIORS[39]
+
+
 def test_only_what_was_judged_counts() -> None:
     bins = Bins()
     bins.observe([1, 2, 3], 1)  # the third was never judged

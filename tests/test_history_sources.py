@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adaptive.assistant import Assistant
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
-from adaptive.control.matches import Matches
+from adaptive.control.matches import SCALE_EVERY, Matches
 from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import FixedLength, Scope
 from adaptive.control.sources import GoodputWithHistory, best_length
@@ -149,7 +149,7 @@ def test_greedy_output_is_the_targets_own_under_the_choice(
 
 def test_what_matches_were_worth_is_there_in_the_next_session(tmp_path: Path) -> None:
     matches = Matches()
-    for _ in range(30):
+    for _ in range(4 * SCALE_EVERY):  # so that all has just been computed anew, as it is when it is read
         matches.of("records", 0.7).observe([20, 21, 22], 2)
     save(tmp_path / "controller.json", remembered(GoodputLength(COSTS), "cpu", "here", 7.0, None, matches))
     again = load(tmp_path / "controller.json", "cpu")

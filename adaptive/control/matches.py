@@ -29,6 +29,10 @@ PRIORS: tuple[float, ...] = (
 # What is left of a bin's counts after one later observation in it (a memory of about 100 tokens), and imaginary
 # observations of the prior. Longer is late after a change of subject, shorter makes rarely visited bins jump.
 KEEP, WEIGHT = 0.99, 5.0
+# The usual shares times what all bins together show: accepted over what the usual shares promised of the same tokens,
+# between imaginary tokens of which it is 1, and at most. Text of a high temperature disappoints in every bin alike.
+# Computed anew after so many rounds.
+SCALE_WEIGHT, MOST_SCALE, SCALE_EVERY = 4.0, 1.1, 8
 
 
 class Bins:
@@ -38,8 +42,8 @@ class Bins:
         self.accepted = list(accepted or [0.0] * len(PRIORS))
         self.rejected = list(rejected or [0.0] * len(PRIORS))
         self.table = list(PRIORS)
-        for agreement in range(AGREEMENTS):
-            self._calibrate(agreement)
+        self.rounds, self.scale = 0, 1.0
+        self._calibrate_all()
 
     def observe(self, bins: Sequence[int], accepted: int) -> None:
         """A round proposed tokens of these bins, and so many of them were accepted."""
@@ -48,13 +52,25 @@ class Bins:
             hit = 1.0 if place < accepted else 0.0
             self.accepted[b] = self.accepted[b] * KEEP + hit
             self.rejected[b] = self.rejected[b] * KEEP + 1.0 - hit
+        self.rounds += 1
+        if self.rounds % SCALE_EVERY == 0:
+            self._calibrate_all()
+            return
         for agreement in {b // LENGTHS for b in judged}:
+            self._calibrate(agreement)
+
+    def _calibrate_all(self) -> None:
+        seen = zip(self.accepted, self.rejected, PRIORS, strict=True)
+        promised = sum((a + r) * prior for a, r, prior in seen)
+        self.scale = min(MOST_SCALE, (sum(self.accepted) + SCALE_WEIGHT) / (promised + SCALE_WEIGHT))
+        for agreement in range(AGREEMENTS):
             self._calibrate(agreement)
 
     def _calibrate(self, agreement: int) -> None:
         of = slice(agreement * LENGTHS, (agreement + 1) * LENGTHS)
         weights = [a + r + WEIGHT for a, r in zip(self.accepted[of], self.rejected[of], strict=True)]
-        means = [(a + WEIGHT * p) / w for a, p, w in zip(self.accepted[of], PRIORS[of], weights, strict=True)]
+        usual = [min(1.0, self.scale * prior) for prior in PRIORS[of]]
+        means = [(a + WEIGHT * p) / w for a, p, w in zip(self.accepted[of], usual, weights, strict=True)]
         self.table[of] = rising(means, weights)
 
 
