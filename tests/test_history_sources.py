@@ -120,10 +120,10 @@ def test_what_is_hardly_accepted_is_left_alone() -> None:
     assert Counter(who)[HISTORY] == 0
 
 
-@pytest.mark.parametrize("products", ["ours", "torch's"], indirect=True)
+@pytest.mark.parametrize("linear_layers", ["ours", "torch's"], indirect=True)
 @pytest.mark.parametrize("draft", [True, False], ids=["pair", "target-alone"])
 def test_greedy_output_is_the_targets_own_under_the_choice(
-    products: str, draft: bool, prompts: list[str], tmp_path: Path
+    linear_layers: str, draft: bool, prompts: list[str], tmp_path: Path
 ) -> None:
     names = {"target": str(BUNDLED / "target"), "dtype": "float32"}
     pair = load_pair(load_settings({**names, "draft": str(BUNDLED / "draft")} if draft else names))
