@@ -1,9 +1,9 @@
 """Does the gain of learning arrive in a lived session, on a machine that other programs use as well?
 
 A real server with default settings answers questions of two kinds, one kind after the other, with pauses;
-meanwhile other programs come and go (the regime). Beside each of the session's answers the same prompt is
-answered by plain decoding and by fixed draft lengths, with the adapter that the session used, on a second
-copy of the models, so that whatever the machine does, it does to all of them.
+meanwhile other programs come and go (the regime). Before or after each of the session's answers the same prompt
+is answered by plain decoding and by fixed draft lengths, by the same process (``paired_server.py``) with the
+same adapter, so that whatever the machine does, it does to all of them.
 
     python benchmarks/lived_session.py --regime busy-start --requests 600 --out lived
     python benchmarks/lived_session.py --regime quiet --useless     # a draft of random weights
@@ -34,15 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from paired_server import PREFIX
 from served import Served, prompts, served
 
-from adaptive.assistant import Assistant, encode_chat
-from adaptive.control.policy import FixedLength
-from adaptive.pair import load_pair
-from adaptive.settings import load_settings
-from adaptive.types import Message, SamplingParams, StopParams
-from checkpoints.store import AdapterStore
-
+PROGRAM = Path(__file__).with_name("paired_server.py")
 REGIMES = ("quiet", "busy-start", "comes-and-goes", "throttled")
 KINDS = ("math", "code")
 # Share of the requests that are of the first kind.
@@ -142,32 +137,10 @@ class Asked:
     fixed: dict[int, Answer]
 
 
-class Reference:
-    """A second copy of the models, for answers by fixed lengths."""
-
-    def __init__(self, models: dict[str, str]) -> None:
-        self.pair = load_pair(load_settings(models))
-        self.assistant = Assistant(self.pair, FixedLength(0), None)
-
-    def answer(self, text: str, length: int, tokens: int) -> Answer:
-        """The prompt's answer by this draft length."""
-        self.assistant.policy = FixedLength(length)
-        self.assistant.conversations.forget_drafts()  # a new question has not been read by the draft
-        prompt = encode_chat(self.pair, [Message("user", text)])
-        sampling = SamplingParams(temperature=0.7)
-        for _ in self.assistant.answer(prompt, (), "", sampling, StopParams(tokens)):
-            pass
-        done = self.assistant.last
-        assert done is not None
-        drafting = sum(r.drafted > 0 for r in done.rounds)
-        seconds = done.timings.predicted_s
-        return Answer(len(done.output) - 1, seconds, len(done.rounds), drafting, done.drafted, done.accepted)
-
-
-def ask(server: Served, text: str, tokens: int) -> tuple[Answer, str | None]:
-    """The session's answer and the adapter that it began with."""
+def ask(server: Served, text: str, tokens: int, length: int | None = None) -> tuple[Answer, str | None]:
+    """The session's answer, or one by a fixed draft length, and the adapter that it began with."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.7}
-    found = server.post("/v1/chat/completions", body)
+    found = server.post("/v1/chat/completions", body, None if length is None else f"{PREFIX}{length}")
     timings, stats = found["timings"], found["speculative_decoding"]
     tokens = timings["predicted_n"] - 1
     answer = Answer(
@@ -193,19 +166,21 @@ def session(options: argparse.Namespace, home: Path, say: Callable[[str], None])
     with contextlib.ExitStack() as stack:
         disturbance = stack.enter_context(Disturbance(options.regime, options.seed))
         arguments = [part for name, value in models.items() for part in (f"--{name}", value)]
-        server = stack.enter_context(served(home, arguments, distill="off" if options.no_learning else "idle"))
-        reference = Reference(models)
-        store = AdapterStore(server.state / "adapters") if not options.no_learning else None
+        arguments += ["--draft-length", options.draft_length]
+        distill = "off" if options.no_learning else "idle"
+        server = stack.enter_context(served(home, arguments, [str(PROGRAM)], distill=distill))
         for number, (kind, text) in enumerate(texts):
             disturbance.share = number / len(texts)
-            psutil.cpu_percent()
-            own, adapter = ask(server, text, options.tokens)
-            busy = psutil.cpu_percent() / 100 * (os.cpu_count() or 1)
-            if adapter != reference.assistant.adapter and store is not None:
-                reference.assistant.use_adapter(adapter, None if adapter is None else store.path(adapter))
-            lengths = [0, *options.lengths] if number % options.every == 0 else [0]
-            randomly.shuffle(lengths)
-            fixed = {k: reference.answer(text, k, options.tokens) for k in lengths}
+            lengths: list[int | None] = [None, 0, *(options.lengths if number % options.every == 0 else [])]
+            randomly.shuffle(lengths)  # the first one after a pause finds a machine that has gone to sleep
+            fixed = {}
+            for k in lengths:
+                if k is not None:
+                    fixed[k], _ = ask(server, text, options.tokens, k)
+                    continue
+                psutil.cpu_percent()
+                own, adapter = ask(server, text, options.tokens)
+                busy = psutil.cpu_percent() / 100 * (os.cpu_count() or 1)
             at = time.monotonic() - began
             asked.append(Asked(number, kind, at, adapter, busy, own, dict(sorted(fixed.items()))))
             if (number + 1) % 100 == 0 or number + 1 == len(texts):
@@ -336,6 +311,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--useless", action="store_true", help="with a draft of random weights")
     parser.add_argument("--no-learning", action="store_true", help="no training, and no long pauses")
+    parser.add_argument("--draft-length", default="auto", help="of the session; 0 tests the comparison")
     for name in ("target", "draft", "dtype"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--out", type=Path, help="keep every answer's figures (.json) and the log (.db)")

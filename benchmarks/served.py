@@ -44,17 +44,21 @@ class Served:
         """The JSON at ``path``."""
         return httpx.get(self.url + path, timeout=PATIENCE_S).raise_for_status().json()
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def post(self, path: str, body: dict[str, Any] | None = None, session: str | None = None) -> Any:
         """The JSON that a request with ``body`` is answered with."""
-        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S).raise_for_status().json()
+        headers = {} if session is None else {"x-session-id": session}
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=PATIENCE_S).raise_for_status().json()
 
 
 @contextlib.contextmanager
-def served(home: Path, options: Sequence[str] = (), **settings: object) -> Iterator[Served]:
-    """``adaptive serve`` on the bundled pair, with ``settings`` by their names in ``adaptive.toml``."""
+def served(
+    home: Path, options: Sequence[str] = (), program: Sequence[str] = ("-m", "cli.main"), **settings: object
+) -> Iterator[Served]:
+    """``adaptive serve`` on the bundled pair, with ``settings`` by their names in ``adaptive.toml``; ``program`` is
+    what Python runs in the place of ``adaptive``."""
     home.mkdir(parents=True, exist_ok=True)
     environment = {f"ADAPTIVE_{name.upper()}": str(value) for name, value in {"home": home, **settings}.items()}
-    command = [sys.executable, "-m", "cli.main", "serve", "--port", "0", *options]
+    command = [sys.executable, *program, "serve", "--port", "0", *options]
     with (home / "stderr").open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env={**os.environ, **environment})
     try:

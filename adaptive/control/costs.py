@@ -115,13 +115,16 @@ def _between(xs: list[int], ys: list[float], x: int) -> float:
 class Timed(NamedTuple):
     """A finished round, the forwards that the draft made, and the extra tokens that the first of them was fed.
 
-    ``again`` is a plain step after a plain step.
+    ``again`` is a plain step after a plain step. ``settled`` follows so many of its sort, drafted or plain, that it
+    took what they take in a row. ``tried`` is a single drafted round among plain ones.
     """
 
     outcome: Round
     steps: int
     waiting: int
     again: bool = False
+    settled: bool = True
+    tried: bool = False
 
 
 class Steps:
@@ -212,7 +215,7 @@ class CostModel:
         verified: list[float] = []
         drafted: list[float] = []
         caught_up: list[float] = []
-        for outcome, steps, waiting, again in rounds:
+        for outcome, steps, waiting, again, settled, _ in rounds:
             i = 0 if again else 1 + min(outcome.drafted, LONGEST)
             ratio = outcome.verify_s / (self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9))
             if i in self.guessed:  # what is seen of it first is worth more than the guess
@@ -220,13 +223,15 @@ class CostModel:
                 self.own[i] *= max(TOO_HIGH, min(1 / LEAST, ratio))
                 ratio = 1.0
             passes.append((i, ratio))
-            verified.append(ratio)
-            self._follow(i, ratio)
-            if steps:
+            if settled:
+                verified.append(ratio)
+                self._follow(i, ratio)
+            if steps and (settled or waiting > steps):
                 mostly = drafted if waiting <= steps else caught_up
                 mostly.append(outcome.draft_s / self.draft(steps, waiting))
         self.lately = [*self.lately, *passes][-LATELY:]
-        mended = bool(self.too_high or min(verified, default=1.0) < TOO_HIGH) and self._mend(passes)
+        least = min((ratio for _, ratio in passes), default=1.0)
+        mended = bool(self.too_high or least < TOO_HIGH) and self._mend(passes)
         self.speed *= self.speed_steps.factor(verified)
         self._rise()
         if drafted:

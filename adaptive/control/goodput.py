@@ -18,6 +18,10 @@ decoding, yes. If not, it goes on being tried out of a budget of time: every pla
 hundredth of its time, a try spends what it took longer than plain decoding would have, and a try
 that took less adds to the budget. So a useless draft costs at most that hundredth and what the
 budget held, while a draft that has become useful pays for its own tries from the first one on.
+
+**Both ways as they are in use.** A single drafted round among plain ones, or a plain one among drafted, does not take
+what it takes in a row: threads sleep, weights have left the caches. So now and then a block of rounds is decoded the
+way that is not in use, long enough to settle; only settled rounds are learned from and compared (``SeenTimes``).
 """
 
 from __future__ import annotations
@@ -57,10 +61,16 @@ DEAR = 0.5
 # is expected goes on being judged. Fewer tries find out about a useful draft if more of them do.
 JUDGED_EVERY = 4
 # Bounds of what a second beyond a plain round's may be found to take: the difference of two means that nearly agree.
-LEAST_MARGINAL, MOST_MARGINAL = 0.25, 4.0
-# Rounds without plain decoding after which two are plain, so that its cost stays known: it is what speculation
-# is compared with. The first of two may take longer than the rest would. Too often costs the speed-up of those rounds.
-PLAIN_EVERY = 200
+LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
+# Seconds of rounds in a row until they take what they go on taking, and of a block of rounds the other way; rounds that
+# such a block has at least. Less is decided by threads that have to be woken, more is lost more seldom.
+SETTLE_S, BLOCK_S, FEWEST_ROUNDS = 0.005, 0.025, 2
+# Plain rounds' time that a drafted one is taken to take at most where blocks are made of them.
+MOST_TIMES = 2.0
+# Share of the time that blocks may lose, and of the rounds that may be in them where they lose nothing.
+BLOCK_SHARE, MOST_BLOCKS = 0.005, 0.1
+# The draft length by which drafting and plain decoding are compared, where times of several lengths are seen.
+COMPARED = 3
 # Rounds that are learned from together, after which everything is decided anew. A round's own learning is a
 # few dozen small steps in Python, which cost several times as much when the models' passes have driven
 # them out of the caches; one after the other they do not. More rounds are late to see a change.
@@ -110,8 +120,12 @@ class GoodputLength(LengthPolicy):
         self.this_answer = 0
         self.budget = BUDGET  # plain rounds' time that tries may spend
         self.tries = 0
-        self.since_plain = 0
-        self.plain_run = 0  # plain rounds up to now without one in between for which the draft was asked
+        # Rounds in a row up to now that were drafted, or that were not; those of the block under way still to come, and
+        # those since the last block and until the next one; the rounds in a row after which drafted or plain ones
+        # have settled.
+        self.drafted, self.in_a_row = False, 0
+        self.block, self.since_block, self.block_every = 0, 0.0, math.inf
+        self.settling = {False: 0, True: 0}
         # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
         # and in how many rounds how much time passed beside the models, with how many tokens.
         self.seen: list[Timed] = []
@@ -124,7 +138,7 @@ class GoodputLength(LengthPolicy):
         self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
         self.waiting = 0
         self.stopping = Stopping(self.longest, BATCH)
-        self.best = 1
+        self.best, self.speculating, self.longer = 1, False, 1.0
         self._decide(0, 0)
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
@@ -141,26 +155,69 @@ class GoodputLength(LengthPolicy):
         self.stopping.clear()
         if not self.decided:
             self._decide(context, waiting)
+        if not self.block and limit > 0 and self._block_is_due(waiting):
+            self._begin_block(context, waiting)
         self.expected, self.steady = self.expected_plain, 1
-        if not self.drafting:
-            # Plain rounds change nothing until a try can be paid for.
-            self.steady = max(1, int((self.price - self.budget) / TRY_SHARE))
+        if self.block and self.speculating:
+            self.steady = self.block
+            return 0
+        if not self.block and not self.drafting:
+            # Plain rounds change nothing until a try can be paid for, or a block is due.
+            try_in = (self.price - self.budget) / TRY_SHARE
+            self.steady = max(1, int(min(try_in, self.block_every - self.since_block)))
             return 0
         if limit <= 0:
             return 0
-        if self.speculating:
-            late = self.since_plain >= PLAIN_EVERY
-            if late or (waiting > FEW_WAITING and not self._worth_catching_up(limit)):
-                return 0
+        if self.speculating and waiting > FEW_WAITING and not self._worth_catching_up(limit):
+            return 0
+        if self.speculating or self.block:
             self.steady = BATCH - len(self.seen)
+        if self.block:
+            self.steady = min(self.steady, self.block)
         self.expected = self.expected_speculative
         return min(limit, self.longest if self.attentive else self.best)
+
+    def _block_is_due(self, waiting: int) -> bool:
+        """Whether enough rounds have passed since the last block, also for what the draft has to catch up with."""
+        passed = self.since_block - self.block_every
+        if passed < 0 or self.speculating or waiting <= FEW_WAITING:
+            return passed >= 0
+        return passed >= self.costs.draft(0, waiting) / (BLOCK_SHARE * self.plain_s)
+
+    def _begin_block(self, context: int, waiting: int) -> None:
+        """From now on some rounds are decoded the way that is not in use."""
+        self.block, self.since_block = self._block_rounds(), 0.0
+        self._decide(context, waiting)
+
+    def _block_rounds(self) -> int:
+        round_s = self.plain_s if self.speculating else self._drafted_s()
+        return max(FEWEST_ROUNDS, math.ceil(BLOCK_S / round_s))
+
+    def _drafted_s(self) -> float:
+        """Seconds of a drafted round as far as they are to tell how many make a block: belief may be far too high."""
+        return min(self.costs.round(self.best), MOST_TIMES * self.plain_s)
+
+    def _plan_blocks(self) -> None:
+        """How many rounds pass between two blocks, so that these lose no more than their share of the time."""
+        drafted_s, plain_s, rounds = self.costs.round(self.best), self.plain_s, self._block_rounds()
+        self.settling = {False: int(SETTLE_S / plain_s), True: int(SETTLE_S / self._drafted_s())}
+        if self.speculating:
+            lost = rounds * (plain_s - 1 / self.speculative) + self.costs.draft(0, rounds)
+            every = lost / (BLOCK_SHARE * drafted_s)
+        elif self.settling[True]:
+            tokens = drafted_s * self.speculative  # of a drafted round
+            every = rounds * (drafted_s - tokens * plain_s) / (BLOCK_SHARE * plain_s)
+        else:  # a single try takes what a round in a row takes
+            every = math.inf
+        self.block_every = max(rounds / MOST_BLOCKS, every)
 
     def _decide(self, context: int, waiting: int) -> None:
         """Whether to draft in the coming rounds, and the thresholds of ``advise``, from what is known now."""
         costs = self.costs
         costs.at(context)
         self.plain_s = costs.round(0)
+        longer, self.longer = self.longer, self.times.ratio(self._compared())
+        self.recent.rescale(self.longer / longer)
         self.marginal = self._marginal()
         if self.age == 0 or not self.attentive:
             self.best, self.predicted = self._best_fixed()
@@ -168,7 +225,9 @@ class GoodputLength(LengthPolicy):
                 self.prices, self.further = self._prices()
         self.age = (self.age + 1) % REFRESH
         self.speculative = self._speculative_rate()
-        self.speculating = self.speculative * self.plain_s > 1
+        speculating, self.speculating = self.speculating, self.speculative * self.plain_s > 1
+        if self.speculating is not speculating:
+            self.block, self.since_block = 0, 0.0
         rate = max(1 / self.plain_s, self.speculative)
         # A token is dropped where verifying it costs more tokens at the present rate than it brings, with the best of
         # what may follow it; it is the last one where a further one does, which has to be drafted first.
@@ -176,11 +235,12 @@ class GoodputLength(LengthPolicy):
             worth = rate * costs.speed * self.marginal
             drop_below, last_below = ([worth * p for p in prices] for prices in (self.prices, self.further))
             unsure = drop_below[0] > DEAR and not costs.sure_of_verifying()
-            if not self.speculating and (unsure or self.tries % JUDGED_EVERY == 0):
+            if not self.speculating and (self.block or unsure or self.tries % JUDGED_EVERY == 0):
                 drop_below[0] = 0.0
             self.stopping.decide(self.calibration.table, self.calibration.follow, drop_below, last_below)
         self.price = min(BUDGET, self._cost_of_trying(waiting))
         self.drafting = self.speculating or self.budget >= self.price
+        self._plan_blocks()
         self.expected_plain = costs.with_tokens(1 / self.plain_s)
         self.expected_speculative = costs.with_tokens(self.speculative)
         self.decided = True
@@ -240,13 +300,17 @@ class GoodputLength(LengthPolicy):
         beyond = self.costs.round(self.best) / self.plain_s - 1.0
         if beyond <= 0:
             return 1.0
-        return min(max((self.times.ratio * (1.0 + beyond) - 1.0) / beyond, LEAST_MARGINAL), MOST_MARGINAL)
+        return min(max((self.longer * (1.0 + beyond) - 1.0) / beyond, LEAST_MARGINAL), MOST_MARGINAL)
+
+    def _compared(self) -> float:
+        """What a round of ``COMPARED`` drafted tokens is believed to take, in plain rounds."""
+        return self.costs.round(COMPARED) / self.costs.round(0)
 
     def _speculative_rate(self) -> float:
         """Tokens per second of speculation lately, shrunk towards the prediction."""
         speed = self.costs.speed
         weight = RATE_WEIGHT * self.costs.round(self.best) / speed
-        return self.recent.rate(self.predicted * speed, weight) / speed / self.times.ratio
+        return self.recent.rate(self.predicted * speed / self.longer, weight * self.longer) / speed
 
     def _worth_catching_up(self, limit: int) -> bool:
         """Whether the rest of the answer will save the time of feeding the draft what it has not seen."""
@@ -276,15 +340,20 @@ class GoodputLength(LengthPolicy):
         self.rounds_s += outcome.draft_s + outcome.verify_s
         self.committed += tokens
         self.this_answer += tokens
-        self.since_plain += 1
-        self.plain_run = 0 if steps else self.plain_run + 1
-        again = self.plain_run > 1
-        if again:
-            self.since_plain = 0
-        self.seen.append(Timed(outcome, steps, self.waiting, again))
+        drafted = steps > 0
+        if drafted is not self.drafted:
+            self.drafted, self.in_a_row = drafted, 0
+        settled = self.in_a_row >= self.settling[drafted]
+        again, tried = self.in_a_row > 0 and not drafted, drafted and not self.speculating and not self.block
+        self.in_a_row += 1
+        if self.block:
+            self.block -= 1
+        else:
+            self.since_block += 1
+        self.seen.append(Timed(outcome, steps, self.waiting, again, settled, tried))
         self.sure.append(bins)
         self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
-        if len(self.seen) >= BATCH or (steps and not self.speculating):
+        if len(self.seen) >= BATCH or tried:
             self.settle()
 
     def settle(self) -> None:
@@ -309,14 +378,16 @@ class GoodputLength(LengthPolicy):
 
     def _learn(self, timed: Timed, bins: list[int]) -> None:
         """Rate, budget and calibration after one round."""
-        costs, (outcome, steps, waiting, _) = self.costs, timed
+        costs, (outcome, steps, waiting, again, settled, tried) = self.costs, timed
         took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
         if not steps:
             self.budget = min(BUDGET, self.budget + TRY_SHARE)
-            self.times.observe(False, took, costs.round(0) if timed.again else costs.beside_drafting(0))
+            if settled and again:
+                self.times.observe(False, took, costs.round(0), self._compared())
             return
         whole = costs.draft(steps, waiting) + costs.beside_drafting(outcome.drafted)
-        self.times.observe(True, took, whole)
+        if settled and outcome.drafted:
+            self.times.observe(True, took, whole, self._compared())
         seconds = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.beside_drafting(outcome.drafted)
         tokens = 1.0 + outcome.accepted
         if self.attentive:
@@ -324,15 +395,18 @@ class GoodputLength(LengthPolicy):
             # How likely the judged tokens were says the same as what came of them, with less chance in it.
             tokens = 1.0 + sum(self.calibration.table[b] for b in judged)
             self.calibration.observe(bins, outcome.drafted, outcome.accepted)
-        if self.recent.observe(1 + outcome.accepted, seconds / costs.speed):
+        longer = self.longer if outcome.drafted else 1.0  # what was dropped takes what a plain step takes
+        if self.recent.observe(1 + outcome.accepted, longer * seconds / costs.speed):
             self.acceptance.changed()
             self.calibration.changed()
             self.age = 0
-        catching_up = costs.draft(0, waiting) if waiting > FEW_WAITING and not self.speculating else 0.0
+        if not tried and not self.speculating:  # a block's, which has a share of its own
+            return
+        catching_up = costs.draft(0, waiting) if waiting > FEW_WAITING and tried else 0.0
         # What it really took, if that was far less: costs that are believed too high are found out by tries.
         catching_up = min(catching_up, FAR_LESS * took)
-        seconds = min(seconds, FAR_LESS * took - catching_up)
-        if not self.speculating:
+        seconds = min(longer * seconds, FAR_LESS * took - catching_up)
+        if tried:
             seconds += self._going_back()
             self.tries += 1
         left = max(min(0.0, self.budget), self.budget + tokens - seconds / self.plain_s)
@@ -395,3 +469,4 @@ class GoodputLength(LengthPolicy):
         self.calibration.swapped()
         self.recent.forget()
         self.budget = BUDGET
+        self.block, self.since_block = 0, math.inf  # drafted rounds in a row, in the next answer

@@ -46,6 +46,11 @@ class RecentRate:
         """Tokens per second, with ``weight_s`` imaginary seconds at the ``predicted`` rate."""
         return (self.tokens + predicted * weight_s) / (self.seconds + weight_s)
 
+    def rescale(self, factor: float) -> None:
+        """All these rounds took so many times what they were believed to take."""
+        self.seconds *= factor
+        self.short_seconds *= factor
+
     def forget(self) -> None:
         """Start anew."""
         self.__init__()  # type: ignore[misc]
@@ -97,32 +102,34 @@ class SeenTimes:
         # Over the pairs, discounted: their number, the two means, and squares and product of these.
         self.pairs = self.d = self.p = self.dd = self.dp = self.pp = 0.0
 
-    def observe(self, drafted: bool, seen: float, believed: float) -> None:
-        """One round took ``seen`` seconds where ``believed`` were."""
+    def observe(self, drafted: bool, seen: float, believed: float, compared: float) -> None:
+        """One round took ``seen`` seconds where ``believed`` were. ``compared`` is what a drafted round of one length
+        is believed to take, in plain rounds: beliefs change, and what was seen over what was believed then is to say
+        by how much longer it takes than is believed now."""
         block = self.drafted if drafted else self.plain
         if block is not self.last:  # another block begins, and the two before it are a pair
-            self._pair()
+            self._pair(compared)
             block.total, block.rounds = 0.0, 0
             self.last = block
         block.add(seen / max(believed, 1e-9))
 
-    def _pair(self) -> None:
+    def _pair(self, compared: float) -> None:
         if not self.drafted.rounds or not self.plain.rounds:
             return
-        d, p = self.drafted.total / self.drafted.rounds, self.plain.total / self.plain.rounds
+        d, p = compared * self.drafted.total / self.drafted.rounds, self.plain.total / self.plain.rounds
         keep, squared = KEEP_PAIR, KEEP_PAIR * KEEP_PAIR
         self.pairs, self.d, self.p = keep * self.pairs + 1, keep * self.d + d, keep * self.p + p
         self.dd, self.dp, self.pp = squared * self.dd + d * d, squared * self.dp + d * p, squared * self.pp + p * p
 
-    @property
-    def ratio(self) -> float:
-        """Seen over believed of drafted rounds, over that of plain ones; 1 as far as it may be chance."""
+    def ratio(self, compared: float) -> float:
+        """Seen over believed of drafted rounds, over that of plain ones, where ``compared`` is believed now; 1 as far
+        as it may be chance."""
         if self.pairs < FEWEST_PAIRS:
             return 1.0
         ratio = self.d / self.p
         # The variance of a ratio of two means to first order, relative to it.
         variance = max(0.0, self.dd - 2 * ratio * self.dp + ratio * ratio * self.pp) / (self.d * self.d)
-        off = math.log(ratio)
+        off = math.log(ratio / compared)
         if abs(off) < LEAST_OFF:
             return 1.0
         return math.exp(off * max(0.0, 1.0 - SURE * SURE * variance / (off * off)))

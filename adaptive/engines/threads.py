@@ -8,6 +8,10 @@ hundred. So the number that is not in use is tried now and then.
 What counts is the mean, since a program that is in the way makes some passes ten times as long and leaves the others
 as they were; and a machine's speed changes from second to second by as much as lies between the two numbers, so that
 one has to beat the other as it was before the trial and as it is after it.
+
+Each number of tokens is judged by itself. Of passes over one token only those count that follow another such pass, as
+in plain decoding, where all threads stay awake. A single one among drafts and verifications may have to wake the others
+first: what is better there says nothing of plain decoding, with which drafting is compared.
 """
 
 from __future__ import annotations
@@ -109,6 +113,7 @@ class ThreadChoice:
         self.held: int | None = None
         self._last = most
         self._passes: dict[int, Passes] = {}  # by number of tokens
+        self._before, self._counts = 0, False  # tokens of the last pass, and whether its time is learned from
 
     def best(self, tokens: int) -> int:
         """The faster number for passes of so many tokens, as far as is known."""
@@ -121,7 +126,8 @@ class ThreadChoice:
             return min(self.held, self.most)
         if self.most == 1:
             return 1
-        if tokens > FEW:
+        self._counts, self._before = tokens <= FEW and (tokens > 1 or self._before == 1), tokens
+        if not self._counts:
             return self.best(1)
         known = self._passes.get(tokens)
         if known is None:
@@ -130,7 +136,7 @@ class ThreadChoice:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """The pass of ``tokens`` tokens, on the threads last chosen, took this long."""
-        if self.most == 1 or self.held is not None or tokens > FEW:
+        if self.most == 1 or self.held is not None or not self._counts:
             return
         known = self._passes[tokens]
         known.seconds += seconds

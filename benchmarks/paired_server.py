@@ -1,0 +1,75 @@
+"""``adaptive serve`` that also answers by fixed draft lengths, in the same process, when a benchmark asks for it.
+
+Two processes of the same program differ by up to a tenth in speed for as long as they live, by where their
+memory lies. So what a session is held against has to come from its own models. A request whose session id is
+``fixed-3`` is answered by draft length 3 (0 is plain decoding), and leaves no trace in what the session
+learns from: it has its own length policy, log and choice of threads, and nobody is told of it.
+
+    python benchmarks/paired_server.py serve --port 0 --target ... (as for ``adaptive``)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength
+from adaptive.engines.protocol import Engine
+from adaptive.engines.threads import ThreadChoice
+from adaptive.records.writer import LogWriter
+from adaptive.service import server
+from adaptive.service.engine import EngineThread
+from adaptive.service.jobs import Job
+
+PREFIX = "fixed-"
+
+
+class PairedEngine(EngineThread):
+    """An engine thread with a second way to answer."""
+
+    log: LogWriter
+    choices: dict[int, ThreadChoice]
+
+    def _answer(self, assistant: Assistant, job: Job, index: int) -> None:
+        assistant.conversations.forget_drafts()  # whoever comes second has not read the question either
+        session = job.ask.session or ""
+        if not session.startswith(PREFIX):
+            super()._answer(assistant, job, index)
+            return
+        with self._apart(assistant, int(session.removeprefix(PREFIX))):
+            super()._answer(assistant, job, index)
+
+    @contextlib.contextmanager
+    def _apart(self, assistant: Assistant, length: int) -> Iterator[None]:
+        """Everything that learns from an answer is another one meanwhile."""
+        engines = [engine for engine in (assistant.pair.target, assistant.pair.draft) if engine is not None]
+        if not hasattr(self, "log"):
+            self.log = LogWriter(Path(tempfile.mkdtemp()) / "records.db")
+            self.choices = {i: ThreadChoice(e.threads.most) for i, e in enumerate(engines) if e.threads is not None}
+        kept = assistant.policy, assistant.log, assistant.last, self.speculation, self._listeners
+        theirs = {i: _choose(engines[i], choice) for i, choice in self.choices.items()}
+        assistant.policy, assistant.log, self._listeners = FixedLength(length), self.log, []
+        try:
+            yield
+        finally:
+            assistant.policy, assistant.log, assistant.last, self.speculation, self._listeners = kept
+            for i, choice in theirs.items():
+                _choose(engines[i], choice)
+
+
+def _choose(engine: Engine, choice: ThreadChoice) -> ThreadChoice:
+    """Put another choice of threads into an engine; the one that was there."""
+    holder = getattr(engine, "cpu_forward", engine)
+    before: ThreadChoice = holder.threads
+    holder.threads = choice
+    return before
+
+
+if __name__ == "__main__":
+    server.EngineThread = PairedEngine  # type: ignore[misc]
+    from cli.main import run
+
+    run()
