@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.engines.cpu.weights import packs_int8
+from adaptive.engines.cpu.weights import has_vnni, packs_int8
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.pair import BUNDLED, load_pair
 from adaptive.settings import load_settings
@@ -45,7 +45,9 @@ def test_it_guesses_nearly_the_same(linear_layers: str) -> None:
         agree = logits(pair.draft, tokens).argmax(-1) == logits(exact, tokens).argmax(-1)
         same, total = same + int(agree.sum()), total + len(agree)
     assert total > 1500
-    assert same / total > 0.97
+    # Where torch's layers have no instruction for int8 vectors they take inputs of 7 bits, whose sums do not overflow.
+    seven_bits = linear_layers == "torch's" and not has_vnni()
+    assert same / total > (0.94 if seven_bits else 0.97)
 
 
 def test_it_follows_an_adapter_and_forgets_it(tmp_path: Path, linear_layers: str) -> None:
