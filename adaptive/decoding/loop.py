@@ -29,10 +29,10 @@ from adaptive.types import Round, SamplingParams, StopParams, Supervision, Timin
 # rounds (text, hooks, the caller) is cheap when it is repeated, and dear each time that a pass over the weights has
 # driven it out of the processor's caches. Longer is seen as text that comes in jerks.
 BURST_S = 0.016
-# Tokens of an answer that caches have room for at first, and for at least so many more each time; most answers are
+# Tokens of an answer that the caches are reserved for at first, and at least so many more each time; most answers are
 # shorter, whatever they may be at most. Fewer copies a long answer's cache more often, more takes memory in vain.
-ANSWER_ROOM = 1024
-# Tokens behind the committed ones for which there is always room: a recorded pass writes up to 17.
+ANSWER_RESERVE = 1024
+# Tokens behind the committed ones that are always reserved too: a recorded pass writes up to 17.
 AHEAD = 32
 
 
@@ -161,7 +161,7 @@ class Decoding:
         self.history = history
         self.committed = list(request.prompt)
         self.cached = target.length
-        self.room = min(request.stop.max_new_tokens, context_length - len(request.prompt))
+        self.most_tokens = min(request.stop.max_new_tokens, context_length - len(request.prompt))
         self.output: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
@@ -171,13 +171,13 @@ class Decoding:
         self.prompt_s = self.predicted_s = 0.0
         self._expected: list[float] = []  # seconds that the policy expected of each round
         self._unshown: list[Verdict] = []
-        self._left = self.room  # tokens that may still be decoded
+        self._left = self.most_tokens  # tokens that may still be decoded
         self._ended = False  # the last token that was decoded ends the answer
-        self._reserved = self._draft_reserved = 0  # tokens that the caches have room for
+        self._reserved = self._draft_reserved = 0  # tokens that the caches are reserved for
 
     def steps(self) -> Iterator[Step]:
         """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
-        self._make_room(0)
+        self._reserve(0)
         self.verifier.penalties.start(torch.tensor(self.committed))
         self.buffer = SupervisionBuffer() if self.request.record else None
         began = self.clock()
@@ -220,7 +220,7 @@ class Decoding:
             begins = len(self.rounds)
             while True:
                 drafter, most = self._who_drafts(length)
-                self._make_room(most)
+                self._reserve(most)
                 outcome, verdict, logits = speculative_round(
                     self.target, drafter, self.verifier, self.committed, most, advise, clock
                 )
@@ -252,11 +252,11 @@ class Decoding:
                 return self.history, most
         return self.drafter, length
 
-    def _make_room(self, length: int) -> None:
-        """Room in the caches for a round of ``length`` drafted tokens: the draft's goes with the target's."""
-        needed, longest = len(self.committed) + max(AHEAD, 1 + length), len(self.request.prompt) + self.room
+    def _reserve(self, length: int) -> None:
+        """Reserve the caches for a round of ``length`` drafted tokens: the draft's goes with the target's."""
+        needed, longest = len(self.committed) + max(AHEAD, 1 + length), len(self.request.prompt) + self.most_tokens
         if self._reserved < min(needed, longest):
-            more = max(ANSWER_ROOM, self._reserved // 2)
+            more = max(ANSWER_RESERVE, self._reserved // 2)
             reserved = min(longest, max(needed, (self._reserved or len(self.committed)) + more))
             self.target.reserve(reserved)
             self._reserved = reserved
@@ -283,7 +283,7 @@ class Decoding:
                 text = "" if ends else self.stream.push(token)
                 if ends or self.stream.stopped:
                     self.finish_reason = "stop"
-                elif len(self.output) >= self.room:
+                elif len(self.output) >= self.most_tokens:
                     self.finish_reason = "length"
                 if self.finish_reason is not None:
                     text += self.stream.finish()
