@@ -120,6 +120,14 @@ def test_both_ways_are_compared_as_they_are_in_a_row(
     assert share > 0.95 if drafting else share < 0.05
 
 
+def test_a_promoted_draft_that_cannot_be_asked_yet_is_tried_in_a_row_as_soon_as_it_can() -> None:
+    policy, world = in_world(Sleepers, Sleepers.table_s, Sleepers.table_s)
+    drafted_share(world, USELESS, 3000)
+    policy.swapped()
+    assert all(world.round(GOOD, limit=0).drafted == 0 for _ in range(20))
+    assert drafted_share(world, GOOD, 20) > 0.8
+
+
 def test_what_may_be_chance_is_not_believed() -> None:
     times, rng = SeenTimes(), random.Random(5)
     ratios = []

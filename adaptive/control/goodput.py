@@ -69,6 +69,8 @@ SETTLE_S, BLOCK_S, FEWEST_ROUNDS = 0.005, 0.025, 2
 MOST_TIMES = 2.0
 # Share of the time that blocks may lose, and of the rounds that may be in them where they lose nothing.
 BLOCK_SHARE, MOST_BLOCKS = 0.005, 0.1
+# Rounds since the last block that are more than those between any two.
+LONG_AGO = 1e9
 # The draft length by which drafting and plain decoding are compared, where times of several lengths are seen.
 COMPARED = 3
 # Rounds that are learned from together, after which everything is decided anew. A round's own learning is a
@@ -469,4 +471,4 @@ class GoodputLength(LengthPolicy):
         self.calibration.swapped()
         self.recent.forget()
         self.budget = BUDGET
-        self.block, self.since_block = 0, math.inf  # drafted rounds in a row, in the next answer
+        self.block, self.since_block = 0, LONG_AGO  # drafted rounds in a row, in the next answer
