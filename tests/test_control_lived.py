@@ -10,6 +10,7 @@ import pytest
 from test_control import TABLE, Clock, World
 
 from adaptive.control.acceptance import by_position
+from adaptive.control.blocks import Blocks
 from adaptive.control.costs import LONGEST, CostModel, CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import DAY, Memory, keeping, load, remembered, save
@@ -126,6 +127,31 @@ def test_a_promoted_draft_that_cannot_be_asked_yet_is_tried_in_a_row_as_soon_as_
     policy.swapped()
     assert all(world.round(GOOD, limit=0).drafted == 0 for _ in range(20))
     assert drafted_share(world, GOOD, 20) > 0.8
+
+
+def test_the_first_plain_step_of_an_answer_follows_a_prompt_and_no_plain_step() -> None:
+    """Where an engine builds its graph anew for another number of tokens it takes longer than the next."""
+    blocks = Blocks()
+    for _ in range(2):
+        blocks.answer()
+        assert [blocks.passed(False)[1] for _ in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize("speculating", [True, False])
+def test_blocks_lose_no_more_than_their_share(speculating: bool) -> None:
+    blocks, plain_s, drafted_s, rate = Blocks(), 1e-3, 1.5e-3, 1200.0 if speculating else 500.0
+    lost = total = 0.0
+    for _ in range(100_000):
+        blocks.plan(speculating, plain_s, drafted_s, rate, 1e-5)
+        if not blocks.left and blocks.until_next <= 0:
+            blocks.begin()
+        drafted = speculating is not (blocks.left > 0)
+        seconds = drafted_s if drafted else plain_s
+        fastest = max(rate, 1 / plain_s)
+        lost += seconds - (drafted_s * rate if drafted else 1.0) / fastest
+        total += seconds
+        blocks.passed(drafted)
+    assert 0.003 < lost / total < 0.006
 
 
 def test_what_may_be_chance_is_not_believed() -> None:

@@ -21,7 +21,7 @@ budget held, while a draft that has become useful pays for its own tries from th
 
 **Both ways as they are in use.** A single drafted round among plain ones, or a plain one among drafted, does not take
 what it takes in a row: threads sleep, weights have left the caches. So now and then a block of rounds is decoded the
-way that is not in use, long enough to settle; only settled rounds are learned from and compared (``SeenTimes``).
+way that is not in use (``Blocks``); only settled rounds are learned from and compared (``SeenTimes``).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from adaptive.control.acceptance import Acceptance
+from adaptive.control.blocks import BLOCK_SHARE, Blocks
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
 from adaptive.control.policy import Advice, Adviser, LengthPolicy, Scope
@@ -62,15 +63,6 @@ DEAR = 0.5
 JUDGED_EVERY = 4
 # Bounds of what a second beyond a plain round's may be found to take: the difference of two means that nearly agree.
 LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
-# Seconds of rounds in a row until they take what they go on taking, and of a block of rounds the other way; rounds that
-# such a block has at least. Less is decided by threads that have to be woken, more is lost more seldom.
-SETTLE_S, BLOCK_S, FEWEST_ROUNDS = 0.005, 0.025, 2
-# Plain rounds' time that a drafted one is taken to take at most where blocks are made of them.
-MOST_TIMES = 2.0
-# Share of the time that blocks may lose, and of the rounds that may be in them where they lose nothing.
-BLOCK_SHARE, MOST_BLOCKS = 0.005, 0.1
-# Rounds since the last block that are more than those between any two.
-LONG_AGO = 1e9
 # The draft length by which drafting and plain decoding are compared, where times of several lengths are seen.
 COMPARED = 3
 # Rounds that are learned from together, after which everything is decided anew. A round's own learning is a
@@ -122,12 +114,7 @@ class GoodputLength(LengthPolicy):
         self.this_answer = 0
         self.budget = BUDGET  # plain rounds' time that tries may spend
         self.tries = 0
-        # Rounds in a row up to now that were drafted, or that were not; those of the block under way still to come, and
-        # those since the last block and until the next one; the rounds in a row after which drafted or plain ones
-        # have settled.
-        self.drafted, self.in_a_row = False, 0
-        self.block, self.since_block, self.block_every = 0, 0.0, math.inf
-        self.settling = {False: 0, True: 0}
+        self.blocks = Blocks()
         # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
         # and in how many rounds how much time passed beside the models, with how many tokens.
         self.seen: list[Timed] = []
@@ -157,68 +144,41 @@ class GoodputLength(LengthPolicy):
         self.stopping.clear()
         if not self.decided:
             self._decide(context, waiting)
-        if not self.block and limit > 0 and self._block_is_due(waiting):
-            self._begin_block(context, waiting)
+        if not self.blocks.left and limit > 0 and self._block_is_due(waiting):
+            self.blocks.begin()
+            self._decide(context, waiting)
+        block = self.blocks.left
         self.expected, self.steady = self.expected_plain, 1
-        if self.block and self.speculating:
-            self.steady = self.block
+        if block and self.speculating:
+            self.steady = block
             return 0
-        if not self.block and not self.drafting:
+        if not block and not self.drafting:
             # Plain rounds change nothing until a try can be paid for, or a block is due.
             try_in = (self.price - self.budget) / TRY_SHARE
-            self.steady = max(1, int(min(try_in, self.block_every - self.since_block)))
+            self.steady = max(1, int(min(try_in, self.blocks.until_next)))
             return 0
         if limit <= 0:
             return 0
         if self.speculating and waiting > FEW_WAITING and not self._worth_catching_up(limit):
             return 0
-        if self.speculating or self.block:
-            self.steady = BATCH - len(self.seen)
-        if self.block:
-            self.steady = min(self.steady, self.block)
+        if self.speculating or block:
+            self.steady = min(BATCH - len(self.seen), block or BATCH)
         self.expected = self.expected_speculative
         return min(limit, self.longest if self.attentive else self.best)
 
     def _block_is_due(self, waiting: int) -> bool:
         """Whether enough rounds have passed since the last block, also for what the draft has to catch up with."""
-        passed = self.since_block - self.block_every
-        if passed < 0 or self.speculating or waiting <= FEW_WAITING:
-            return passed >= 0
-        return passed >= self.costs.draft(0, waiting) / (BLOCK_SHARE * self.plain_s)
-
-    def _begin_block(self, context: int, waiting: int) -> None:
-        """From now on some rounds are decoded the way that is not in use."""
-        self.block, self.since_block = self._block_rounds(), 0.0
-        self._decide(context, waiting)
-
-    def _block_rounds(self) -> int:
-        round_s = self.plain_s if self.speculating else self._drafted_s()
-        return max(FEWEST_ROUNDS, math.ceil(BLOCK_S / round_s))
-
-    def _drafted_s(self) -> float:
-        """Seconds of a drafted round as far as they are to tell how many make a block: belief may be far too high."""
-        return min(self.costs.round(self.best), MOST_TIMES * self.plain_s)
-
-    def _plan_blocks(self) -> None:
-        """How many rounds pass between two blocks, so that these lose no more than their share of the time."""
-        drafted_s, plain_s, rounds = self.costs.round(self.best), self.plain_s, self._block_rounds()
-        self.settling = {False: int(SETTLE_S / plain_s), True: int(SETTLE_S / self._drafted_s())}
-        if self.speculating:
-            lost = rounds * (plain_s - 1 / self.speculative) + self.costs.draft(0, rounds)
-            every = lost / (BLOCK_SHARE * drafted_s)
-        elif self.settling[True]:
-            tokens = drafted_s * self.speculative  # of a drafted round
-            every = rounds * (drafted_s - tokens * plain_s) / (BLOCK_SHARE * plain_s)
-        else:  # a single try takes what a round in a row takes
-            every = math.inf
-        self.block_every = max(rounds / MOST_BLOCKS, every)
+        over = -self.blocks.until_next
+        if over < 0 or self.speculating or waiting <= FEW_WAITING:
+            return over >= 0
+        return over >= self.costs.draft(0, waiting) / (BLOCK_SHARE * self.plain_s)
 
     def _decide(self, context: int, waiting: int) -> None:
         """Whether to draft in the coming rounds, and the thresholds of ``advise``, from what is known now."""
         costs = self.costs
         costs.at(context)
         self.plain_s = costs.round(0)
-        longer, self.longer = self.longer, self.times.ratio(self._compared())
+        longer, self.longer = self.longer, self.times.ratio(costs.round(COMPARED) / self.plain_s)
         self.recent.rescale(self.longer / longer)
         self.marginal = self._marginal()
         if self.age == 0 or not self.attentive:
@@ -229,7 +189,7 @@ class GoodputLength(LengthPolicy):
         self.speculative = self._speculative_rate()
         speculating, self.speculating = self.speculating, self.speculative * self.plain_s > 1
         if self.speculating is not speculating:
-            self.block, self.since_block = 0, 0.0
+            self.blocks.cancel()
         rate = max(1 / self.plain_s, self.speculative)
         # A token is dropped where verifying it costs more tokens at the present rate than it brings, with the best of
         # what may follow it; it is the last one where a further one does, which has to be drafted first.
@@ -237,12 +197,13 @@ class GoodputLength(LengthPolicy):
             worth = rate * costs.speed * self.marginal
             drop_below, last_below = ([worth * p for p in prices] for prices in (self.prices, self.further))
             unsure = drop_below[0] > DEAR and not costs.sure_of_verifying()
-            if not self.speculating and (self.block or unsure or self.tries % JUDGED_EVERY == 0):
+            if not self.speculating and (self.blocks.left or unsure or self.tries % JUDGED_EVERY == 0):
                 drop_below[0] = 0.0
             self.stopping.decide(self.calibration.table, self.calibration.follow, drop_below, last_below)
         self.price = min(BUDGET, self._cost_of_trying(waiting))
         self.drafting = self.speculating or self.budget >= self.price
-        self._plan_blocks()
+        drafted_s = costs.round(self.best)
+        self.blocks.plan(self.speculating, self.plain_s, drafted_s, self.speculative, costs.draft(0, 1))
         self.expected_plain = costs.with_tokens(1 / self.plain_s)
         self.expected_speculative = costs.with_tokens(self.speculative)
         self.decided = True
@@ -304,10 +265,6 @@ class GoodputLength(LengthPolicy):
             return 1.0
         return min(max((self.longer * (1.0 + beyond) - 1.0) / beyond, LEAST_MARGINAL), MOST_MARGINAL)
 
-    def _compared(self) -> float:
-        """What a round of ``COMPARED`` drafted tokens is believed to take, in plain rounds."""
-        return self.costs.round(COMPARED) / self.costs.round(0)
-
     def _speculative_rate(self) -> float:
         """Tokens per second of speculation lately, shrunk towards the prediction."""
         speed = self.costs.speed
@@ -343,16 +300,9 @@ class GoodputLength(LengthPolicy):
         self.committed += tokens
         self.this_answer += tokens
         drafted = steps > 0
-        if drafted is not self.drafted:
-            self.drafted, self.in_a_row = drafted, 0
-        settled = self.in_a_row >= self.settling[drafted]
-        again, tried = self.in_a_row > 0 and not drafted, drafted and not self.speculating and not self.block
-        self.in_a_row += 1
-        if self.block:
-            self.block -= 1
-        else:
-            self.since_block += 1
-        self.seen.append(Timed(outcome, steps, self.waiting, again, settled, tried))
+        tried = drafted and not self.speculating and not self.blocks.left
+        settled, again = self.blocks.passed(drafted)
+        self.seen.append(Timed(outcome, steps, self.waiting, again and not drafted, settled, tried))
         self.sure.append(bins)
         self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
         if len(self.seen) >= BATCH or tried:
@@ -367,8 +317,9 @@ class GoodputLength(LengthPolicy):
             self.recent.forget()
             self.times = SeenTimes()
             self.age = 0
+        compared = self.costs.round(COMPARED) / self.costs.round(0)
         for timed, bins in zip(seen, sure, strict=True):
-            self._learn(timed, bins)
+            self._learn(timed, bins, compared)
         self.acceptance.observe([timed.outcome for timed in seen if timed.outcome.drafted])
         if any(sure):
             self.calibration.calibrate()
@@ -378,18 +329,18 @@ class GoodputLength(LengthPolicy):
         self.seen, self.sure = [], []
         self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
 
-    def _learn(self, timed: Timed, bins: list[int]) -> None:
-        """Rate, budget and calibration after one round."""
+    def _learn(self, timed: Timed, bins: list[int], compared: float) -> None:
+        """Rate, budget and calibration after one round; ``compared`` as in ``SeenTimes``."""
         costs, (outcome, steps, waiting, again, settled, tried) = self.costs, timed
         took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
         if not steps:
             self.budget = min(BUDGET, self.budget + TRY_SHARE)
             if settled and again:
-                self.times.observe(False, took, costs.round(0), self._compared())
+                self.times.observe(False, took, costs.round(0), compared)
             return
         whole = costs.draft(steps, waiting) + costs.beside_drafting(outcome.drafted)
         if settled and outcome.drafted:
-            self.times.observe(True, took, whole, self._compared())
+            self.times.observe(True, took, whole, compared)
         seconds = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.beside_drafting(outcome.drafted)
         tokens = 1.0 + outcome.accepted
         if self.attentive:
@@ -457,7 +408,8 @@ class GoodputLength(LengthPolicy):
         self.acceptance.begin(scope.session, "model+seed" if scope.seeded else "model", scope.temperature)
         if self.this_answer:
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
-        self.this_answer = self.plain_run = 0
+        self.this_answer = 0
+        self.blocks.answer()
         self.asked = None
         now = self.clock()
         if self.meter is not None and now - self.looked > LOOK_S and self.meter.read() is not None:
@@ -471,4 +423,4 @@ class GoodputLength(LengthPolicy):
         self.calibration.swapped()
         self.recent.forget()
         self.budget = BUDGET
-        self.block, self.since_block = 0, LONG_AGO  # drafted rounds in a row, in the next answer
+        self.blocks.hurry()  # drafted rounds in a row, in the next answer

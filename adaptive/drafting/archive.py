@@ -3,9 +3,11 @@ as records are written, and forgotten as they are deleted, by this process or an
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -177,14 +179,10 @@ class History:
         return HistoryDrafter(self._text, records, self.matches, temperature)
 
 
-class _logged:  # noqa: N801 - a context manager
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
     """The log cannot be read now: history goes on with what is known, and the next look tries again."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, at: object) -> bool:
-        if not isinstance(error, AdaptiveError):
-            return False
+    try:
+        yield
+    except AdaptiveError as error:
         logger.warning("history: %s", error)
-        return True
