@@ -1,0 +1,1 @@
+"""A head: a small draft on the target's own hidden states, grown here."""

@@ -1,0 +1,266 @@
+"""A head: one decoder layer that reads the target's hidden states and predicts what the target says next.
+
+Row i reads token x_i and the feature f_(i-1), the target's hidden state at token i - 1 after its last layer and before
+its final norm (zeros for i = 0), and predicts x_(i+1). Its own hidden state, taken at the same place, is the feature of
+the next row while it drafts: ::
+
+    h_i = layer(fuse([token_norm(embed(x_i)), feature_norm(f_(i-1))])),    logits_i = projection(norm(h_i))
+
+Embedding, final norm and projection are the target's, shared with it and frozen. In: ``Parts`` of a target. Out: a
+module, and its own tensors as a folder with ``config.json`` and ``model.safetensors``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from adaptive.engines.head.parts import Parts, decoder_of, parts_of_model
+from adaptive.errors import AdaptiveError, first_line
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+# Raised with whatever a head of an earlier version would compute otherwise.
+FORMAT = 1
+# Which hidden state of the target is read: behind the last layer, before the final norm.
+FEATURES = "last"
+
+
+class Head(nn.Module):
+    """``body`` is a causal language model of the target's own class with one layer; ``body.forward`` is not used, but
+    who knows how to run the target can run it. ``width`` is the target's hidden size."""
+
+    def __init__(self, parts: Parts, dtype: torch.dtype | None = None) -> None:
+        """A head that starts from the target's last layer, in ``dtype`` (the target's embedding's), on the parts'
+        device. Raises AdaptiveError where none can be made of this kind of target."""
+        super().__init__()
+        dtype = dtype or parts.dtype
+        device = parts.embedding["weight"].device
+        self.config = head_config(parts.config)
+        self.width = int(self.config.hidden_size)
+        self.body: Any = _body(self.config, dtype).to(device)
+        decoder = decoder_of(self.body)
+        for module, tensors in (
+            (self.body.get_input_embeddings(), parts.embedding),
+            (decoder.norm, parts.norm),
+            (self.body.get_output_embeddings(), parts.projection),
+        ):
+            for name, tensor in tensors.items():
+                setattr(module, name, nn.Parameter(tensor.to(dtype), requires_grad=False))
+        self._give_sizes()
+        eps = float(getattr(self.config, "rms_norm_eps", 1e-6))
+        self.token_norm = nn.RMSNorm(self.width, eps=eps, dtype=dtype, device=device)
+        self.feature_norm = nn.RMSNorm(self.width, eps=eps, dtype=dtype, device=device)
+        self.fuse = nn.Linear(2 * self.width, self.width, bias=False, dtype=dtype, device=device)
+        self._first = parts.layer
+        self.reset()
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, dtype: torch.dtype | None = None) -> Head:
+        """A head on a loaded target, whose tensors it shares where ``dtype`` is theirs."""
+        return cls(parts_of_model(target), dtype)
+
+    @classmethod
+    def read(cls, folder: Path, parts: Parts, dtype: torch.dtype | None = None) -> Head:
+        """The head in ``folder``. Raises AdaptiveError where it does not fit the target."""
+        head = cls(parts, dtype)
+        head.load(folder)
+        return head
+
+    @property
+    def layer(self) -> nn.Module:
+        """The decoder layer."""
+        found: nn.Module = decoder_of(self.body).layers[0]
+        return found
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states (B, T, width), before the final norm, of rows with tokens (B, T) and features (B, T, width).
+
+        ``position_ids`` (B, T); ``attention_mask`` (B, T) of padding, or (B, 1, T, keys) that is added to the scores.
+        """
+        x = self.fused(tokens, features)
+        found: list[torch.Tensor] = []
+        decoder = decoder_of(self.body)
+        handle = decoder.norm.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        try:
+            decoder(
+                inputs_embeds=x,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+        finally:
+            handle.remove()
+        return found[0]
+
+    def fused(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """What the layer reads: (B, T, width)."""
+        embedded = self.token_norm(self.body.get_input_embeddings()(tokens))
+        fused: torch.Tensor = self.fuse(torch.cat([embedded, self.feature_norm(features.to(embedded.dtype))], dim=-1))
+        return fused
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (..., vocab) of hidden states (..., width)."""
+        logits: torch.Tensor = self.body.get_output_embeddings()(decoder_of(self.body).norm(hidden))
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if not cap else cap * torch.tanh(logits / cap)
+
+    def reset(self) -> None:
+        """As it starts: the target's last layer, and the feature alone."""
+        if self._first:
+            self.layer.load_state_dict(self._first)
+        else:  # a target whose weights are quantised: the layer waits for a head's own weights
+            for parameter in self.layer.parameters():
+                nn.init.zeros_(parameter)
+        nn.init.ones_(self.token_norm.weight)
+        nn.init.ones_(self.feature_norm.weight)
+        with torch.no_grad():
+            self.fuse.weight.zero_()
+            self.fuse.weight[:, self.width :].fill_diagonal_(1.0)
+
+    def own(self) -> dict[str, torch.Tensor]:
+        """Its own tensors, by their names in a file; they share its memory."""
+        tensors = {f"layer.{name}": tensor for name, tensor in self.layer.state_dict().items()}
+        for name in ("token_norm", "feature_norm", "fuse"):
+            tensors[f"{name}.weight"] = getattr(self, name).weight.detach()
+        return tensors
+
+    def put(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take over tensors as from ``own``. Raises AdaptiveError where names or shapes are others."""
+        own = self.own()
+        for name, tensor in own.items():
+            if name not in tensors:
+                raise AdaptiveError(f"the head lacks {name}")
+            if tensors[name].shape != tensor.shape:
+                raise AdaptiveError(
+                    f"the head's {name} is {tuple(tensors[name].shape)}, and {tuple(tensor.shape)} fits this target"
+                )
+        surplus = next((name for name in tensors if name not in own), None)
+        if surplus is not None:
+            raise AdaptiveError(f"the head has a tensor {surplus}, for which this target has no place")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+
+    def write(self, folder: Path) -> None:
+        """Write ``config.json`` and ``model.safetensors`` (its own tensors, 0600) into ``folder``."""
+        write_head(self.config, self.own(), folder)
+
+    def load(self, folder: Path) -> None:
+        """Take over the weights in ``folder``. Raises AdaptiveError, leaving its own as they are, where they do not
+        fit."""
+        check_config(read_config(folder), self.config, folder)
+        try:
+            tensors = load_file(folder / WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise AdaptiveError(f"the head in {folder} cannot be read: {first_line(error)}") from error
+        try:
+            self.put(tensors)
+        except AdaptiveError as error:
+            raise AdaptiveError(f"the head in {folder} does not fit: {error}") from None
+
+    def _give_sizes(self) -> None:
+        """Modules that were made for a small vocabulary know the real one."""
+        embedding: Any = self.body.get_input_embeddings()
+        projection: Any = self.body.get_output_embeddings()
+        embedding.num_embeddings = embedding.weight.shape[0]
+        projection.out_features = projection.weight.shape[0]
+        for config in (self.body.config, self.body.config.get_text_config()):
+            config.vocab_size = projection.out_features
+        if hasattr(self.body, "vocab_size"):
+            self.body.vocab_size = projection.out_features
+
+
+def head_config(target: Any) -> Any:
+    """The config of a head on a target of this text config: its own, of the last layer alone."""
+    config = copy.deepcopy(target)
+    layers = int(config.num_hidden_layers)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == layers and layers > 1:  # one entry a layer
+            setattr(config, name, value[-1:])
+    config.num_hidden_layers = 1
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def unsuitable(target: Any) -> str | None:
+    """Why no head can be grown on a target of this text config, in a sentence; None where one can."""
+    try:
+        with torch.device("meta"):
+            decoder_of(_body(head_config(target), torch.float32))
+    except AdaptiveError as error:
+        return str(error)
+    return None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A head's ``config.json``. Raises AdaptiveError where there is none that this version reads."""
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        block = config["head"]
+        known = (block["format"], block["features"], block["vocabulary"]) == (FORMAT, FEATURES, None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdaptiveError(
+            f"{folder} holds no head: {CONFIG} is missing, or no head's ({first_line(error)})"
+        ) from error
+    if not known:
+        raise AdaptiveError(f"the head in {folder} is of another format ({block}); this version reads {FORMAT}")
+    return config
+
+
+def check_config(config: dict[str, Any], target: Any, folder: Path) -> None:
+    """Raise AdaptiveError unless a head's ``config`` is of the kind of ``target``, a text config."""
+    for name in ("model_type", "hidden_size", "vocab_size"):
+        if config.get(name) != getattr(target, name):
+            raise AdaptiveError(
+                f"the head in {folder} is for a target with {name} {config.get(name)}, and this one has "
+                f"{getattr(target, name)}"
+            )
+
+
+def write_head(config: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write a head's own ``tensors`` and its ``config`` into ``folder``."""
+    said = config.to_dict() | {"head": {"format": FORMAT, "features": FEATURES, "vocabulary": None}}
+    (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
+    for name in (CONFIG, WEIGHTS):
+        os.chmod(folder / name, 0o600)
+
+
+def _body(config: Any, dtype: torch.dtype) -> Any:
+    """A causal language model of one layer with a vocabulary of one token, in whose place the target's is put."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    small = copy.deepcopy(config)
+    small.vocab_size, small.pad_token_id = 1, None
+    try:
+        with no_init_weights():
+            body: Any = AutoModelForCausalLM.from_config(small, dtype=dtype)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise AdaptiveError(
+            f"no head can be grown on a model of type {config.model_type}: {first_line(error)}"
+        ) from error
+    body.config.pad_token_id = config.pad_token_id
+    return body.eval()
