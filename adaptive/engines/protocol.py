@@ -168,11 +168,18 @@ class Sequence(Protocol):
         keeps ``length + n`` within the context.
         """
 
+    def features(self, begin: int, end: int) -> torch.Tensor:
+        """The hidden states (end - begin, feature_width) of these tokens of the cache, as the last layer leaves them
+        before the final norm: float32 on the engine's device, a view where they are held so, which lasts until the
+        sequence is extended or rolled back. Raises ValueError where the sequence keeps none, or not so many.
+        """
+
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens. Copies nothing."""
 
     def copy_prefix(self, other: Sequence, length: int) -> None:
         """Hold the first ``length`` tokens of ``other``, a sequence of the same engine, instead of what is held.
+        Either both keep features or neither.
 
         Raises AdaptiveError where there is no memory; nothing is held then.
         """
@@ -183,13 +190,15 @@ class Engine(Protocol):
 
     ``weights`` says how they are held (a dtype, a quantisation), ``end_tokens`` are the ids its
     checkpoint calls the end of a sequence, ``sampling`` what the checkpoint recommends. ``threads`` chooses how many
-    threads short passes use; None where that is not chosen while it runs.
+    threads short passes use; None where that is not chosen while it runs. ``feature_width``: numbers of a token's
+    hidden state, 0 where sequences cannot keep them.
     """
 
     name: str
     weights: str
     vocab_size: int
     context_length: int
+    feature_width: int
     device: torch.device
     end_tokens: frozenset[int]
     sampling: SamplingParams
@@ -198,8 +207,9 @@ class Engine(Protocol):
     def threads(self) -> ThreadChoice | None:
         """See above."""
 
-    def sequence(self) -> Sequence:
-        """A new empty sequence."""
+    def sequence(self, features: bool = False) -> Sequence:
+        """A new empty sequence. With ``features`` it keeps the hidden state of every token in its cache, for
+        ``Sequence.features``. Raises ValueError where the engine gives none."""
 
     def apply_adapter(self, folder: Path | None) -> None:
         """Use the weights with this LoRA adapter (a PEFT folder), or the pristine ones for None.

@@ -16,9 +16,12 @@ GROWTH = 512
 
 
 class CpuCache:
-    """Keys and values (layers, 2, heads, capacity, head size) of one text."""
+    """Keys and values (layers, 2, heads, capacity, head size) of one text, and with a ``width`` the hidden states
+    (capacity, width) of its tokens, float32."""
 
-    def __init__(self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device, width: int = 0
+    ) -> None:
         self.length = 0
         self.capacity = 0
         # Keys and values (2, heads, capacity, size) of every layer.
@@ -28,6 +31,8 @@ class CpuCache:
         self.table = 0
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         self._shape = (layers, 2, heads, size)
+        self.hidden: torch.Tensor | None = torch.empty(0, width, device=device) if width else None
+        self.hidden_address = 0  # 0 for none
 
     def reserve(self, length: int) -> None:
         """Have capacity for ``length`` tokens; what is held stays, also where memory is short."""
@@ -44,8 +49,12 @@ class CpuCache:
         layers, two, heads, size = self._shape
         # Zeros, not garbage: attention may multiply what a mask hides, and garbage may be nan.
         buffer = torch.zeros(layers, two, heads, capacity, size, dtype=self._buffer.dtype, device=self._buffer.device)
+        hidden = None if self.hidden is None else self.hidden.new_zeros(capacity, self.hidden.shape[1])
         if self.length:
             buffer[:, :, :, : self.capacity] = self._buffer
+        if self.hidden is not None and hidden is not None:
+            hidden[: self.length] = self.hidden[: self.length]
+            self.hidden, self.hidden_address = hidden, hidden.data_ptr()
         self._buffer, self.layers = buffer, buffer.unbind(0)
         self._keys, self._values = buffer[:, :1], buffer[:, 1:]
         self.addresses = array("Q", [layer.data_ptr() for layer in self.layers])
@@ -63,6 +72,11 @@ class CpuCache:
             self._pairs.narrow(3, self.length, end - self.length).unbind(0),
         )
 
+    def features(self, begin: int, end: int) -> torch.Tensor:
+        """The hidden states (end - begin, width) of these tokens, where they are kept."""
+        assert self.hidden is not None
+        return self.hidden[begin:end]
+
     def rollback(self, length: int) -> None:
         """Forget all tokens after the first ``length``."""
         self.length = min(length, self.length)
@@ -72,9 +86,11 @@ class CpuCache:
         """Hold the first ``length`` tokens of ``other``; the capacity suffices."""
         whole = min(-(-length // GROWTH) * GROWTH, other.capacity)  # whole panels
         self._buffer[:, :, :, :whole] = other._buffer[:, :, :, :whole]
+        if self.hidden is not None:
+            self.hidden[:length] = other.features(0, length)
         self.length = length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self._buffer.nbytes
+        """Bytes of the buffers."""
+        return self._buffer.nbytes + (0 if self.hidden is None else self.hidden.nbytes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.fused import decoder, fits
 from adaptive.engines.cpu.kernels import Attention, library
 from adaptive.engines.cpu.layers import RmsNorm, TensorFunction
+from adaptive.engines.cpu.masks import FEW, MaskTable
 from adaptive.engines.cpu.plan import Kind, Layer, Plan, read_plan
 from adaptive.engines.cpu.sampling import CpuSampling
 from adaptive.engines.cpu.weights import PackedLinear
@@ -32,10 +33,6 @@ from adaptive.engines.threads import FEW as TIMED
 from adaptive.engines.threads import ThreadChoice
 from adaptive.tokens import Rows, address
 
-# Tokens in one pass up to which buffers are kept and queries of one key head are stacked as rows of one
-# product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
-# are made anew and forgotten.
-FEW = 32
 # Tokens in one native call. More reads the weights less often, which arithmetic hides from some twenty on; fewer needs
 # less memory for activations, and looks for ctrl-C more often.
 MANY = 128
@@ -43,6 +40,16 @@ MANY = 128
 # every number of rows and keeps it, on the bundled target 1.6 MB a number and 250 MB after 160 prompts. Higher
 # computes more rows for nothing.
 STEP = 16
+
+
+class Given(NamedTuple):
+    """Features that a head reads: the address of those (known, width) of the first ``known`` tokens, float32."""
+
+    address: int = 0
+    known: int = 0
+
+
+NOTHING = Given()
 
 
 @dataclass
@@ -95,10 +102,10 @@ class CpuForward:
         """What passes are made of."""
         return "fused" if self.fused else "native" if self.plan.lm_head.native else "torch"
 
-    def cache(self) -> CpuCache:
-        """An empty cache for one text."""
+    def cache(self, features: bool = False) -> CpuCache:
+        """An empty cache for one text, which keeps the ``features`` of its tokens if that is asked."""
         p = self.plan
-        return CpuCache(len(p.layers), p.key_heads, p.head_size, p.dtype, p.device)
+        return CpuCache(len(p.layers), p.key_heads, p.head_size, p.dtype, p.device, p.width if features else 0)
 
     def refresh(self, modules: frozenset[str]) -> None:
         """Follow a change of the weights of these modules (their names in the model)."""
@@ -126,10 +133,13 @@ class CpuForward:
 
     def is_one_call(self, count: int) -> bool:
         """Whether a pass over so many tokens is one native call."""
-        return self.fused and (count <= FEW or not self.plan.lm_head.amx)
+        return self.fused and (count <= FEW or not self.plan.lm_head.amx or self.plan.fuse is not None)
 
-    def one_call(self, tokens: list[int], logits: torch.Tensor, cache: CpuCache) -> torch.Tensor:
-        """The same into ``logits`` (rows, vocab), float32, where passes are ``fused``; no tensor is made."""
+    def one_call(
+        self, tokens: list[int], logits: torch.Tensor, cache: CpuCache, given: Given = NOTHING
+    ) -> torch.Tensor:
+        """The same into ``logits`` (rows, vocab), float32, where passes are ``fused``; no tensor is made. A head reads
+        what is ``given``, and its own features behind that, of which the first token's is held."""
         count, rows, start = len(tokens), len(logits), cache.length
         rope, decoder = self._prepare(start + count, cache), self._fused_pass()
         parts = -(-count // MANY)
@@ -141,15 +151,31 @@ class CpuForward:
             rope_at, threads = rope + begin * self._rope_bytes, self._threads_for(end - begin)
             began = time.perf_counter()
             some, place = tokens[begin:end], address(wanted)
-            decoder(some, len(wanted), rope_at, cache.table, cache.capacity, start + begin, place, threads)
+            decoder(
+                some,
+                len(wanted),
+                rope_at,
+                cache.table,
+                cache.capacity,
+                start + begin,
+                cache.hidden_address,
+                given.address,
+                given.known,
+                place,
+                threads,
+            )
             self._took(end - begin, time.perf_counter() - began)
         cache.length = start + count
         return logits
 
-    def propose(self, call: ProposalCall, probs: Rows, cache: CpuCache) -> Proposed:
-        """Where passes are ``fused``, see ``FusedCalls``; what tokens are drawn from is left in ``probs``."""
+    def propose(self, call: ProposalCall, probs: Rows, cache: CpuCache, given: Given = NOTHING) -> Proposed:
+        """Where passes are ``fused``, see ``FusedCalls``; what tokens are drawn from is left in ``probs``. ``given`` as
+        in ``one_call``."""
         tokens = call.tokens
-        if len(tokens) > FEW:
+        if len(tokens) > FEW and self.is_one_call(len(tokens) - 1):
+            self.one_call(tokens[:-1], torch.empty(0, self.plan.lm_head.outputs), cache, given)
+            tokens = tokens[-1:]
+        elif len(tokens) > FEW:
             self(torch.tensor(tokens[:-1]), 0, cache)
             tokens = tokens[-1:]
         start, advise, drawn = cache.length, call.advise, bool(call.uniform)
@@ -173,6 +199,9 @@ class CpuForward:
             cache.table,
             cache.capacity,
             start,
+            cache.hidden_address,
+            given.address,
+            given.known,
             threads,
         )
         self._took(1, (time.perf_counter() - began) / (passed - len(tokens) + 1))
@@ -204,6 +233,7 @@ class CpuForward:
             cache.table,
             cache.capacity,
             start,
+            cache.hidden_address,
             address(logits),
             threads,
         )
@@ -248,6 +278,8 @@ class CpuForward:
         else:
             self._torch_layers(x, space, cache)
         cache.length = start + given
+        if cache.hidden is not None:
+            cache.hidden[start : cache.length] = x[:given]
         if not rows:
             return x.new_empty(0)
         # In the activations' dtype: argmax over bfloat16 is several times slower on a CPU.
@@ -343,48 +375,6 @@ class CpuForward:
         # The same as the native kernels read it: (n, ropes, size / 2, 2), its address, and the bytes of a token's.
         self._cos_sin = torch.stack([torch.view_as_real(r) for r in ropes], 1)
         self._rope_address, self._rope_bytes = self._cos_sin.data_ptr(), self._cos_sin[0].nbytes
-
-
-class MaskTable:
-    """Which keys a query may see, as slices of one table.
-
-    Row i of a table is the i-th new token; column ``reach`` + j the key j places after the first new
-    one. The mask of any pass over at most ``FEW`` tokens is then a rectangle of it.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.windows = sorted({layer.window for layer in plan.layers})
-        self._group = plan.heads // plan.key_heads
-        self._reach = -1
-        self._tables: dict[int, torch.Tensor] = {}
-
-    def of(self, start: int, count: int, grouped: bool) -> dict[int, torch.Tensor | None]:
-        """By window (0 for none): the additive mask of a pass, or None where every key is seen."""
-        masks: dict[int, torch.Tensor | None] = {}
-        for window in self.windows:
-            if count == 1 and (not window or start < window):
-                masks[window] = None
-            elif count <= FEW:
-                if start > self._reach:
-                    self._extend(start)
-                table = self._tables[window]
-                masks[window] = table[: count * self._group, self._reach - start : self._reach + count]
-            else:
-                masks[window] = self._rows(window, start, count, self._group if grouped else 1)
-        return masks
-
-    def _extend(self, start: int) -> None:
-        self._reach = max(2 * start, 2048)
-        self._tables = {window: self._rows(window, self._reach, FEW, self._group) for window in self.windows}
-
-    def _rows(self, window: int, start: int, count: int, repeats: int) -> torch.Tensor:
-        """(count * repeats, start + count): 0 where seen, -inf where not; every token's row ``repeats`` times."""
-        query = torch.arange(start, start + count, device=self.plan.device)[:, None]
-        key = torch.arange(start + count, device=self.plan.device)[None]
-        hidden = (key > query) | (key <= query - window) if window else key > query
-        mask = torch.zeros(hidden.shape, dtype=self.plan.dtype, device=self.plan.device)
-        return mask.masked_fill_(hidden, -torch.inf).repeat_interleave(repeats, 0)
 
 
 def _output_and_mlp(x: torch.Tensor, layer: Layer, attended: torch.Tensor) -> None:

@@ -55,7 +55,7 @@ def decoder(plan: Plan, attention: Attention) -> Any:
         )
         for layer in plan.layers
     ]
-    embedding, factor = plan.embed.weight, plan.embed.factor
+    embedding, factor, fuse = plan.embed.weight, plan.embed.factor, plan.fuse
     return native.Decoder(
         layers=layers,
         attention=attention.native,
@@ -66,6 +66,9 @@ def decoder(plan: Plan, attention: Attention) -> Any:
         gate=int(_gate(plan.layers[0]) or 0),
         half=embedding.dtype == torch.bfloat16,
         vocab=len(embedding),
+        fuse=None if fuse is None else _native(fuse.linear),
+        token_norm=norm(None if fuse is None else fuse.token_norm),
+        feature_norm=norm(None if fuse is None else fuse.feature_norm),
     )
 
 

@@ -53,10 +53,21 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Fuse:
+    """How a head reads a token and the feature of the one before it: linear([token_norm(embedding),
+    feature_norm(feature)])."""
+
+    linear: PackedLinear
+    token_norm: RmsNorm
+    feature_norm: RmsNorm
+
+
+@dataclass(frozen=True)
 class Plan:
     """A whole model. ``dtype`` is that of activations and cache, ``weight_dtype`` that of the linear layers' inputs;
     ``ropes`` map positions (1, n) to cos and sin as complex numbers (n, head size / 2); ``softcap`` bounds the logits;
-    ``names`` gives a module's name in the model, for following adapters."""
+    ``names`` gives a module's name in the model, for following adapters; ``fuse`` is how a head reads, None for a model
+    that embeds its tokens."""
 
     layers: tuple[Layer, ...]
     linears: tuple[PackedLinear, ...]
@@ -73,6 +84,12 @@ class Plan:
     weight_dtype: torch.dtype
     device: torch.device
     names: dict[nn.Module, str]
+    fuse: Fuse | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers of a hidden state."""
+        return self.lm_head.inputs
 
 
 # Which of our forwards runs: a pass in one native call, layer by layer on native linear layers, or torch's operations.

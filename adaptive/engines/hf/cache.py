@@ -135,7 +135,8 @@ def _buffer(states: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 class RollbackCache(Cache):
-    """One ``RollbackLayer`` a layer of the model, all of one length.
+    """One ``RollbackLayer`` a layer of the model, all of one length; with ``keeps`` the hidden states of its tokens
+    too, in the model's dtype.
 
     Raises AdaptiveError for a model whose layers hold anything but attention over past tokens (a
     recurrent state cannot be rolled back).
@@ -143,7 +144,7 @@ class RollbackCache(Cache):
 
     layers: list[RollbackLayer]  # type: ignore[assignment]
 
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: object, keeps: bool = False) -> None:
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers  # type: ignore[attr-defined]
         strange = set(types) - {"full_attention", "sliding_attention", "chunked_attention"}
         if strange:
@@ -155,6 +156,8 @@ class RollbackCache(Cache):
         if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
             types = ["sliding_attention"] * len(types)
         super().__init__(layers=[RollbackLayer(kind != "full_attention") for kind in types])
+        self.keeps = keeps
+        self._hidden: torch.Tensor | None = None  # (capacity, width), from the first pass on
         self.recordings: dict[Any, Any] = {}  # passes that are recorded over these buffers
 
     @property
@@ -167,8 +170,34 @@ class RollbackCache(Cache):
         capacity = -(-length // GROWTH) * GROWTH
         small = [layer for layer in self.layers if layer.capacity < capacity]
         grown = [layer.grown(capacity) for layer in small]
+        hidden = self._grown(capacity)
         for layer, buffers in zip(small, grown, strict=True):
             layer.use(buffers, capacity)
+        self._hidden = hidden
+
+    def _grown(self, capacity: int) -> torch.Tensor | None:
+        """Room for the hidden states of so many tokens, with those that are held."""
+        old = self._hidden
+        if old is None or len(old) >= capacity:
+            return old
+        new = old.new_zeros(capacity, old.shape[1])
+        new[: self.length] = old[: self.length]
+        return new
+
+    def keep(self, hidden: torch.Tensor) -> None:
+        """Hold the hidden states (1, n, width) of the n tokens of the pass under way, whose keys are held already."""
+        recording = self.layers[0].recording
+        if self._hidden is None:
+            self._hidden = hidden.new_zeros(self.capacity, hidden.shape[-1])
+        if recording is not None:
+            self._hidden.index_copy_(0, recording.places(), hidden[0])
+        else:
+            self._hidden[self.length - hidden.shape[1] : self.length] = hidden[0]
+
+    def features(self, begin: int, end: int) -> torch.Tensor:
+        """The hidden states (end - begin, width) of these tokens, where they are kept."""
+        assert self._hidden is not None
+        return self._hidden[begin:end]
 
     def ensure_capacity(self, length: int) -> None:
         """``reserve`` for a pass that nobody reserved for: half as much again, so that few passes copy."""
@@ -213,8 +242,13 @@ class RollbackCache(Cache):
         """Hold the first ``length`` tokens of ``other``; the capacity suffices."""
         for layer, source in zip(self.layers, other.layers, strict=True):
             layer.copy_prefix(source, length)
+        if self.keeps and other._hidden is not None:
+            if self._hidden is None:
+                self._hidden = other._hidden.new_zeros(self.capacity, other._hidden.shape[1])
+            self._hidden[:length] = other._hidden[:length]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values) if t is not None)
+        buffers = [t for layer in self.layers for t in (layer.keys, layer.values)]
+        return sum(t.nbytes for t in (*buffers, self._hidden) if t is not None)

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import FEW, cpu_forward
 from adaptive.engines.hf.cache import RollbackCache
+from adaptive.engines.hf.features import final_norm
 from adaptive.engines.hf.graphs import RecordedPasses
 from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Sequence, VerificationCall
@@ -28,11 +30,14 @@ PREFILL_CHUNK = 512
 class TransformersSequence:
     """One text in a cache: our CPU forward's, or one that the model's own forward writes."""
 
-    def __init__(self, engine: TransformersEngine) -> None:
+    def __init__(self, engine: TransformersEngine, features: bool = False) -> None:
         self.engine = engine
-        self.cache: CpuCache | RollbackCache = (
-            engine.cpu_forward.cache() if engine.cpu_forward else RollbackCache(engine.model.config.get_text_config())
-        )
+        self.cache: CpuCache | RollbackCache
+        if engine.cpu_forward is not None:
+            self.cache = engine.cpu_forward.cache(features)
+        else:
+            self.cache = RollbackCache(engine.model.config.get_text_config(), features)
+        self._keeps = features
         self._logits, self._probs = Rows(engine.vocab_size), Rows(0)
 
     @property
@@ -96,6 +101,14 @@ class TransformersSequence:
         logits = self._logits(0, count + 1)
         return forward.verify(call, logits, self.cache), logits
 
+    def features(self, begin: int, end: int) -> torch.Tensor:
+        """Hidden states (end - begin, feature_width), float32; see the protocol."""
+        if not self._keeps or not 0 <= begin <= end <= self.length:
+            raise ValueError(f"features {begin} to {end} of a text of {self.length} tokens, which are not kept")
+        if not self.length:
+            return torch.empty(0, self.engine.feature_width, device=self.engine.device)
+        return self.cache.features(begin, end).float()
+
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""
         self.cache.rollback(length)
@@ -132,6 +145,11 @@ class TransformersEngine:
             self.adapter.listeners.append(self.cpu_forward.refresh)
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
         self.weights = "int8" if rounded else _weights(model)
+        self._norm = final_norm(self.model)
+        self._kept: RollbackCache | None = None  # which takes the hidden states of the pass under way
+        self._watched = False  # whether the model's own forward says them
+        gives = self.cpu_forward is not None or self._norm is not None
+        self.feature_width: int = config.hidden_size if gives else 0
         self.recorded: RecordedPasses | None = None
         keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
@@ -146,9 +164,18 @@ class TransformersEngine:
         """From now on, record short passes and replay them (``graphs.py``)."""
         self.recorded = RecordedPasses(self)
 
-    def sequence(self) -> TransformersSequence:
-        """A new empty sequence."""
-        return TransformersSequence(self)
+    def sequence(self, features: bool = False) -> TransformersSequence:
+        """A new empty sequence; see the protocol."""
+        if features and not self.feature_width:
+            raise ValueError(f"a {type(self.model).__name__} gives no features: its final norm is not known")
+        if features and self.cpu_forward is None and not self._watched and self._norm is not None:
+            self._norm.register_forward_pre_hook(self._keep_features)
+            self._watched = True
+        return TransformersSequence(self, features)
+
+    def _keep_features(self, module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if self._kept is not None:
+            self._kept.keep(given[0])
 
     def forward(self, tokens: torch.Tensor, rows: int, cache: CpuCache | RollbackCache) -> torch.Tensor:
         """One pass over tokens (n,) after what the cache holds; logits (rows, vocab) of the last ones."""
@@ -165,14 +192,20 @@ class TransformersEngine:
         """The same by the model's own forward, as it comes."""
         start = cache.length
         cache.ensure_capacity(start + len(tokens))
-        output = self.model(
-            input_ids=tokens[None],
-            position_ids=self._positions[:, start : start + len(tokens)],
-            past_key_values=cache,
-            use_cache=True,
-            **self._keep(max(rows, 1)),
-        )
-        logits: torch.Tensor = output.logits[0, output.logits.shape[1] - rows :]
+        logits = self.run(tokens, self._positions[0, start : start + len(tokens)], cache, **self._keep(max(rows, 1)))
+        return logits[len(logits) - rows :]
+
+    def run(self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache, **options: int) -> torch.Tensor:
+        """The model's own forward of tokens (n,) at ``places`` (n,), which may be recorded; logits (n or fewer, vocab),
+        and in a cache that keeps them the hidden states."""
+        self._kept = cache if cache.keeps else None
+        try:
+            output = self.model(
+                input_ids=tokens[None], position_ids=places[None], past_key_values=cache, use_cache=True, **options
+            )
+        finally:
+            self._kept = None
+        logits: torch.Tensor = output.logits[0]
         return logits
 
     def apply_adapter(self, folder: Path | None) -> None:

@@ -47,6 +47,9 @@ class Recordable(Protocol):
     def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
         """Append tokens (n,) to the cache; logits (rows, vocab) of the last ones."""
 
+    def run(self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache) -> torch.Tensor:
+        """The model's own forward of tokens (n,) at ``places`` (n,); logits (n, vocab)."""
+
 
 class RecordedPasses:
     """The recorded passes of one engine, over all of its caches. Eager where recording does not work out."""
@@ -122,7 +125,7 @@ class RecordedPass:
         stream: torch.cuda.Stream | None,
     ) -> None:
         """Raises RuntimeError where the model's forward cannot be recorded. ``stream`` is what it is recorded on."""
-        self.model = engine.model
+        self.engine = engine
         self.tokens = torch.zeros(size, dtype=torch.long, device=engine.device)
         self.recording = Recording(torch.zeros((), dtype=torch.long, device=engine.device), size, keys)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -162,11 +165,4 @@ class RecordedPass:
 
     def _run(self, cache: RollbackCache) -> torch.Tensor:
         with cache.written_as(self.recording):
-            output = self.model(
-                input_ids=self.tokens[None],
-                position_ids=self.recording.places()[None],
-                past_key_values=cache,
-                use_cache=True,
-            )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+            return self.engine.run(self.tokens, self.recording.places(), cache)

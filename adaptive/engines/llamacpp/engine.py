@@ -202,6 +202,10 @@ class LlamaCppSequence:
         self.length = self._written = other.length
         self.rollback(length)
 
+    def features(self, begin: int, end: int) -> torch.Tensor:
+        """Not kept; see the protocol."""
+        raise ValueError("sequences of llama.cpp keep no features")
+
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""
         length = min(length, self.length)
@@ -219,6 +223,7 @@ class LlamaCppEngine:
 
     name = "llama.cpp"
     weights = "gguf"
+    feature_width = 0  # the library hands out hidden states after the final norm, if at all
 
     def __init__(self, model: LlamaModel, end_tokens: frozenset[int], threads: int, gpu: bool = False) -> None:
         """Raises AdaptiveError for a model whose state cannot be rolled back."""
@@ -243,8 +248,10 @@ class LlamaCppEngine:
         self._sequences: weakref.WeakSet[LlamaCppSequence] = weakref.WeakSet()
         self._lock = threading.Lock()  # of them
 
-    def sequence(self) -> LlamaCppSequence:
-        """A new empty sequence."""
+    def sequence(self, features: bool = False) -> LlamaCppSequence:
+        """A new empty sequence; ``features`` are not to be had."""
+        if features:
+            raise ValueError("llama.cpp gives no features")
         sequence = LlamaCppSequence(self)
         with self._lock:
             self._sequences.add(sequence)

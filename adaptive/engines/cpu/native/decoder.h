@@ -23,6 +23,21 @@ struct Layer {
   int32_t rope, window;
 };
 
+// How a head reads: linear([token_norm(embedding of a token), feature_norm(feature of the token before it)]), or not at all
+// where there is no linear layer.
+struct Fuse {
+  const Linear* linear;
+  Norm token_norm, feature_norm;
+};
+
+// Hidden states by position, (length, width), as the last layer leaves them before the final norm: where a pass leaves
+// those of its tokens, or null; and for a head those that it reads, of the first `known` tokens in `given`, of others its own.
+struct Features {
+  float* kept = nullptr;
+  const float* given = nullptr;
+  int known = 0;
+};
+
 struct Decoder {
   std::vector<Layer> layers;
   const Attention* attention;
@@ -33,6 +48,7 @@ struct Decoder {
   int32_t gate;  // Prologue of the layers `down`
   bool half;     // the embedding is bfloat16
   int32_t vocab;
+  Fuse fuse;
 };
 
 // A row of the embedding, (width,). Half as wide numbers times the factor are rounded to as many bits, as transformers does.
@@ -53,6 +69,30 @@ inline void embed(const Decoder& d, int64_t token, float* x) {
   }
 }
 
+void normalise(const float* x, int width, const Norm& norm, float* out) {
+  const float factor = rms_factor(x, width, norm.eps);
+  for (int k = 0; k < width; k++) out[k] = x[k] * factor * norm.weight[k];
+}
+
+// What a head makes of tokens (n,) behind `start` others: x (n, width). Nothing stands before the first token, and its feature
+// is zero; that of every other but the first of the n is known.
+void fuse(const Decoder& d, const int64_t* tokens, int n, int start, const Features& features, float* x, int threads) {
+  const int width = d.head->in;
+  float* both = scratch<float, 17>(size_t(n) * 2 * width);
+  for (int i = 0; i < n; i++) {
+    float* row = both + size_t(i) * 2 * width;
+    embed(d, tokens[i], row);
+    normalise(row, width, d.fuse.token_norm, row);
+    const int before = start + i - 1;
+    if (before < 0)
+      std::memset(row + width, 0, width * sizeof(float));
+    else
+      normalise((before < features.known ? features.given : features.kept) + size_t(before) * width, width,
+                d.fuse.feature_norm, row + width);
+  }
+  apply(d.fuse.linear, both, x, n, 0, threads, NONE, nullptr, 0);
+}
+
 // y (n, out) of a linear layer added to x, after the norm if there is one.
 void add(const Linear* p, const float* from, float* x, int n, int threads, int prologue, const Norm& norm) {
   if (!norm.weight) return apply(p, from, x, n, 1, threads, prologue, nullptr, 0);
@@ -69,17 +109,21 @@ void add(const Linear* p, const float* from, float* x, int n, int threads, int p
 // `caches`, one for each layer (2, key heads, capacity, size), as in attention.h. False, and nothing done, where a token is
 // none of the vocabulary.
 bool decode(const Decoder& d, const int64_t* tokens, int n, int rows, const float* cos_sin, float* const* caches,
-           int64_t capacity, int start, float* logits, int threads) {
+           int64_t capacity, int start, const Features& features, float* logits, int threads) {
   for (int i = 0; i < n; i++)
     if (tokens[i] < 0 || tokens[i] >= d.vocab) return false;
   const Attention& a = *d.attention;
   const int width = d.head->in, inner = d.layers.empty() ? 0 : d.layers[0].up->out;
   const int normed = a.heads + a.key_heads, heads = normed + a.key_heads;
-  float* x = scratch<float, 7>(size_t(n) * width);
+  // Features are the residual stream where it ends: kept, they are added up in their own place.
+  float* x = features.kept ? features.kept + size_t(start) * width : scratch<float, 7>(size_t(n) * width);
   float* projected = scratch<float, 8>(size_t(n) * heads * a.size);
   float* attended = scratch<float, 9>(size_t(n) * a.heads * a.size);
   float* both = scratch<float, 10>(size_t(n) * inner);
-  for (int i = 0; i < n; i++) embed(d, tokens[i], x + size_t(i) * width);
+  if (d.fuse.linear)
+    fuse(d, tokens, n, start, features, x, threads);
+  else
+    for (int i = 0; i < n; i++) embed(d, tokens[i], x + size_t(i) * width);
   for (size_t i = 0; i < d.layers.size(); i++) {
     const Layer& layer = d.layers[i];
     apply(layer.qkv, x, projected, n, 0, threads, RMS_NORM, layer.attention_norm.weight, layer.attention_norm.eps);

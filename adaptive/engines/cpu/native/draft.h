@@ -57,12 +57,12 @@ int advised(const Stopping& s, int position, double confidence) {
 // a token is none of the vocabulary.
 int draft(const Decoder& decoder, const Sampling& sampling, const Adviser& adviser, int length, int64_t known,
           const double* uniform, float* probs, const int64_t* tokens, int n, const float* cos_sin, float* const* caches,
-          int64_t capacity, int start, int64_t* drafted, int* passed, int threads) {
+          int64_t capacity, int start, const Features& features, int64_t* drafted, int* passed, int threads) {
   const int64_t vocab = std::min<int64_t>(known, decoder.head->out);
   float* logits = scratch<float, 13>(decoder.head->out);
   *passed = 0;
   for (int position = 0; position < length; position++) {
-    if (!decode(decoder, tokens, n, 1, cos_sin, caches, capacity, start + *passed, logits, threads)) return -1;
+    if (!decode(decoder, tokens, n, 1, cos_sin, caches, capacity, start + *passed, features, logits, threads)) return -1;
     cos_sin += size_t(n) * decoder.attention->cos_sin_stride;
     *passed += n;
     float* row = sampling.greedy ? nullptr : sampling.seeded ? scratch<float, 14>(vocab) : probs + position * vocab;

@@ -71,7 +71,7 @@ struct Asked {
 
 nb::tuple propose(const Decoder& decoder, const Sampling& sampling, Tokens tokens, int length, int64_t known,
                   const Numbers& uniform, Address probs, const Thresholds* thresholds, nb::object adviser, Address cos_sin,
-                  Address caches, int64_t capacity, int start, int threads) {
+                  Address caches, int64_t capacity, int start, Address kept, Address given, int feature_count, int threads) {
   if (!sampling.greedy && !sampling.seeded && (int(uniform.size()) < length || !probs))
     throw nb::value_error("a proposal that is drawn needs random numbers and a place for its distributions");
   Asked asked{adviser, nullptr};
@@ -81,7 +81,8 @@ nb::tuple propose(const Decoder& decoder, const Sampling& sampling, Tokens token
   {
     nb::gil_scoped_release unlocked;
     count = draft(decoder, sampling, who, length, known, uniform.data(), to<float>(probs), tokens.data(), int(tokens.size()),
-                  to<float>(cos_sin), to<float*>(caches), capacity, start, drafted.data(), &passed, threads);
+                  to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept), to<float>(given), feature_count},
+                  drafted.data(), &passed, threads);
   }
   if (asked.error) std::rethrow_exception(asked.error);
   check(count >= 0);
@@ -113,8 +114,8 @@ nb::tuple judged(const Sampling& sampling, Address logits, int64_t vocab, const 
 
 // A pass over tokens, of which the last `count` are drafted, and then the rule over its logits (count + 1, vocab).
 nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Tokens& tokens, int count, Address q, int64_t fewer,
-                   const Numbers& uniform, Address cos_sin, Address caches, int64_t capacity, int start, Address logits,
-                   int threads) {
+                   const Numbers& uniform, Address cos_sin, Address caches, int64_t capacity, int start, Address kept,
+                   Address logits, int threads) {
   const int size = int(tokens.size());
   if (count < 0 || count >= size) throw nb::value_error("a verification needs a token before those drafted");
   if (!sampling.greedy && !sampling.seeded && int(uniform.size()) < count + 2)
@@ -125,7 +126,7 @@ nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Token
   {
     nb::gil_scoped_release unlocked;
     done = decode(decoder, tokens.data(), size, count + 1, to<float>(cos_sin), to<float*>(caches), capacity, start,
-                  to<float>(logits), threads);
+                  {to<float>(kept)}, to<float>(logits), threads);
     if (done)
       v = judge(sampling, to<float>(logits), decoder.head->out, tokens.data() + size - count, count, start + size - count,
                 {to<float>(q), fewer, uniform.data()}, chosen.data());
@@ -201,23 +202,26 @@ void bind(nb::module_& m) {
 
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", [](Decoder* self, std::vector<Layer> layers, const Attention& attention, const Linear& head,
-                          Address embedding, Norm final_norm, float factor, int gate, bool half, int vocab) {
-        new (self) Decoder{std::move(layers), &attention, &head, to<void>(embedding), final_norm, factor, gate, half, vocab};
-      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), arg("layers"), arg("attention"), arg("head"),
-      arg("embedding"), arg("final_norm"), arg("factor"), arg("gate"), arg("half"), arg("vocab"))
+                          Address embedding, Norm final_norm, float factor, int gate, bool half, int vocab, const Linear* fuse,
+                          Norm token_norm, Norm feature_norm) {
+        new (self) Decoder{std::move(layers), &attention, &head, to<void>(embedding), final_norm, factor, gate, half, vocab,
+                           {fuse, token_norm, feature_norm}};
+      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 11>(), arg("layers"),
+      arg("attention"), arg("head"), arg("embedding"), arg("final_norm"), arg("factor"), arg("gate"), arg("half"), arg("vocab"),
+      arg("fuse").none(), arg("token_norm"), arg("feature_norm"))
       .def("__call__", [](const Decoder& self, const Tokens& tokens, int rows, Address cos_sin, Address caches, int64_t capacity,
-                          int start, Address logits, int threads) {
+                          int start, Address kept, Address given, int known, Address logits, int threads) {
         bool done;
         {
           nb::gil_scoped_release unlocked;
           done = decode(self, tokens.data(), int(tokens.size()), rows, to<float>(cos_sin), to<float*>(caches), capacity, start,
-                        to<float>(logits), threads);
+                        {to<float>(kept), to<float>(given), known}, to<float>(logits), threads);
         }
         check(done);
       })
       .def("propose", &propose, arg("sampling"), arg("tokens"), arg("length"), arg("known"), arg("uniform"), arg("probs"),
            arg("thresholds").none(), arg("adviser").none(), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"),
-           arg("threads"))
+           arg("kept"), arg("given"), arg("feature_count"), arg("threads"))
       .def("verify", &verified);
 
   nb::class_<Thresholds>(m, "Thresholds")
