@@ -32,6 +32,11 @@ class PairState:
         return self.root / "training.safetensors"
 
     @property
+    def features(self) -> Path:
+        """The feature spool: hidden states of the target at logged positions."""
+        return self.root / "features"
+
+    @property
     def controller(self) -> Path:
         """Learned costs and acceptance priors."""
         return self.root / "controller.json"

@@ -8,6 +8,7 @@ beyond this program.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from adaptive.errors import AdaptiveError
+from adaptive.records.features import FeatureSpool
 from adaptive.records.recover import set_aside_logs
-from adaptive.records.schema import transaction
+from adaptive.records.schema import connect, transaction
 from adaptive.state import PairState
 from checkpoints import files
 
@@ -61,9 +63,15 @@ def shrink(connection: sqlite3.Connection, path: Path) -> None:
 def erase_beside(state: PairState, everything: bool) -> list[str]:
     """Remove what else in the state folder holds what was said; the names of what was there.
 
-    Damaged logs that were set aside go with any purge: whatever could be read of them is in the log. With
-    ``everything``, where an interrupted training run stood goes too.
+    Damaged logs that were set aside go with any purge: whatever could be read of them is in the log; so do the features
+    of what is no longer in it. With ``everything``, all features go, and where an interrupted training run stood.
     """
+    spool = FeatureSpool(state.features, 0)
+    if everything:
+        spool.erase()
+    elif state.features.is_dir():
+        with contextlib.closing(connect(state.records)) as connection:
+            spool.sweep(connection)
     doomed = set_aside_logs(state.records) + ([state.training] if everything and state.training.exists() else [])
     for file in doomed:
         file.unlink(missing_ok=True)

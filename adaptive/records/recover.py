@@ -280,7 +280,7 @@ def remove(path: Path) -> int:
         doomed = [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm")), *set_aside_logs(path)]
         try:
             for file in doomed:
-                _overwrite_and_remove(file)
+                overwrite_and_remove(file)
             with contextlib.suppress(DiskFullError):
                 connection = connect(path)
                 with contextlib.closing(connection), transaction(connection):
@@ -308,7 +308,7 @@ def _is_sequence(values: tuple[Any, ...]) -> bool:
     return len(values) == 2 and values[0] == "generations" and _is_id(values[1])
 
 
-def _overwrite_and_remove(file: Path) -> None:
+def overwrite_and_remove(file: Path) -> None:
     if not file.exists():
         return
     with file.open("r+b") as stream:

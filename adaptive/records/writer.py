@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from adaptive.errors import AdaptiveError
+from adaptive.records.features import Features, FeatureSpool
 from adaptive.records.recover import (
     Place,
     abandon,
@@ -68,12 +69,26 @@ class WriterState:
     lost: int
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A generation that is not in the log yet, and the target's features of it, if they are to be kept."""
+
+    generation: Generation
+    features: Features | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes of memory both take."""
+        return size_of(self.generation) + (0 if self.features is None else self.features.nbytes)
+
+
 class LogWriter:
     """The one writer of this process. Safe to call from several threads; also a context manager.
 
     When the memory for what waits is full, ``write`` waits up to ROOM_S, unless the disk is failing; then the oldest
-    waiting generations lose their supervision (counted in ``stripped``), and when none has any left, the oldest one
-    is given up (``lost``).
+    waiting generations lose their features and their supervision (counted in ``stripped``), and when none has any left,
+    the oldest one is given up (``lost``). Features go to ``spool``, where one is given; that they could not be written
+    is no failure of the log.
     """
 
     def __init__(
@@ -84,6 +99,7 @@ class LogWriter:
         retry_s: float = RETRY_S,
         after: int = 0,
         keep: Keep | None = None,
+        spool: FeatureSpool | None = None,
     ) -> None:
         """Open (or create) the log at ``path``; new ids are above ``after``. A damaged log is replaced (``recover``).
         What ``keep`` does not keep is deleted now and as records come.
@@ -99,8 +115,9 @@ class LogWriter:
         self._retry_s = retry_s
         self._newest = after
         self._keep = keep
+        self._spool = spool
         self._looked = -math.inf  # when ``keep`` was last enforced
-        self._pending: deque[Generation] = deque()
+        self._pending: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._handed = self._settled = 0  # generations given to write(), and committed or given up
         self._attempt = self._failed_attempt = 0
@@ -141,14 +158,15 @@ class LogWriter:
         with self._changed:
             return WriterState(self._failure is None, self._handed - self._settled, self.stripped, self.lost)
 
-    def write(self, generation: Generation) -> None:
+    def write(self, generation: Generation, features: Features | None = None) -> None:
         """Hand over ``generation``; returns at once while there is room (see the class)."""
+        waiting = Waiting(generation, features if self._spool is not None else None)
         with self._changed:
             if self._closing:
                 raise RuntimeError("the log writer is closed")
-            self._changed.wait_for(lambda: self._fits_or_fails(size_of(generation)), ROOM_S)
-            self._pending.append(generation)
-            self._held += size_of(generation)
+            self._changed.wait_for(lambda: self._fits_or_fails(waiting.nbytes), ROOM_S)
+            self._pending.append(waiting)
+            self._held += waiting.nbytes
             self._handed += 1
             if self._held > self._memory:
                 self._shrink()
@@ -191,24 +209,25 @@ class LogWriter:
         return not self._pending or self._held + size <= self._memory or self._failure is not None
 
     def _shrink(self) -> None:
-        """Drop supervision before text, and of both the oldest first. Called with the lock held."""
+        """Drop features and supervision before text, and of both the oldest first. Called with the lock held."""
         for place, waiting in enumerate(self._pending):
             if self._held <= self._memory:
                 return
-            if waiting.supervision is not None:
-                self._pending[place] = dataclasses.replace(waiting, supervision=None)
-                self._held += size_of(self._pending[place]) - size_of(waiting)
-                self.stripped += 1
+            if waiting.generation.supervision is not None or waiting.features is not None:
+                self._pending[place] = Waiting(dataclasses.replace(waiting.generation, supervision=None))
+                self._held += self._pending[place].nbytes - waiting.nbytes
+                self.stripped += waiting.generation.supervision is not None
         while self._held > self._memory and len(self._pending) > 1:
-            self._held -= size_of(self._pending.popleft())
+            self._held -= self._pending.popleft().nbytes
             self._give_up(self._failure or "the disk is too slow")
 
     def _run(self) -> None:
         self._enforce()
-        while (generation := self._next()) is not None:
+        self._sweep()
+        while (waiting := self._next()) is not None:
             failure = permanent = None
             try:
-                self._store(generation)
+                self._store(waiting)
             except PERMANENT as error:
                 permanent = str(error)
             except (AdaptiveError, sqlite3.Error, OSError, MemoryError) as error:
@@ -219,30 +238,37 @@ class LogWriter:
                 self._drop_connection()
             else:
                 self._enforce()
-            if not self._conclude(generation, failure, permanent):
+            if not self._conclude(waiting, failure, permanent):
                 break
         self._drop_connection()
 
-    def _next(self) -> Generation | None:
+    def _next(self) -> Waiting | None:
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closing)
             if not self._pending:
                 return None
             self._attempt += 1
             self._urged = False
-            generation = self._pending.popleft()
-            self._held -= size_of(generation)
-            return generation
+            waiting = self._pending.popleft()
+            self._held -= waiting.nbytes
+            return waiting
 
-    def _store(self, generation: Generation) -> None:
+    def _store(self, waiting: Waiting) -> None:
         if self._place is not None and not self._place.holds():
             self._begin_anew()
-        if self._connection is None:
+            self._open()
+            self._sweep()
+        elif self._connection is None:
             self._open()
         connection = self._connection
         assert connection is not None
         with transaction(connection):
-            number = insert(connection, generation)
+            number = insert(connection, waiting.generation)
+            if self._spool is not None and waiting.features is not None:
+                try:
+                    self._spool.write(number, waiting.generation, waiting.features)
+                except OSError as error:  # they are for training alone
+                    logger.warning("the features of record %d cannot be kept: %s", number, error)
         self._newest = max(self._newest, number)
         self.on_stored()
 
@@ -258,8 +284,18 @@ class LogWriter:
             return
         if deleted:
             logger.info("%d records were older or more than are kept, and are deleted", deleted)
+            self._sweep()
 
-    def _conclude(self, generation: Generation, failure: str | None, permanent: str | None) -> bool:
+    def _sweep(self) -> None:
+        """Remove the features of what is no longer in the log."""
+        if self._spool is None or self._connection is None:
+            return
+        try:
+            self._spool.sweep(self._connection)
+        except (sqlite3.Error, OSError) as error:
+            logger.warning("the features of deleted records cannot be removed now: %s", error)
+
+    def _conclude(self, waiting: Waiting, failure: str | None, permanent: str | None) -> bool:
         """Book the outcome of one try. False when a closing writer must stop although something waits."""
         with self._changed:
             self._failure = failure
@@ -270,8 +306,8 @@ class LogWriter:
                     self._settled += 1
                 self._changed.notify_all()
                 return True
-            self._pending.appendleft(generation)  # keep the order, so that ids follow time
-            self._held += size_of(generation)
+            self._pending.appendleft(waiting)  # keep the order, so that ids follow time
+            self._held += waiting.nbytes
             self._failed_attempt = self._attempt
             self._changed.notify_all()
             if self._closing:

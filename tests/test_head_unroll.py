@@ -1,0 +1,57 @@
+"""What a head is trained on is what it computes when it drafts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_head_module import CONFIGS, made, randomised
+from transformers import DynamicCache
+
+from adaptive.engines.head.module import Head
+from trainers.unroll import unrolled
+
+LENGTH, STEPS = 14, 4
+
+
+def drafted(head: Head, tokens: torch.Tensor, features: torch.Tensor, start: int) -> list[torch.Tensor]:
+    """Hidden states (width,) of a draft that starts at row ``start``, a row at a time over a cache."""
+    cache = DynamicCache()
+    found = []
+    made = features[:, :1]
+    for row in range(min(start + STEPS, LENGTH)):
+        feature = features[:, row : row + 1] if row <= start else made
+        window = getattr(head.config, "sliding_window", None)
+        kinds = getattr(head.config, "layer_types", None)
+        keys = torch.arange(row + 1)
+        far = window and (kinds is None or kinds[0] == "sliding_attention")
+        hidden_away = keys <= row - window if far else torch.zeros(row + 1, dtype=torch.bool)
+        mask = torch.zeros(1, 1, 1, row + 1).masked_fill_(hidden_away, torch.finfo(torch.float32).min)
+        made = head(tokens[:, row : row + 1], feature, torch.tensor([[row]]), mask, cache)
+        if row >= start:
+            found.append(made[0, 0])
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_step_of_each_row_is_what_a_draft_computes_there(name: str) -> None:
+    head = randomised(Head.from_target(made(name)))
+    tokens = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 3
+    features = torch.randn(2, LENGTH, head.width)
+    with torch.no_grad():
+        steps = list(unrolled(head, tokens, features, STEPS))
+        for text in range(2):
+            for start in range(LENGTH):
+                one = tokens[text : text + 1], features[text : text + 1]
+                for step, hidden in enumerate(drafted(head, *one, start)):
+                    torch.testing.assert_close(steps[step][text, start + step], hidden, atol=2e-5, rtol=1e-4)
+
+
+def test_gradients_reach_the_first_step_through_the_features_that_it_made() -> None:
+    head = Head.from_target(made("llama"))
+    features = torch.randn(1, LENGTH, head.width, requires_grad=True)
+    *_, last = unrolled(head, torch.arange(LENGTH)[None], features, 3)
+    last[0, 9].sum().backward()
+    assert features.grad is not None
+    reached = features.grad[0].abs().sum(-1) > 0
+    assert reached[:8].all(), "the draft of row 9 at step 2 started at row 7, and sees what stands before"
+    assert not reached[8:].any(), "and nothing of the target behind"
