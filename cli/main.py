@@ -29,7 +29,7 @@ from cli import (
     records,
     serve,
 )
-from cli.allocation import keep_buffers
+from cli.allocation import keep_buffers, look_for_cycles_less
 from cli.waiting import wait
 
 app = typer.Typer(
@@ -58,6 +58,7 @@ def run() -> None:
     """Run the command line; a user's mistake is one line on standard error and exit status 2."""
     wait()
     keep_buffers()
+    look_for_cycles_less()
     debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))
     if debug:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")

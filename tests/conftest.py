@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -20,6 +21,13 @@ torch.set_num_threads(1)
 # No test is judged by a time: the machine may be busy.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays: no look for cycles goes through it again."""
+    gc.freeze()
+
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
 

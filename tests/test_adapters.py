@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,16 @@ def test_merged_logits_equal_peft_unmerged_and_merged(tmp_path: Path, kind: str)
     torch.testing.assert_close(logits(model), logits(unmerged), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits(model), logits(unmerged.merge_and_unload()), rtol=1e-4, atol=1e-5)
     assert (logits(model) - plain).abs().max() > 1e-3
+
+
+def test_an_adapter_is_used_without_peft_which_takes_a_second_to_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_adapter(tmp_path / "a", llama)
+    model, reference = llama(), PeftModel.from_pretrained(llama(), str(folder)).eval()
+    monkeypatch.setitem(sys.modules, "peft", None)
+    MergedAdapter(model).apply(folder)
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -213,6 +224,9 @@ def _setting(name: str, value: object) -> Callable[[Path], None]:
         (_setting("lora_bias", True), "lora_bias, which is not supported"),
         (_setting("init_lora_weights", "pissa"), "pissa, which changes the base weights"),
         (_setting("peft_type", "IA3"), "not LoRA"),
+        (_setting("kasa_config", {"beta": 1e-4}), "kasa_config, which is not supported"),
+        (_setting("lora_alpha", "much"), r"adapter_config\.json cannot be read: lora_alpha: .*number"),
+        (_setting("r", 0), r"cannot be read: r: "),
         (lambda folder: (folder / "adapter_config.json").unlink(), "no adapter_config"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no adapter_model"),
     ],

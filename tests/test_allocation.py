@@ -1,8 +1,9 @@
-"""Sampling over a large vocabulary takes few new pages from the system, round after round."""
+"""Sampling over a large vocabulary takes few new pages; a process ends without a look at every object."""
 
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 
@@ -36,3 +37,12 @@ print(faults() - before)
 def test_a_process_keeps_the_buffers_of_a_large_vocabulary() -> None:
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 100 * ROUNDS  # up to 40 a round; without keep_buffers 400 to 1,200
+
+
+def test_a_process_ends_without_looking_for_cycles_among_all_its_objects() -> None:
+    code = "import gc; from cli.allocation import look_for_cycles_less; look_for_cycles_less(); "
+    code += "kept = [[] for _ in range(50_000)]; gc.collect(); gc.set_debug(gc.DEBUG_STATS)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    looked_at = re.findall(r"objects in each generation: (\d+) (\d+) (\d+)", done.stderr)
+    assert looked_at
+    assert max(sum(map(int, generations)) for generations in looked_at) < 50_000

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import importlib
 import logging
 import threading
 import time
@@ -156,9 +155,6 @@ class EngineThread:
     def _run(self) -> None:
         try:
             with self._open() as session:
-                if session.pair.draft is not None:
-                    # An adapter is read by PEFT, which takes seconds to import: not while somebody waits.
-                    importlib.import_module("peft")
                 self.session = session
                 self.adapter = session.assistant.adapter
                 self.speculation = speculation(session.assistant)

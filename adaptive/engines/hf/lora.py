@@ -13,8 +13,6 @@ asks the model for its ``state_dict``, after which bitsandbytes 0.50 computes so
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +21,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from adaptive.engines.hf.lora_config import read_config
 from adaptive.errors import AdaptiveError, first_line
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
     from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 LORA_PARTS = (
@@ -205,12 +202,13 @@ def _beside(
 
 def _read(folder: Path, modules: dict[str, nn.Module], pristine: dict[str, torch.Tensor]) -> dict[str, Delta]:
     """The deltas of the adapter in ``folder`` by module name, checked against ``modules``."""
-    config = _config(folder)
+    config = read_config(folder)
     deltas: dict[str, Delta] = {}
     for name, parts in _tensors(folder, modules, pristine).items():
         if name not in modules:
             raise AdaptiveError(f"adapter {folder} is for another model: this one has no module {name}")
-        deltas[name] = _delta(f"adapter {folder}: {name}", modules[name], parts, *_scale(config, name))
+        rank, scaling = config.rank(name), config.scaling(name)
+        deltas[name] = _delta(f"adapter {folder}: {name}", modules[name], parts, rank, scaling)
     if not deltas:
         raise AdaptiveError(f"adapter {folder} holds no LoRA weights")
     return deltas
@@ -221,10 +219,10 @@ def read_lora(folder: Path) -> dict[str, Delta]:
 
     ``transposed`` marks those of embeddings. Raises AdaptiveError where it cannot be read or is not plain LoRA.
     """
-    config = _config(folder)
+    config = read_config(folder)
     deltas: dict[str, Delta] = {}
     for name, parts in _tensors(folder, {}, {}).items():
-        rank, scaling = _scale(config, name)
+        rank, scaling = config.rank(name), config.scaling(name)
         embedding = "lora_embedding_A" in parts
         names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
         missing = next((one for one in names if one not in parts), None)
@@ -236,52 +234,6 @@ def read_lora(folder: Path) -> dict[str, Delta]:
     if not deltas:
         raise AdaptiveError(f"adapter {folder} holds no LoRA weights")
     return deltas
-
-
-def _config(folder: Path) -> LoraConfig:
-    """The adapter's configuration. Raises AdaptiveError for anything that a merge could not express."""
-    from peft import LoraConfig, PeftConfig
-
-    if not (folder / CONFIG).is_file():
-        raise AdaptiveError(f"{folder} holds no adapter: it has no {CONFIG}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # keys of another version of PEFT
-            config = PeftConfig.from_pretrained(str(folder))
-    except Exception as error:
-        raise AdaptiveError(f"{folder / CONFIG} cannot be read: {first_line(error)}") from error
-    if not isinstance(config, LoraConfig):
-        raise AdaptiveError(f"adapter {folder} is {config.peft_type}, not LoRA; only LoRA adapters can be used")
-    unsupported = (
-        "modules_to_save",
-        "target_parameters",
-        "trainable_token_indices",
-        "layer_replication",
-        "lora_bias",
-        "alora_invocation_tokens",
-        "use_qalora",
-        "arrow_config",
-        "megatron_config",
-    )
-    for name in unsupported:
-        if getattr(config, name, None):
-            raise AdaptiveError(f"adapter {folder} uses {name}, which is not supported; train it without")
-    start = config.init_lora_weights
-    if not isinstance(start, bool) and start not in ("gaussian", "eva", "orthogonal"):
-        raise AdaptiveError(
-            f"adapter {folder} was started with {start}, which changes the base weights; convert it to plain LoRA"
-        )
-    return config
-
-
-def _scale(config: LoraConfig, name: str) -> tuple[int, float]:
-    """Rank and scaling of one module: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
-    from peft.utils.other import get_pattern_key
-
-    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
-    rank = ranks.get(get_pattern_key(list(ranks), name), config.r)
-    alpha = alphas.get(get_pattern_key(list(alphas), name), config.lora_alpha)
-    return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
 def _tensors(
