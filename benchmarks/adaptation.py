@@ -78,7 +78,7 @@ class Point:
 
 def figures(replays: list[Replay], draft_length: int) -> Figures:
     """What these replays come to."""
-    tokens = sum(len(r.acceptance) for r in replays)
+    tokens = sum(r.positions for r in replays)
     rounds = [float(expected_rounds(replays, length)[1].sum()) for length in range(1, LONGEST + 1)]
     return Figures(
         acceptance_rate(replays), mean_acceptance_length(replays, draft_length), tokens, [float(tokens), *rounds]

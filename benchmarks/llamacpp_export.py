@@ -32,10 +32,10 @@ from trainers.replay import Replay, acceptance_rate, expected_rounds
 def end_uncounted(replay: Replay, length: int) -> bool:
     """Whether the end of a greedy answer is drafted, accepted and not counted: llama-server stops looking at a draft
     where the answer ends, and counts the end as accepted only in the last place."""
-    at, last = 0, len(replay.acceptance) - 1
+    at, last = 0, replay.positions - 1
     while at <= last and not replay.limited:
         for step in range(length):
-            if at > last or not replay.acceptance[at]:
+            if at > last or not replay.acceptance[0, at]:
                 break
             if at == last:
                 return step < length - 1
@@ -72,7 +72,7 @@ def main() -> None:
             continue
         logits = pair.draft.sequence().extend(torch.tensor(asked + output[:-1]), len(output))
         right = (logits.argmax(-1) == torch.tensor(output)).numpy().astype(np.float32)
-        replays.append(Replay(number, "", right[1:], assistant.last.finish_reason == "length"))
+        replays.append(Replay(number, "", right[None, 1:], assistant.last.finish_reason == "length"))
         texts.append((asked, output))
     base = ("--threads", str(torch.get_num_threads()))
     server = Server(args.server, "--model", args.draft, "--lora", args.adapter_gguf, *base)

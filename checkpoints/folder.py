@@ -7,11 +7,13 @@ from typing import get_args
 
 from checkpoints import files
 from checkpoints.errors import AdaptiveError
-from checkpoints.manifest import Manifest, Status
+from checkpoints.manifest import Kind, Manifest, Status
 
 MANIFEST = "manifest.json"
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+# What a folder must hold, by the kind of what it is: (weights, config).
+FILES: dict[Kind, tuple[str, str]] = {"lora": (WEIGHTS, CONFIG), "head": ("model.safetensors", "config.json")}
 
 # Formats that may hold pickled objects, which run code when they are loaded.
 PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
@@ -21,22 +23,23 @@ class DamagedAdapter(AdaptiveError):  # noqa: N818 - the thing that is damaged i
     """A file of an adapter is missing or is not what was published."""
 
 
-def check_written(folder: Path) -> None:
-    """Raise AdaptiveError unless ``folder`` holds a PEFT adapter whose tensors can be opened."""
+def check_written(folder: Path, kind: Kind = "lora") -> None:
+    """Raise AdaptiveError unless ``folder`` holds a PEFT adapter, or a head, whose tensors can be opened."""
     from safetensors import SafetensorError, safe_open
 
     pickled = _pickled(folder)
     if pickled is not None:
         raise AdaptiveError(f"the adapter holds {pickled}, which may hold pickled code; save it as safetensors")
-    for name in (WEIGHTS, CONFIG):
+    weights, config = FILES[kind]
+    for name in (weights, config):
         if not (folder / name).is_file():
             raise AdaptiveError(f"the adapter has no {name}; save it with PEFT's save_pretrained")
     try:
-        with safe_open(folder / WEIGHTS, framework="numpy") as tensors:
+        with safe_open(folder / weights, framework="numpy") as tensors:
             if not tensors.keys():
-                raise AdaptiveError(f"{WEIGHTS} of the adapter holds no tensor; nothing was trained")
+                raise AdaptiveError(f"{weights} of the adapter holds no tensor; nothing was trained")
     except SafetensorError as error:
-        raise AdaptiveError(f"{WEIGHTS} of the adapter is not a safetensors file: {error}") from error
+        raise AdaptiveError(f"{weights} of the adapter is not a safetensors file: {error}") from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -50,7 +53,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedAdapter(f"adapter {name}: {MANIFEST} in {folder} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedAdapter(f"adapter {name} is damaged: {MANIFEST} in {folder} is not a manifest") from error
-    if manifest.id != name or manifest.status not in get_args(Status) or not isinstance(manifest.files, dict):
+    known = manifest.status in get_args(Status) and manifest.kind in FILES
+    if manifest.id != name or not known or not isinstance(manifest.files, dict):
         raise DamagedAdapter(f"adapter {name} is damaged: {MANIFEST} in {folder} is not what was published")
     return manifest
 
@@ -58,7 +62,7 @@ def read_manifest(folder: Path) -> Manifest:
 def verify_folder(folder: Path) -> Manifest:
     """Hash every file that the manifest names. Raises DamagedAdapter naming the first that is wrong."""
     manifest = read_manifest(folder)
-    for file, digest in {WEIGHTS: "", CONFIG: "", **manifest.files}.items():
+    for file, digest in {**dict.fromkeys(FILES[manifest.kind], ""), **manifest.files}.items():
         try:
             actual = files.sha256(folder / file)
         except FileNotFoundError:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Status = Literal["candidate", "promoted", "rejected", "rolled_back"]
+# What was trained: LoRA matrices beside a draft's weights, or all weights of a head on the target's hidden states.
+Kind = Literal["lora", "head"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Manifest:
     """One adapter. ``files`` maps file name to sha256; ``created`` is seconds since the epoch.
 
     ``hyperparameters`` holds the recipe as plain JSON values. ``recent`` and ``older`` are the gate's
-    held-out sets; None where there was no such set. ``reason`` says in words why the status is so.
+    held-out sets; None where there was no such set. ``reason`` says in words why the status is so. ``kind`` says what
+    was trained; manifests of before there were heads have none.
     """
 
     id: str
@@ -76,6 +79,7 @@ class Manifest:
     recent: HeldOut | None
     older: HeldOut | None
     files: dict[str, str]
+    kind: Kind = "lora"
 
     def with_status(self, status: Status, reason: str) -> Manifest:
         """The same adapter with another status and the reason for it."""

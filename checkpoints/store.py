@@ -29,7 +29,7 @@ from typing import Any
 from checkpoints import files
 from checkpoints.errors import AdaptiveError
 from checkpoints.folder import MANIFEST, DamagedAdapter, check_destination, check_written, read_manifest, verify_folder
-from checkpoints.manifest import BaseDraft, HeldOut, Manifest, Status, TrainedOn
+from checkpoints.manifest import BaseDraft, HeldOut, Kind, Manifest, Status, TrainedOn
 
 __all__ = ["AdapterStore", "DamagedAdapter", "NewAdapter", "training_seconds"]
 
@@ -62,6 +62,7 @@ class NewAdapter:
     recent: HeldOut | None = None
     older: HeldOut | None = None
     reason: str = "not judged yet"
+    kind: Kind = "lora"
 
 
 class AdapterStore:
@@ -156,7 +157,7 @@ class AdapterStore:
             folder = files.unfinished(self.root)
             folder.mkdir(mode=0o700)
             write(folder)
-            check_written(folder)
+            check_written(folder, new.kind)
             hashes = {}
             for name in files.files_below(folder):
                 os.chmod(folder / name, 0o600)
@@ -343,6 +344,7 @@ class AdapterStore:
             recent=new.recent,
             older=new.older,
             files=hashes,
+            kind=new.kind,
         )
 
     def _ids(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from records_factory import generation, start
 from test_records_durability import locked
 
 from adaptive.records.erase import erase_beside
-from adaptive.records.features import LONGEST, Features, FeatureSpool
+from adaptive.records.features import LONGEST, Features, FeatureSpool, tokens_hash
 from adaptive.records.log import Log
 from adaptive.records.retention import Keep
 from adaptive.records.schema import connect
@@ -46,7 +46,7 @@ def filled(path: Path, count: int, limit: int = GIGABYTE, keep: Keep | None = No
 
 def kept(spool: FeatureSpool, log: Log, number: int) -> Features | None:
     (found,) = log.generations(number - 1, 1)
-    return spool.read(number, found.generation.prompt, found.generation.output)
+    return spool.read(number, tokens_hash(found.generation.prompt, found.generation.output))
 
 
 def test_states_come_back_to_a_hundredth_also_beside_numbers_a_thousand_times_as_large() -> None:
@@ -90,14 +90,17 @@ def test_what_was_written_is_read_and_is_the_users_own(tmp_path: Path) -> None:
 
 def test_features_of_other_tokens_and_broken_files_are_none(tmp_path: Path) -> None:
     spool = filled(tmp_path / "records.db", 2)
-    first, second = generation(1), generation(2)
-    assert spool.read(1, second.prompt, second.output) is None
-    assert spool.read(7, first.prompt, first.output) is None
+    first, second = (tokens_hash(one.prompt, one.output) for one in (generation(1), generation(2)))
+    assert spool.has(1, first)
+    assert not spool.has(1, second)
+    assert spool.read(1, second) is None
+    assert spool.read(7, first) is None
     file = spool.folder / "1.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    assert spool.read(1, first.prompt, first.output) is None
+    assert spool.read(1, first) is None
     file.write_bytes(b"")
-    assert spool.read(1, first.prompt, first.output) is None
+    assert spool.read(1, first) is None
+    assert not spool.has(1, first)
 
 
 def test_the_cap_holds_and_the_oldest_go_first(tmp_path: Path) -> None:
@@ -118,7 +121,7 @@ def test_what_other_processes_wrote_counts(tmp_path: Path) -> None:
     one = filled(tmp_path / "records.db", 1).nbytes
     others = filled(tmp_path / "records.db", 30)
     spool = FeatureSpool(others.folder, 10 * one)
-    spool.write(100, generation(100), Features.of(states(100)))
+    spool.write(100, "of another process", Features.of(states(100)))
     assert spool.nbytes <= 10 * one
     assert 100 in spool.ids()
 
@@ -149,7 +152,7 @@ def test_retention_takes_features_too(tmp_path: Path) -> None:
 
 def test_orphans_are_removed_at_a_start(tmp_path: Path) -> None:
     spool = filled(tmp_path / "records.db", 2)
-    spool.write(17, generation(17), Features.of(states(17)))  # as if its transaction had not ended
+    spool.write(17, "of a record that never was", Features.of(states(17)))  # as if its transaction had not ended
     (spool.folder / ".tmp-0123456789abcdef").write_bytes(b"half")
     filled(tmp_path / "records.db", 1)
     assert spool.ids() == [1, 2, 3]
@@ -226,7 +229,7 @@ def kill_while_writing(folder: Path, times: int) -> None:
             there = {found.id: found.generation for found in log.generations()}
         assert there.keys() == set(spool.ids()), "a record that was not killed on the way has its features"
         for number, found in there.items():
-            features = spool.read(number, found.prompt, found.output)
+            features = spool.read(number, tokens_hash(found.prompt, found.output))
             assert features is not None
             assert len(features.values) == 200
         assert all(a < b for a, b in itertools.pairwise(there))

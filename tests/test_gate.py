@@ -16,7 +16,7 @@ def replays(rng: np.random.Generator, generations: int, mean: float, skill: np.n
     lengths = rng.integers(30, 200, generations)
     skill = np.clip(rng.normal(mean, 0.15, generations), 0.02, 0.98) if skill is None else skill
     return [
-        Replay(i, "", (rng.random(n) < s).astype(np.float32), False)
+        Replay(i, "", (rng.random((1, n)) < s).astype(np.float32), False)
         for i, (n, s) in enumerate(zip(lengths, skill, strict=True))
     ]
 
@@ -26,7 +26,7 @@ def changed(rng: np.random.Generator, before: list[Replay], shift: float, spread
     after = []
     for one in before:
         wanted = np.clip(one.acceptance.mean() + rng.normal(shift, spread), 0.0, 1.0)
-        after.append(Replay(one.id, "", (rng.random(len(one.acceptance)) < wanted).astype(np.float32), False))
+        after.append(Replay(one.id, "", (rng.random(one.acceptance.shape) < wanted).astype(np.float32), False))
     return after
 
 
@@ -110,7 +110,7 @@ def test_figures_are_those_of_the_replays() -> None:
     before = replays(rng, 10, 0.4)
     after = changed(rng, before, 0.2, 0.01)
     found = held_out(before, after, draft_length=4)
-    assert found.positions == sum(len(r.acceptance) for r in before)
+    assert found.positions == sum(r.positions for r in before)
     assert found.acceptance_before.mean == pytest.approx(acceptance_rate(before))
     assert found.gain.mean == pytest.approx(acceptance_rate(after) - acceptance_rate(before))
     assert found.gain.low < found.gain.mean < found.gain.high

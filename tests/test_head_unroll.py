@@ -38,18 +38,21 @@ def test_each_step_of_each_row_is_what_a_draft_computes_there(name: str) -> None
     tokens = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 3
     features = torch.randn(2, LENGTH, head.width)
     with torch.no_grad():
-        steps = list(unrolled(head, tokens, features, STEPS))
-        for text in range(2):
-            for start in range(LENGTH):
+        # The second text's rows begin in its middle, and go on behind its end.
+        rows = torch.stack([torch.arange(LENGTH), torch.arange(5, LENGTH + 5)])
+        steps = list(unrolled(head, tokens, features, rows, STEPS))
+        for text, first in enumerate((0, 5)):
+            for start in range(first, LENGTH):
                 one = tokens[text : text + 1], features[text : text + 1]
                 for step, hidden in enumerate(drafted(head, *one, start)):
-                    torch.testing.assert_close(steps[step][text, start + step], hidden, atol=2e-5, rtol=1e-4)
+                    found = steps[step][text, start + step - first]
+                    torch.testing.assert_close(found, hidden, atol=2e-5, rtol=1e-4)
 
 
 def test_gradients_reach_the_first_step_through_the_features_that_it_made() -> None:
     head = Head.from_target(made("llama"))
     features = torch.randn(1, LENGTH, head.width, requires_grad=True)
-    *_, last = unrolled(head, torch.arange(LENGTH)[None], features, 3)
+    *_, last = unrolled(head, torch.arange(LENGTH)[None], features, torch.arange(LENGTH)[None], 3)
     last[0, 9].sum().backward()
     assert features.grad is not None
     reached = features.grad[0].abs().sum(-1) > 0

@@ -83,12 +83,12 @@ def test_greedy_replay_equals_decoding_step_by_step(draft_length: int, limited: 
         with torch.no_grad():
             best = draft(input_ids=text).logits[0].argmax(-1)[len(example.prompt) : -1].numpy()
         right = (best == example.output[1:]).tolist()
-        assert one.acceptance.tolist() == right
-        mixed = Replay(1, "", (rng.random(len(right)) < 0.7).astype(np.float32), limited)
+        assert one.acceptance.tolist() == [right]
+        mixed = Replay(1, "", (rng.random((1, len(right))) < 0.7).astype(np.float32), limited)
         offset = len(example.prompt) + 1
 
         def accepts(context: list[int], token: int, mixed: Replay = mixed, offset: int = offset) -> bool:
-            return bool(mixed.acceptance[len(context) - offset])
+            return bool(mixed.acceptance[0, len(context) - offset])
 
         wanted = speculative_rounds(accepts, example, draft_length, limited)
         accepted, rounds = expected_rounds([mixed], draft_length)
@@ -98,11 +98,36 @@ def test_greedy_replay_equals_decoding_step_by_step(draft_length: int, limited: 
 
 def test_expected_rounds_of_several_generations_do_not_mix() -> None:
     rng = np.random.default_rng(0)
-    several = [Replay(i, "", rng.random(n).astype(np.float32), i % 2 == 0) for i, n in enumerate((1, 3, 40, 17))]
+    several = [Replay(i, "", rng.random((1, n)).astype(np.float32), i % 2 == 0) for i, n in enumerate((1, 3, 40, 17))]
     accepted, rounds = expected_rounds(several, 4)
     for index, one in enumerate(several):
         alone = expected_rounds([one], 4)
         assert (accepted[index], rounds[index]) == pytest.approx((alone[0][0], alone[1][0]))
+
+
+def test_a_further_step_of_a_draft_takes_its_own_row() -> None:
+    """Against every outcome of a short text, one by one."""
+    rng = np.random.default_rng(1)
+    one = Replay(1, "", rng.random((3, 5)).astype(np.float32), limited=False)
+    wanted = dict.fromkeys(("accepted", "rounds"), 0.0)
+
+    def follow(position: int, step: int, probability: float) -> None:
+        """Every way from here on; ``step`` tokens of this round's draft stand."""
+        if position == 5:
+            return
+        if step == 0:
+            wanted["rounds"] += probability
+        if step == 4:  # the draft is at its end, the target adds a token
+            follow(position + 1, 0, probability)
+            return
+        stands = float(one.acceptance[min(step, 2), position])
+        wanted["accepted"] += probability * stands
+        follow(position + 1, step + 1, probability * stands)
+        follow(position + 1, 0, probability * (1 - stands))
+
+    follow(0, 0, 1.0)
+    accepted, rounds = expected_rounds([one], 4)
+    assert (accepted[0], rounds[0]) == pytest.approx((wanted["accepted"], wanted["rounds"]))
 
 
 def next_token_tables(
@@ -182,7 +207,7 @@ def test_sampled_acceptance_averages_to_the_overlap_of_the_distributions() -> No
     p, q = (transform_logits(next_logits(m, [3, 4, 0])[None], params)[0].softmax(-1) for m in (target, draft))
     examples = [sampled_example([3, 4], [0, token], [0.0, float(p[token].log())], params) for token in range(VOCAB)]
     examples = [replace(example, limited=False) for example in examples]
-    found = np.array([r.acceptance[0] for r in replay(draft, examples)])
+    found = np.array([r.acceptance[0, 0] for r in replay(draft, examples)])
     assert float((p.numpy() * found).sum()) == pytest.approx(float(torch.minimum(p, q).sum()), abs=2e-3)
 
 

@@ -25,7 +25,7 @@ from checkpoints.manifest import BaseDraft
 from checkpoints.store import AdapterStore
 from trainers import lora
 from trainers.dataset import examples, fold, gate_share, loop_start, read_log, repeated_ngrams, split
-from trainers.fit import position_losses
+from trainers.per_position import position_losses
 from trainers.recipe import Recipe
 from trainers.replay import acceptance_rate, replay
 from trainers.run import distill

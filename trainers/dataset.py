@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ import numpy.typing as npt
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
 from adaptive.errors import AdaptiveError
+from adaptive.records.features import Features as HiddenStates
+from adaptive.records.features import FeatureSpool, tokens_hash
 from adaptive.types import Generation, SamplingParams, Supervision
 
 FEATURES = Features(
     {
         "id": Value("int64"),
+        "tokens": Value("string"),
         "domain": Value("string"),
         "fold": Value("float64"),
         "prompt": List(Value("int32")),
@@ -59,12 +62,27 @@ LOOP_SHARE = 0.75
 
 
 @dataclass(frozen=True)
+class Spooled:
+    """The target's features of a record: where they are, and themselves once they are ``held`` in memory."""
+
+    spool: FeatureSpool
+    number: int
+    tokens: str
+    held: HiddenStates | None = None
+
+    def read(self) -> HiddenStates | None:
+        """The features; None where they have gone from the spool."""
+        return self.held or self.spool.read(self.number, self.tokens)
+
+
+@dataclass(frozen=True)
 class Example:
     """One generation as the trainer sees it.
 
     ``id`` is the log's id; rows of a file have negative ids, the line number's. ``prompt`` and
     ``output`` are token ids (int32). ``limited`` says that the output ends where a length limit cut
-    it, which the drafter knew. ``supervision`` covers every output position, or is None.
+    it, which the drafter knew. ``supervision`` covers every output position, or is None. ``features`` are the
+    target's, where a spool has them.
     """
 
     id: int
@@ -74,6 +92,7 @@ class Example:
     sampling: SamplingParams
     limited: bool
     supervision: Supervision | None
+    features: Spooled | None = None
 
     @property
     def replayable(self) -> bool:
@@ -155,6 +174,7 @@ def row(
     kept = loop_start(repeated, len(output))
     return {
         "id": number,
+        "tokens": tokens_hash(prompt, output),
         "domain": domain or "",
         "fold": fold(key),
         "prompt": prompt,
@@ -226,13 +246,19 @@ def split(dataset: Dataset, first: bool = False) -> Split:
     )
 
 
-def examples(dataset: Dataset, longest: int) -> list[Example]:
-    """Every row as numpy arrays, outputs cut to ``longest`` tokens (``batches.longest_output``)."""
-    return list(_examples(dataset.with_format("numpy"), longest))
+def examples(dataset: Dataset, longest: int, spool: FeatureSpool | None = None) -> list[Example]:
+    """Every row as numpy arrays, outputs cut to ``longest`` tokens (``batches.longest_output``); of a ``spool``, those
+    of which it has features."""
+    return list(_examples(dataset.with_format("numpy"), longest, spool))
 
 
-def _examples(dataset: Dataset, longest: int) -> Iterator[Example]:
+def _examples(dataset: Dataset, longest: int, spool: FeatureSpool | None) -> Iterator[Example]:
     for r in dataset:
+        features = None
+        if spool is not None:
+            features = Spooled(spool, int(r["id"]), str(r["tokens"]))
+            if not spool.has(features.number, features.tokens):
+                continue
         supervision = None
         output = np.asarray(r["output"], np.int32)
         if r["rest"] is not None:
@@ -251,7 +277,21 @@ def _examples(dataset: Dataset, longest: int) -> Iterator[Example]:
             sampling=SamplingParams.from_json(str(r["sampling"])),
             limited=bool(r["limited"]) and len(output) <= longest,
             supervision=supervision,
+            features=features,
         )
+
+
+def held(given: Sequence[Example]) -> list[Example]:
+    """Those of ``given`` whose features can be read, with them in memory: what is judged by stays the same."""
+    found = []
+    for example in given:
+        if example.features is None:
+            found.append(example)
+            continue
+        features = example.features.read()
+        if features is not None:
+            found.append(replace(example, features=replace(example.features, held=features)))
+    return found
 
 
 def domains(chosen: Sequence[Example]) -> dict[str, int]:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft import PeftModel
 
-from trainers import losses, processes
-from trainers.batches import collate, longest_text, passes, supervised_logits
+from adaptive.engines.head.module import Head
+from trainers import processes
 from trainers.dataset import Example
-from trainers.lora import AdapterState, default_learning_rate, snapshot, width_of
-from trainers.recipe import LossName, Recipe
+from trainers.lora import AdapterState
+from trainers.recipe import Recipe
 from trainers.replay import Stopped
 from trainers.resume import Standing, TrainingState
+from trainers.students import Student, student_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 # Longer runs gain little (and stop by themselves once held-out acceptance turns).
 DEFAULT_EPOCHS = 12
 DEFAULT_STEPS = 240
-
-# The loss that ``auto`` stands for wherever the target's distribution was stored.
-AUTO = "kl-tv"
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Fit:
 
 
 def fit(
-    model: PeftModel | PreTrainedModel,
+    model: PeftModel | PreTrainedModel | Head | Student,
     train: Sequence[Example],
     evaluate: Callable[[], float],
     recipe: Recipe,
@@ -73,16 +71,17 @@ def fit(
     should_stop: Callable[[], bool] | None = None,
     state: TrainingState | None = None,
 ) -> Fit:
-    """Train what ``model`` lets train: its adapter, or all of a plain draft.
+    """Train what ``model`` lets train: its adapter, or all of a plain draft or of a head.
 
     ``evaluate`` gives held-out acceptance, by which the best weights are kept, and may raise Stopped. With a
     ``state`` that was begun, the run goes on where an interrupted one stood, and can be gone on with
     from its last evaluation.
     """
     stop = should_stop or (lambda: False)
-    weights = [p for p in model.parameters() if p.requires_grad]
-    rate = recipe.learning_rate or default_learning_rate(width_of(model))
-    optimizer = torch.optim.AdamW(_groups(model, recipe), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    student = student_of(model, recipe) if isinstance(model, torch.nn.Module) else model
+    weights = [p for p in student.module.parameters() if p.requires_grad]
+    rate = recipe.learning_rate or student.learning_rate()
+    optimizer = torch.optim.AdamW(_groups(student.module, recipe), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     now = state.load(weights, optimizer) if state else None
     now = now or Standing(next_evaluation=1 / recipe.evaluations)
     clock, stopped = _Clock(recipe, _steps(len(train), recipe), now), False
@@ -90,7 +89,7 @@ def fit(
         for batch in islice(_batches(train, recipe), now.step, None):
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["factor"] * _schedule(clock.share, recipe)
-            value = _step(model, optimizer, weights, batch, recipe, stop)
+            value = _step(student, optimizer, weights, batch, recipe, stop)
             now.loss = value if now.loss is None else 0.9 * now.loss + 0.1 * value
             clock.tick()
             if clock.share >= now.next_evaluation:
@@ -98,7 +97,7 @@ def fit(
                 now.acceptance = evaluate()
                 now.fruitless = 0 if now.acceptance > now.best_acceptance else now.fruitless + 1
                 if now.acceptance > now.best_acceptance:
-                    now.best, now.best_acceptance, now.best_step = snapshot(model), now.acceptance, now.step
+                    now.best, now.best_acceptance, now.best_step = student.snapshot(), now.acceptance, now.step
                 if state is not None:
                     state.save(now, weights, optimizer)
             if on_progress is not None:
@@ -110,7 +109,7 @@ def fit(
     return Fit(now.best, now.best_acceptance, now.best_step, now.step, clock.elapsed, stopped)
 
 
-def _groups(model: PeftModel | PreTrainedModel, recipe: Recipe) -> list[dict[str, Any]]:
+def _groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """What is trained, in groups whose learning rate is multiplied by ``factor``."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     outer = [p for name, p in trained if "lora_B" in name]
@@ -179,7 +178,7 @@ def _batches(train: Sequence[Example], recipe: Recipe) -> Iterator[list[Example]
 
 
 def _step(
-    model: PeftModel | PreTrainedModel,
+    student: Student,
     optimizer: torch.optim.Optimizer,
     weights: list[torch.nn.Parameter],
     batch: list[Example],
@@ -191,17 +190,16 @@ def _step(
     Of several processes each takes its part of the batch; the loss is divided by the positions of all.
     """
     device = weights[0].device
-    limit, vocab = longest_text(model), int(model.config.get_text_config().vocab_size)
     positions, value, stopped = sum(len(e.output) for e in batch), 0.0, False
-    model.train()
+    student.module.train()
     optimizer.zero_grad(set_to_none=True)
-    for group in passes(processes.share(batch), limit, vocab):
+    for group in student.passes(processes.share(batch)):
         stopped = stop()
         if stopped:
             break
         with _precision(device):
-            logits = supervised_logits(model, collate(group, limit, device))
-        loss = position_losses(logits.float(), group, recipe.loss).sum() / positions
+            losses = student.losses(group, recipe)
+        loss = losses.sum() / positions
         loss.backward()
         value += loss.item()
     value, anyone_stopped = processes.total([value, stopped])
@@ -226,52 +224,3 @@ def _precision(device: torch.device) -> AbstractContextManager[object]:
         checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
         wanted = any(check() for check in checks if check is not None)
     return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
-
-
-def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: LossName) -> torch.Tensor:
-    """Loss (N,) at every output position of ``examples``, from the draft's logits (N, vocab) there.
-
-    ``auto`` is the KL-TV mixture at the temperature that the record was sampled at, which did best
-    where the draft began far from the target (docs/notes/2026-11-distillation.md). Distribution losses are
-    taken at temperature 1 for greedy records. Where only text is known, the loss is cross-entropy.
-    """
-    soft = [e.supervision is not None and name != "cross-entropy" for e in examples]
-    parts = logits.split([len(e.output) for e in examples])
-    values: list[torch.Tensor | None] = [None] * len(parts)
-    hard = [i for i, is_soft in enumerate(soft) if not is_soft]
-    if hard:
-        tokens = torch.cat([torch.from_numpy(examples[i].output) for i in hard]).long().to(logits.device)
-        found = losses.cross_entropy(torch.cat([parts[i] for i in hard]), tokens)
-        for i, value in zip(hard, found.split([len(parts[i]) for i in hard]), strict=True):
-            values[i] = value
-    chosen = [i for i, is_soft in enumerate(soft) if is_soft]
-    if chosen:
-        divergence = losses.DIVERGENCES[AUTO if name == "auto" else name]
-        wanted = _wanted([examples[i] for i in chosen], logits.device)
-        found = divergence(*losses.outcomes(torch.cat([parts[i] for i in chosen]), *wanted))
-        for i, value in zip(chosen, found.split([len(parts[i]) for i in chosen]), strict=True):
-            values[i] = value
-    return torch.cat([value for value in values if value is not None])
-
-
-def _wanted(
-    examples: Sequence[Example], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids, logprobs, rest and temperature of all positions together.
-
-    Records may keep different numbers of entries: all are cut to the fewest, what is cut joins the rest.
-    """
-    held = [e.supervision for e in examples if e.supervision is not None]
-    k = min(s.ids.shape[1] for s in held)
-    logprobs = [torch.from_numpy(s.logprobs).float() for s in held]
-    rest = [
-        torch.cat([torch.from_numpy(s.rest).float()[:, None], listed[:, k:]], dim=1).logsumexp(-1)
-        for s, listed in zip(held, logprobs, strict=True)
-    ]
-    temperature = [torch.full((len(e.output),), 1.0 if e.sampling.greedy else e.sampling.temperature) for e in examples]
-    return (
-        torch.cat([torch.from_numpy(s.ids[:, :k]) for s in held]).long().to(device),
-        torch.cat([listed[:, :k] for listed in logprobs]).to(device),
-        torch.cat(rest).to(device),
-        torch.cat(temperature).to(device),
-    )

@@ -79,8 +79,8 @@ def held_out(before: Sequence[Replay], after: Sequence[Replay], draft_length: in
     One generation alone says nothing of the spread: its intervals are all that is possible.
     ``before`` and ``after`` replay the same generations in the same order.
     """
-    positions = np.array([len(r.acceptance) for r in before], dtype=np.float64)
-    rates = [np.array([r.acceptance.sum(dtype=np.float64) for r in side]) for side in (before, after)]
+    positions = np.array([r.positions for r in before], dtype=np.float64)
+    rates = [np.array([r.rate * r.positions for r in side]) for side in (before, after)]
     rounds = [expected_rounds(side, draft_length) for side in (before, after)]
     weights = _draws(len(positions), seed)
 

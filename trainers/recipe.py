@@ -27,13 +27,14 @@ class Recipe:
     """The choices of one training run.
 
     ``loss`` auto is the KL-TV mixture where the target's distribution was stored, cross-entropy where
-    only text is known (``fit.position_losses``). ``rank`` and ``learning_rate`` None go by the draft's
+    only text is known (``per_position.position_losses``). ``rank`` and ``learning_rate`` None go by the draft's
     width (``default_rank``, ``lora.default_learning_rate``); ``b_factor`` multiplies the rate for the B matrices,
     which start at zero and learn too slowly at that of the others (LoRA+, Hayou et al. 2024). ``start`` zero trains
     a new adapter over the supervision buffer, parent goes on from the one in use. ``buffer`` is how many
     generations that holds, the newest. A run ends after ``epochs`` (None:
     see ``fit.DEFAULT_EPOCHS``) or ``max_seconds`` of training, whichever is first, or when ``patience``
-    evaluations in a row found no better weights.
+    evaluations in a row found no better weights. ``draft_length`` is the one that the gate's figures are of; a head
+    learns ``unroll`` steps of a draft, and always goes on from the one in use.
     """
 
     loss: LossName = "auto"
@@ -51,6 +52,7 @@ class Recipe:
     patience: int = 5
     buffer: int = 2000
     draft_length: int = 4
+    unroll: int = 3
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,6 +71,7 @@ class Recipe:
             "patience": self.patience,
             "records": self.buffer,
             "draft length": self.draft_length,
+            "unroll": self.unroll,
         }
         for name, value in positive.items():
             if not 0 < value < math.inf:  # also refuses nan

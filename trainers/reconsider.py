@@ -19,15 +19,17 @@ from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from checkpoints.manifest import BaseDraft, Manifest
 from checkpoints.store import AdapterStore
-from trainers import lora
-from trainers.batches import longest_output
-from trainers.dataset import Example, examples, read_log
+from trainers.dataset import Example, examples, held, read_log
 from trainers.gate import held_out, judge
 from trainers.recipe import Recipe
-from trainers.replay import Replay, replay
+from trainers.replay import Replay
+from trainers.students import School, school_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from adaptive.engines.head.module import Head
+    from adaptive.records.features import FeatureSpool
 
 # Answers replayed at most, the newest. More narrow the interval and take longer.
 MOST = 128
@@ -37,9 +39,10 @@ def reconsider(
     log: Path,
     store: AdapterStore,
     base: BaseDraft,
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | Head,
     name: str,
     should_stop: Callable[[], bool] | None = None,
+    spool: FeatureSpool | None = None,
 ) -> tuple[Manifest, str]:
     """Replay what was said since adapter ``name`` came into use, by it and by the draft in use now.
 
@@ -52,12 +55,14 @@ def reconsider(
         raise AdaptiveError(f"adapter {name} is in use again; there is nothing to reconsider")
     since = Log(log).first_id(name)
     rows = read_log(log, Recipe().buffer)
-    said = [e for e in examples(rows, longest_output(draft)) if e.replayable and since is not None and e.id >= since]
+    school = school_of(draft)
+    known = examples(rows, school.longest_output, spool)
+    said = [e for e in known if e.replayable and since is not None and e.id >= since]
     if not said:
         raise AdaptiveError(f"nothing was said since adapter {name} came into use")
-    said = said[-MOST:]
-    before = _replayed(draft, store, None if in_use is None else in_use.id, said, should_stop)
-    after = _replayed(draft, store, name, said, should_stop)
+    said = held(said[-MOST:])
+    before = _replayed(school, store, None if in_use is None else in_use.id, said, should_stop)
+    after = _replayed(school, store, name, said, should_stop)
     verdict = judge(held_out(before, after, Recipe().draft_length), None, streak=1)
     if not verdict.promote:
         return store.show(name), f"Adapter {name} stays rolled back: {verdict.reason}."
@@ -69,17 +74,12 @@ def reconsider(
 
 
 def _replayed(
-    draft: PreTrainedModel,
+    school: School,
     store: AdapterStore,
     name: str | None,
     said: Sequence[Example],
     should_stop: Callable[[], bool] | None,
 ) -> list[Replay]:
     """The replay of ``said`` by the draft with this adapter, or by the plain one."""
-    if name is None:
-        return replay(draft, said, should_stop)
-    model = lora.load(draft, store.path(name))
-    try:
-        return replay(model, said, should_stop)
-    finally:
-        lora.remove(model)
+    with school.in_use(None if name is None else store.path(name), Recipe()) as student:
+        return student.replay(said, should_stop)

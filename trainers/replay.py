@@ -47,8 +47,9 @@ class Stopped(Exception):  # noqa: N818 - a request, not an error
 class Replay:
     """Acceptance of one draft along one generation.
 
-    ``acceptance`` (n - 1,) float32: the probability at output positions 1 to n - 1 that the drafted
-    token is accepted, given that it is reached. ``limited`` as in ``Example``.
+    ``acceptance`` (steps, n - 1) float32: the probability at output positions 1 to n - 1 that the drafted
+    token is accepted, given that it is reached, where so many tokens of its draft stand before it; one row for a draft
+    to which that makes no difference. Further steps are taken to be like the last row. ``limited`` as in ``Example``.
     """
 
     id: int
@@ -56,10 +57,20 @@ class Replay:
     acceptance: npt.NDArray[np.float32]
     limited: bool
 
+    @property
+    def positions(self) -> int:
+        """Output positions at which a token may be drafted."""
+        return int(self.acceptance.shape[1])
+
+    @property
+    def rate(self) -> float:
+        """Mean acceptance over positions and steps."""
+        return float(self.acceptance.mean(dtype=np.float64))
+
 
 def acceptance_rate(replays: Sequence[Replay]) -> float:
-    """Mean acceptance over all positions of all generations."""
-    return float(np.concatenate([r.acceptance for r in replays]).mean(dtype=np.float64))
+    """Mean acceptance over all positions of all generations, and over the steps where there are several."""
+    return sum(r.rate * r.positions for r in replays) / sum(r.positions for r in replays)
 
 
 def mean_acceptance_length(replays: Sequence[Replay], draft_length: int) -> float:
@@ -75,21 +86,20 @@ def expected_rounds(
 
     Exact, by recursion over the positions at which a round may start; all generations at once.
     """
-    count, longest = len(replays), max(len(r.acceptance) for r in replays)
-    probability = np.zeros((count, longest + draft_length + 1))
-    draftable = np.zeros(count, dtype=int)
-    lengths = np.array([len(r.acceptance) for r in replays])
+    count, longest = len(replays), max(r.positions for r in replays)
+    steps = max(len(r.acceptance) for r in replays)
+    probability = np.zeros((steps, count, longest + draft_length + 1))
+    lengths = np.array([r.positions for r in replays])
     for index, replay in enumerate(replays):
-        probability[index, : lengths[index]] = replay.acceptance
-        draftable[index] = lengths[index] - 1 if replay.limited else lengths[index]
-        probability[index, draftable[index] :] = 0.0
+        draftable = lengths[index] - 1 if replay.limited else lengths[index]
+        probability[:, index, :draftable] = replay.acceptance[:, :draftable]
     starts = np.zeros((count, longest + draft_length + 2))
     starts[:, 0] = 1.0
     accepted = np.zeros(count)
     for position in range(longest):
         reached = starts[:, position].copy()
         for step in range(draft_length):
-            onward = reached * probability[:, position + step]
+            onward = reached * probability[min(step, steps - 1), :, position + step]
             accepted += onward
             starts[:, position + step + 1] += reached - onward
             reached = onward
@@ -122,7 +132,7 @@ def replay(
             batch = collate(group, limit, device)
             each = supervised_logits(draft, batch).split([len(e.output) for e in group])
             for example, logits in zip(group, each, strict=True):
-                acceptance = position_acceptance(logits.float(), example)[1:].cpu().numpy()
+                acceptance = position_acceptance(logits.float(), example)[None, 1:].cpu().numpy()
                 found.append(Replay(example.id, example.domain, acceptance.astype(np.float32), example.limited))
     finally:
         draft.train(was_training)
@@ -136,7 +146,7 @@ def replay_on(engine: Engine, examples: Sequence[Example]) -> list[Replay]:
     for example in examples:
         tokens = torch.from_numpy(np.concatenate([example.prompt, example.output[:-1]])).long()
         logits = engine.sequence().extend(tokens.clamp_(max=engine.vocab_size - 1), len(example.output))
-        acceptance = position_acceptance(logits.float(), example)[1:].cpu().numpy()
+        acceptance = position_acceptance(logits.float(), example)[None, 1:].cpu().numpy()
         found.append(Replay(example.id, example.domain, acceptance.astype(np.float32), example.limited))
     return found
 

@@ -10,31 +10,30 @@ published whole or not at all; one that was not judged yet stays a candidate).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from checkpoints.manifest import BaseDraft, HeldOut, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
-from trainers import lora, processes
-from trainers.batches import longest_output
+from trainers import processes
 from trainers.dataset import Example, domains
 from trainers.fit import Fit, Progress, fit
 from trainers.gate import Verdict, held_out, judge
 from trainers.recipe import Recipe
-from trainers.replay import Replay, Stopped, replay
+from trainers.replay import Replay, Stopped
 from trainers.resume import TrainingState
 from trainers.sets import Sets, gather
+from trainers.students import School, Student, school_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from adaptive.engines.head.module import Head
+    from adaptive.records.features import FeatureSpool
 
 Promotion = Literal["gate", "never", "force"]
 
@@ -82,7 +81,7 @@ def distill(
     log: Path | None,
     store: AdapterStore,
     base: BaseDraft,
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | Head,
     recipe: Recipe,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -90,10 +89,12 @@ def distill(
     promotion: Promotion = "gate",
     state: Path | None = None,
     rivals: Sequence[Recipe] = (),
+    spool: FeatureSpool | None = None,
 ) -> DistillOutcome:
     """Train an adapter for ``draft`` on the log (and ``extra`` rows) and let the gate decide.
 
-    ``draft`` is a fresh float32 copy on the training device; its weights are not changed. With
+    ``draft`` is a fresh float32 copy on the training device; its weights are not changed, but for those of a head,
+    which learns from the records whose features are in ``spool``. With
     ``extra``, held-out rows of it are the gate's recent set and held-out records of the log the older
     one. ``log`` None trains on ``extra`` alone. ``should_stop`` is asked between passes and may block.
     When it says stop, the best weights so far are kept as a candidate that was not judged.
@@ -108,16 +109,17 @@ def distill(
     in_use, notes = store.usable(base) if store.root.is_dir() else (None, [])
     current = store.current_id()  # which may be an adapter of other weights, that nobody uses
     kept = TrainingState(state) if state is not None and not rivals else None
-    sets, resumed = gather(log, extra, in_use, recipe, base, longest_output(draft), kept)
+    school = school_of(draft)
+    sets, resumed = gather(log, extra, in_use, recipe, base, school.longest_output, kept, spool)
     # With no adapter in use, going on from it is starting from zero: one of the two is enough.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
-    attempts, stopped = _attempts(draft, store, in_use, sets, recipes, on_progress, should_stop, kept)
+    attempts, stopped = _attempts(school, store, in_use, sets, recipes, on_progress, should_stop, kept)
     manifest, verdict = None, None
     best = max(attempts, key=lambda a: a.fit.acceptance, default=Attempt(recipe, Fit(None, 0.0, 0, 0, 0.0, stopped)))
     result = replace(best.fit, seconds=sum(a.fit.seconds for a in attempts), stopped=stopped)
     if result.best is not None and processes.first():
-        figures, result = _figures(draft, store, in_use, sets, best.recipe, result, should_stop)
-        manifest = _publish(draft, store, base, result, figures, sets, best.recipe, in_use)
+        figures, result = _figures(school, store, in_use, sets, best.recipe, result, should_stop)
+        manifest = _publish(school, store, base, result, figures, sets, best.recipe, in_use)
         if figures is not None:
             verdict = judge(*figures, streak=_streak(store, manifest, in_use))
         manifest = _settle(store, manifest, verdict, promotion, current)
@@ -152,7 +154,7 @@ def _notes(resumed: bool, damaged: int, unkept: str | None) -> list[str]:
 
 
 def _attempts(
-    draft: PreTrainedModel,
+    school: School,
     store: AdapterStore,
     in_use: Manifest | None,
     sets: Sets,
@@ -164,14 +166,14 @@ def _attempts(
     """Train by each recipe, one after the other; also whether that was stopped early."""
     attempts: list[Attempt] = []
     try:
-        with _in_use(draft, store, in_use) as model:
-            in_use_acceptance = _shared_acceptance(model, sets.validation, should_stop)
+        with school.in_use(_folder(store, in_use), recipes[0]) as student:
+            in_use_acceptance = _shared_acceptance(student, sets.validation, should_stop)
     except Stopped:
         return attempts, True
     for tried in recipes:
-        with _trainable(draft, store, in_use, tried) as model:
-            evaluate = partial(_shared_acceptance, model, sets.validation, should_stop)
-            found = fit(model, sets.train, evaluate, tried, on_progress, should_stop, kept)
+        with school.trainable(_parent(school, store, in_use, tried), tried) as student:
+            evaluate = partial(_shared_acceptance, student, sets.validation, should_stop)
+            found = fit(student, sets.train, evaluate, tried, on_progress, should_stop, kept)
         worse = found.acceptance < in_use_acceptance - VALIDATION_SLACK
         attempts.append(Attempt(tried, replace(found, best=None) if worse else found))
         if found.stopped:
@@ -179,55 +181,33 @@ def _attempts(
     return attempts, False
 
 
-@contextmanager
-def _in_use(
-    draft: PreTrainedModel, store: AdapterStore, in_use: Manifest | None
-) -> Iterator[PreTrainedModel | PeftModel]:
-    """The draft as it is in use now."""
-    if in_use is None:
-        yield draft
-        return
-    model = lora.load(draft, store.path(in_use.id))
-    try:
-        yield model
-    finally:
-        lora.remove(model)
+def _folder(store: AdapterStore, in_use: Manifest | None) -> Path | None:
+    return None if in_use is None else store.path(in_use.id)
 
 
-@contextmanager
-def _trainable(
-    draft: PreTrainedModel, store: AdapterStore, in_use: Manifest | None, recipe: Recipe
-) -> Iterator[PeftModel]:
-    """The draft with the adapter to train: a new one, or a copy of the one in use to go on from."""
-    if recipe.start == "parent" and in_use is not None:
-        model = lora.load(draft, store.path(in_use.id), trainable=True)
-    else:
-        model = lora.attach(draft, recipe)
-    try:
-        yield model
-    finally:
-        lora.remove(model)
+def _parent(school: School, store: AdapterStore, in_use: Manifest | None, recipe: Recipe) -> Path | None:
+    """What the run goes on from. A head always does: it starts from nothing, and what it knows takes long to learn."""
+    return _folder(store, in_use) if recipe.start == "parent" or school.kind == "head" else None
 
 
-def _shared_acceptance(
-    model: PreTrainedModel | PeftModel, sets: Sequence[Example], should_stop: Callable[[], bool] | None
-) -> float:
+def _shared_acceptance(student: Student, sets: Sequence[Example], should_stop: Callable[[], bool] | None) -> float:
     """Acceptance on ``sets``, of which every process replays a part. Raises Stopped in all where it is in one."""
     replays: list[Replay] = []
     stopped = False
     try:
-        replays = replay(model, processes.share(sets), should_stop)
+        replays = student.replay(processes.share(sets), should_stop)
     except Stopped:
         stopped = True
-    accepted = sum(float(r.acceptance.sum(dtype=np.float64)) for r in replays)
-    accepted, positions, anyone_stopped = processes.total([accepted, sum(len(r.acceptance) for r in replays), stopped])
+    accepted = sum(r.rate * r.positions for r in replays)
+    drafted = sum(r.positions for r in replays)
+    accepted, positions, anyone_stopped = processes.total([accepted, drafted, stopped])
     if anyone_stopped:
         raise Stopped
     return accepted / positions
 
 
 def _figures(
-    draft: PreTrainedModel,
+    school: School,
     store: AdapterStore,
     in_use: Manifest | None,
     sets: Sets,
@@ -240,11 +220,11 @@ def _figures(
     if result.stopped:
         return None, result
     try:
-        with _in_use(draft, store, in_use) as model:
-            before = replay(model, sets.gate, should_stop)
-        with _trainable(draft, store, in_use, recipe) as model:
-            lora.restore(model, result.best)
-            after = replay(model, sets.gate, should_stop)
+        with school.in_use(_folder(store, in_use), recipe) as student:
+            before = student.replay(sets.gate, should_stop)
+        with school.trainable(_parent(school, store, in_use, recipe), recipe) as student:
+            student.restore(result.best)
+            after = student.replay(sets.gate, should_stop)
     except Stopped:
         return None, replace(result, stopped=True)
     recent, length = len(sets.recent), recipe.draft_length
@@ -253,7 +233,7 @@ def _figures(
 
 
 def _publish(
-    draft: PreTrainedModel,
+    school: School,
     store: AdapterStore,
     base: BaseDraft,
     result: Fit,
@@ -266,6 +246,7 @@ def _publish(
     state = result.best
     assert state is not None
     ids = [e.id for e in sets.train if e.id > 0]
+    parent = _parent(school, store, in_use, recipe)
     new = NewAdapter(
         base=base,
         trained_on=TrainedOn(
@@ -275,16 +256,17 @@ def _publish(
             tokens=sum(len(e.output) for e in sets.train),
             domains=domains(sets.train),
         ),
-        parent=in_use.id if in_use and recipe.start == "parent" else None,
+        kind=school.kind,
+        parent=in_use.id if in_use and parent else None,
         hyperparameters={**recipe.to_json(), "steps": result.steps, "best_step": result.best_step},
         train_seconds=result.seconds,
-        device=str(next(draft.parameters()).device),
+        device=str(school.device),
         recent=figures[0] if figures else None,
         older=figures[1] if figures else None,
         reason="not judged yet" if figures else f"stopped at step {result.steps}, not judged",
     )
-    with _trainable(draft, store, in_use, recipe) as model:
-        return store.publish(lambda folder: lora.write(model, state, folder), new)
+    with school.trainable(parent, recipe) as student:
+        return store.publish(lambda folder: student.write(state, folder), new)
 
 
 def _streak(store: AdapterStore, candidate: Manifest, in_use: Manifest | None) -> int:

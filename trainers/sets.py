@@ -12,13 +12,15 @@ from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from checkpoints.manifest import BaseDraft, Manifest
 from trainers import processes
-from trainers.dataset import VALIDATION_SHARE, Example, examples, from_rows, gate_share, join, read_log, split
+from trainers.dataset import VALIDATION_SHARE, Example, examples, from_rows, gate_share, held, join, read_log, split
 from trainers.gate import MIN_GENERATIONS, MIN_POSITIONS
 from trainers.recipe import Recipe
 from trainers.resume import TrainingState
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from adaptive.records.features import FeatureSpool
 
 # Fewer teach the draft the wording of a few answers and nothing of the kind.
 MIN_TRAIN = 16
@@ -60,19 +62,20 @@ def gather(
     base: BaseDraft,
     longest: int,
     kept: TrainingState | None,
+    spool: FeatureSpool | None = None,
 ) -> tuple[Sets, bool]:
-    """The records of this run, and whether it is one that was interrupted.
+    """The records of this run, and whether it is one that was interrupted; of a ``spool``, those with features in it.
 
     Raises AdaptiveError where there is too little.
     """
     made_of = (recipe.to_json(), base.weights, in_use.id if in_use else None)
     begun_with = kept.last_id() if kept else None
     if kept is not None and begun_with is not None:
-        sets = _read(log, extra, in_use, recipe, longest, begun_with)
+        sets = _read(log, extra, in_use, recipe, longest, begun_with, spool)
         if kept.begin(made_of, sets.train + sets.validation, begun_with):
             return sets, True
     newest = _newest(log)
-    sets = _read(log, extra, in_use, recipe, longest, newest)
+    sets = _read(log, extra, in_use, recipe, longest, newest, spool)
     _check_enough(sets, in_use is None, "the log" if extra is None else "the data")
     if kept is not None:
         kept.begin(made_of, sets.train + sets.validation, newest)
@@ -86,7 +89,13 @@ def _newest(log: Path | None) -> int:
 
 
 def _read(
-    log: Path | None, extra: Dataset | None, in_use: Manifest | None, recipe: Recipe, longest: int, until: int
+    log: Path | None,
+    extra: Dataset | None,
+    in_use: Manifest | None,
+    recipe: Recipe,
+    longest: int,
+    until: int,
+    spool: FeatureSpool | None,
 ) -> Sets:
     """Read and split, without records after id ``until``."""
     rows = from_rows([])
@@ -96,10 +105,11 @@ def _read(
     if extra is not None:
         rows = join(rows, extra)
     parts = split(rows, first=in_use is None)
-    validation = [e for e in examples(parts.validation, longest) if e.replayable]
-    gate = _distinct(e for e in examples(parts.gate, longest) if e.replayable)
+    validation = [e for e in examples(parts.validation, longest, spool) if e.replayable]
+    gate = _distinct(e for e in examples(parts.gate, longest, spool) if e.replayable)
     recent, older = _recent_and_older(gate, in_use, extra is not None)
-    return Sets(examples(parts.train, longest), validation[-MOST_VALIDATION:], recent, older, frozenset(damaged))
+    train = examples(parts.train, longest, spool)
+    return Sets(train, held(validation[-MOST_VALIDATION:]), held(recent), held(older), frozenset(damaged))
 
 
 def _distinct(found: Iterable[Example]) -> list[Example]:

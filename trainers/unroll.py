@@ -18,22 +18,37 @@ from transformers import DynamicCache
 from adaptive.engines.head.module import Head
 
 
-def unrolled(head: Head, ids: torch.Tensor, features: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-    """Hidden states (B, T, width) of each of ``steps`` steps, of texts ``ids`` (B, T), padded on the right.
+def unrolled(
+    head: Head, ids: torch.Tensor, features: torch.Tensor, rows: torch.Tensor, steps: int
+) -> Iterator[torch.Tensor]:
+    """Hidden states (B, R, width), of each of ``steps`` steps, at ``rows`` (B, R) of texts ``ids`` (B, T), which are
+    padded on the right.
 
-    ``features`` (B, T, width): row i has the target's hidden state at token i - 1 (zeros for i = 0). At step s, rows
-    before s belong to no draft, and what is in them means nothing.
+    ``features`` (B, T, width): row i has the target's hidden state at token i - 1 (zeros for i = 0). Each line of
+    ``rows`` has consecutive numbers, which may go beyond T. What stands at step s in the first s places of a line, and
+    beyond a text's end, belongs to no draft and means nothing.
     """
     count = ids.shape[1]
-    positions = torch.arange(count, device=ids.device)[None]
+    everything = torch.arange(count, device=ids.device)[None].expand(len(ids), -1)
     cache = DynamicCache()  # without a config: sliding layers would forget, their window is in the mask
     window = getattr(head.config, "sliding_window", None) if _slides(head) else None
-    made = features
-    for step in range(steps):
-        mask = _mask(count, step, window, features)
-        hidden = head(ids, made, positions, mask, cache)
+    places = [everything]  # of the keys of each step so far
+    mask = _mask(everything, places, window, features.dtype)
+    hidden = head(ids, features, everything, mask, cache)
+    made = _at(hidden, rows - 1)
+    yield _at(hidden, rows)
+    tokens = ids.gather(1, rows.clamp(max=count - 1))
+    for _ in range(1, steps):
+        places.append(rows)
+        hidden = head(tokens, made, rows, _mask(rows, places, window, features.dtype), cache)
         yield hidden
-        made = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+        made = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+
+
+def _at(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The hidden states (B, R, width) at ``rows``; of those that are not there, others."""
+    index = rows.clamp(0, hidden.shape[1] - 1)[..., None].expand(-1, -1, hidden.shape[-1])
+    return hidden.gather(1, index)
 
 
 def _slides(head: Head) -> bool:
@@ -41,16 +56,15 @@ def _slides(head: Head) -> bool:
     return kinds is None or kinds[0] == "sliding_attention"
 
 
-def _mask(count: int, step: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-    """(1, 1, count, (step + 1) * count), 0 where row j at ``step`` sees a key, the keys of all steps so far behind
-    each other, and the most negative number elsewhere."""
-    row = torch.arange(count, device=like.device)[:, None]
-    key = torch.arange(count, device=like.device)[None]
-    sees = [key <= row - step, *(key == row - step + back for back in range(1, step + 1))]
+def _mask(rows: torch.Tensor, places: list[torch.Tensor], window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """(B, 1, R, keys), 0 where a row of the last step sees a key, the keys of all steps behind each other, and the most
+    negative number elsewhere. ``places`` (B, R) says in which rows the keys of each step stand."""
+    step = len(places) - 1
+    row = rows[:, :, None]
+    sees = [places[0][:, None] <= row - step]
+    sees += [key[:, None] == row - step + back for back, key in enumerate(places[1:], start=1)]
     if window:
-        sees = [seen & (key > row - window) for seen in sees]
-    if step:  # rows of no draft see themselves, since a softmax over nothing is not a number
-        sees[-1] = sees[-1] | ((row < step) & (key == row))
-    seen = torch.cat(sees, dim=1)
-    nothing = torch.finfo(like.dtype).min
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, nothing)[None, None]
+        sees = [seen & (key[:, None] > row - window) for seen, key in zip(sees, places, strict=True)]
+    seen = torch.cat(sees, dim=2)[:, None]
+    mask = torch.zeros(seen.shape, dtype=dtype, device=rows.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)

@@ -23,7 +23,6 @@ from safetensors.numpy import save_file
 
 from adaptive.records.recover import overwrite_and_remove
 from adaptive.records.schema import transaction
-from adaptive.types import Generation
 from checkpoints import files
 
 # Numbers of a hidden state that share a scale (float16). Some models have a few numbers a thousand times as large as
@@ -87,16 +86,19 @@ class FeatureSpool:
         self._held = 0  # bytes, when the folder was last looked through and by what was written since
         self._until_look = 0
 
-    def write(self, number: int, generation: Generation, features: Features) -> None:
-        """Keep the features of record ``number``. Raises OSError where the disk does not take them."""
+    def write(self, number: int, tokens: str, features: Features) -> None:
+        """Keep the features of record ``number``, of the text that ``tokens_hash`` names ``tokens``.
+
+        Raises OSError where the disk does not take them.
+        """
         if features.nbytes > self.limit:
             return
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = files.unfinished(self.folder)
         try:
-            tokens = {"tokens": tokens_hash(generation.prompt, generation.output), "first": str(features.first)}
+            meta = {"tokens": tokens, "first": str(features.first)}
             try:
-                save_file({"values": features.values, "scales": features.scales}, temporary, metadata=tokens)
+                save_file({"values": features.values, "scales": features.scales}, temporary, metadata=meta)
             except SafetensorError as error:  # which says that a disk is full in its own way
                 raise OSError(str(error)) from error
             os.chmod(temporary, 0o600)
@@ -108,12 +110,20 @@ class FeatureSpool:
         if self._held > self.limit or self._until_look < 0:
             self._enforce()
 
-    def read(self, number: int, prompt: npt.NDArray[np.int32], output: npt.NDArray[np.int32]) -> Features | None:
-        """Those of record ``number``, of these tokens; None where there are none, or none that can be read."""
+    def has(self, number: int, tokens: str) -> bool:
+        """Whether there are features of record ``number``, of the text that ``tokens_hash`` names so."""
+        try:
+            with safe_open(self._path(number), "numpy") as file:
+                return (file.metadata() or {}).get("tokens") == tokens
+        except (OSError, SafetensorError):
+            return False
+
+    def read(self, number: int, tokens: str) -> Features | None:
+        """Those of record ``number``; None where ``has`` says no, or what is there cannot be read."""
         try:
             with safe_open(self._path(number), "numpy") as file:
                 said = file.metadata() or {}
-                if said.get("tokens") != tokens_hash(prompt, output):
+                if said.get("tokens") != tokens:
                     return None
                 values, scales = file.get_tensor("values"), file.get_tensor("scales")
                 first = int(said["first"])

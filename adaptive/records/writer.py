@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from adaptive.errors import AdaptiveError
-from adaptive.records.features import Features, FeatureSpool
+from adaptive.records.features import Features, FeatureSpool, tokens_hash
 from adaptive.records.recover import (
     Place,
     abandon,
@@ -266,7 +266,8 @@ class LogWriter:
             number = insert(connection, waiting.generation)
             if self._spool is not None and waiting.features is not None:
                 try:
-                    self._spool.write(number, waiting.generation, waiting.features)
+                    tokens = tokens_hash(waiting.generation.prompt, waiting.generation.output)
+                    self._spool.write(number, tokens, waiting.features)
                 except OSError as error:  # they are for training alone
                     logger.warning("the features of record %d cannot be kept: %s", number, error)
         self._newest = max(self._newest, number)

@@ -1,0 +1,182 @@
+"""A head grown from nothing on a stream of real answers, beside the separate draft distilled on the same ones.
+
+    python benchmarks/grow_head.py --cache DIR [--kind math] [--generations 100,300,1000] [--head unroll=3] [--draft ""]
+
+In:  prompts by kind; the target answers each once (``streams.py``), and gives its hidden states of the answers.
+Out: after so many generations, on prompts that never come: acceptance by step of the draft, tokens a round at length
+     4 (both by replay, which is exact), processor seconds of training on one thread, and the share of repeated 8-grams.
+
+The head goes on from one number of generations to the next, as training runs do; the draft's adapter starts afresh, as
+its runs do. Both keep the weights that are best on a tenth of the generations. ``--exact`` trains on hidden states as
+they are, instead of on those of the spool, in 8 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from adaptation import as_examples, recipe_of
+from streams import answers_of, stream
+
+from adaptive.engines.head.module import Head
+from adaptive.engines.head.parts import parts_of_folder
+from adaptive.pair import BUNDLED, load_draft_for_training, sources
+from adaptive.records.features import Features, FeatureSpool, tokens_hash
+from adaptive.settings import Settings
+from trainers import lora
+from trainers.dataset import Example, Spooled
+from trainers.fit import fit
+from trainers.recipe import Recipe
+from trainers.replay import Replay, acceptance_rate, mean_acceptance_length
+from trainers.students import Draft, HeadStudent, Student
+
+LENGTH = 4
+
+
+class Exact(Features):
+    """Hidden states that were not rounded to 8 bits: ``values`` are float16."""
+
+    def states(self) -> Any:
+        """See the base."""
+        return self.values.astype(np.float32)
+
+
+def with_features(examples: Sequence[Example], folder: Path, target: str, exact: bool) -> list[Example]:
+    """The examples with the target's hidden states, made once for a cache ``folder``."""
+    spool = FeatureSpool(folder / "features", 1 << 40)
+    model: Any = None
+    found = []
+    for example in examples:
+        tokens = tokens_hash(example.prompt, example.output)
+        number = int(tokens[:12], 16)
+        features = None if exact else spool.read(number, tokens)
+        if features is None:
+            model = model or _target(target)
+            states = _states(model, example)
+            features = (
+                Exact(0, states.astype(np.float16), np.zeros((0, 0), np.float16)) if exact else Features.of(states)
+            )
+            if not exact:
+                spool.write(number, tokens, features)
+        found.append(replace(example, features=Spooled(spool, number, tokens, features)))
+    return found
+
+
+def _target(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _states(model: Any, example: Example) -> Any:
+    """Hidden states (n - 1, width) before the final norm."""
+    seen: list[torch.Tensor] = []
+    handle = model.get_decoder().norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    text = np.concatenate([example.prompt, example.output[:-1]])
+    with torch.inference_mode():
+        model.get_decoder()(torch.from_numpy(text).long()[None])
+    handle.remove()
+    return seen[0][0].float().numpy()
+
+
+def by_step(replays: Sequence[Replay]) -> list[float]:
+    """Mean acceptance at each step of a draft, whether it is reached or not."""
+    return [float(row) for row in np.concatenate([r.acceptance for r in replays], axis=1).mean(1)]
+
+
+def grown(student: Student, said: Sequence[Example], held: Sequence[Example], recipe: Recipe) -> dict[str, Any]:
+    """Train on ``said``, keep the best weights by a tenth of it, and replay ``held``."""
+    validation = max(4, len(said) // 10)
+    began = time.process_time()
+    result = fit(student, said[:-validation], lambda: acceptance_rate(student.replay(said[-validation:])), recipe)
+    seconds = time.process_time() - began
+    assert result.best is not None
+    student.restore(result.best)
+    replays = student.replay(held)
+    return {
+        "acceptance": acceptance_rate(replays),
+        "by_step": by_step(replays),
+        "tokens_a_round": mean_acceptance_length(replays, LENGTH),
+        "cpu_s": seconds,
+        "steps": result.steps,
+        "best_step": result.best_step,
+    }
+
+
+def main() -> None:
+    """Run and print one line for each number of generations."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts", help="folder of <kind>.jsonl")
+    parser.add_argument("--cache", type=Path, required=True, help="folder for the target's answers, made once")
+    parser.add_argument("--kind", default="math")
+    parser.add_argument("--generations", default="100,300,1000")
+    parser.add_argument("--answers", type=int, default=4, help="answers to each prompt, with different seeds")
+    parser.add_argument("--set-aside", type=int, default=64, help="prompts that never come")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--head", action="append", help="fields of Recipe, e.g. unroll=2 (repeatable); none trains none"
+    )
+    parser.add_argument("--draft", action="append", help="the same for the separate draft; none trains none")
+    parser.add_argument("--fresh", action="store_true", help="the head, too, starts afresh each time")
+    parser.add_argument("--exact", action="store_true", help="hidden states that are not rounded to 8 bits")
+    parser.add_argument("--json", type=Path, help="append one object a line")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    settings = Settings(device="cpu", max_new_tokens=args.max_new_tokens)
+    target = sources(settings)[0].folder
+    numbers = [int(part) for part in args.generations.split(",")]
+    answers = answers_of(args.kind, settings, args.prompts, args.cache, args.temperature, args.answers)
+    given = stream(f"stationary:{args.kind}", {args.kind: answers}, numbers[-1], args.set_aside, args.seed)
+    folder = args.cache / f"{args.kind}-{args.temperature:g}"
+    said, held = (
+        with_features(as_examples(generations), folder, str(target), args.exact)
+        for generations in (given.generations, given.held_out[args.kind])
+    )
+    repeated = _repeated(given.held_out[args.kind])
+    runs = [("head", text) for text in args.head or [""]] + [("draft", text) for text in args.draft or [""]]
+    for who, text in runs:
+        if text == "none":
+            continue
+        _, recipe = recipe_of(text, args.seed, LENGTH)
+        head = Head(parts_of_folder(target), torch.float32) if who == "head" else None
+        for number in numbers:
+            if head is not None:
+                if args.fresh:
+                    head.reset()
+                student: Student = HeadStudent(head, recipe)
+            else:
+                student = Draft(lora.attach(load_draft_for_training(settings), recipe))
+            figures = grown(student, said[:number], held, recipe)
+            line = {"who": who, "recipe": text, "kind": args.kind, "generations": number, "seed": args.seed} | figures
+            steps = " ".join(f"{a:.3f}" for a in figures["by_step"])
+            print(
+                f"{who} [{text}] {args.kind} after {number}: {figures['tokens_a_round']:.2f} tokens a round, "
+                f"acceptance {steps}, {figures['cpu_s']:.0f} s, best step {figures['best_step']} of "
+                f"{figures['steps']}; {repeated:.1%} of 8-grams repeated",
+                flush=True,
+            )
+            if args.json:
+                with args.json.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+def _repeated(generations: Sequence[Any]) -> float:
+    """The share of 8-grams of the answers that stood before in the same answer."""
+    from trainers.dataset import repeated_ngrams
+
+    return float(np.concatenate([repeated_ngrams(g.output) for g in generations]).mean())
+
+
+if __name__ == "__main__":
+    main()

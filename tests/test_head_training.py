@@ -1,0 +1,156 @@
+"""A head grows from the log and the spool: it is judged against plain decoding, then goes on from what is in use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_trainer import BASE, speak, target
+from transformers import DynamicCache
+
+from adaptive.engines.head.module import Head
+from adaptive.engines.head.parts import decoder_of, parts_of_folder
+from adaptive.errors import AdaptiveError
+from adaptive.records.features import Features, FeatureSpool
+from adaptive.records.writer import LogWriter
+from adaptive.sampling import transform_logits
+from adaptive.types import Generation, SamplingParams
+from checkpoints.store import AdapterStore
+from trainers.dataset import examples, read_log, split
+from trainers.heads import head_losses, replay_head
+from trainers.recipe import Recipe
+from trainers.replay import acceptance_rate, mean_acceptance_length
+from trainers.run import distill
+
+SHORT = Recipe(epochs=6, evaluations=4, learning_rate=1e-2, batch=16)
+
+
+def hidden_states(said: Generation) -> np.ndarray:
+    """What the target makes of all tokens but the last, as an engine gives it."""
+    model, seen = target(), []
+    handle = decoder_of(model).norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    with torch.no_grad():
+        model(input_ids=torch.from_numpy(np.concatenate([said.prompt, said.output[:-1]])).long()[None])
+    handle.remove()
+    return seen[0].numpy()
+
+
+def keep(folder: Path, said: list[Generation], first: int = 0) -> FeatureSpool:
+    """A log of ``said``, with features of those from the ``first`` on."""
+    spool = FeatureSpool(folder / "features", 10**9)
+    with LogWriter(folder / "records.db", spool=spool) as writer:
+        for number, one in enumerate(said):
+            writer.write(one, Features.of(hidden_states(one)) if number >= first else None)
+        assert writer.flush()
+    return spool
+
+
+def new_head(folder: Path) -> Head:
+    """As a training run makes one: from the target's folder."""
+    target().save_pretrained(folder / "target")
+    return Head(parts_of_folder(folder / "target"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def spoken() -> list[Generation]:
+    return speak(target(), 100, SamplingParams(temperature=0.7))
+
+
+def test_a_head_grows_from_nothing_is_promoted_and_goes_on(tmp_path: Path, spoken: list[Generation]) -> None:
+    spool, head, store = keep(tmp_path, spoken), new_head(tmp_path), AdapterStore(tmp_path / "adapters")
+    log = tmp_path / "records.db"
+    first = distill(log, store, BASE, head, SHORT, spool=spool)
+    assert first.manifest is not None
+    assert first.manifest.status == "promoted", first.message
+    assert first.manifest.kind == "head"
+    assert first.manifest.recent is not None
+    assert first.manifest.recent.mean_acceptance_length_before.mean == 1.0  # plain decoding
+    folder = store.path(first.manifest.id)
+    again = Head.read(folder, parts_of_folder(tmp_path / "target"), torch.float32)
+    gate = [e for e in examples(split(read_log(log, 1000), first=True).gate, 64, spool) if e.replayable]
+    replays = replay_head(again, gate, SHORT.draft_length)
+    assert mean_acceptance_length(replays, 4) == pytest.approx(
+        first.manifest.recent.mean_acceptance_length_after.mean, rel=1e-5
+    )
+    assert acceptance_rate(replays) > 0.2
+    # The next run starts where this one ended: in one step it is no worse than in all of the first.
+    second = distill(log, store, BASE, head, Recipe(epochs=0.05, evaluations=1, learning_rate=1e-5), spool=spool)
+    assert second.manifest is not None
+    assert second.manifest.parent == first.manifest.id
+    assert second.manifest.recent is not None
+    assert second.manifest.recent.acceptance_after.mean == pytest.approx(acceptance_rate(replays), abs=0.02)
+
+
+def test_only_records_with_features_are_learned_from(tmp_path: Path, spoken: list[Generation]) -> None:
+    spool, head = keep(tmp_path, spoken, first=85), new_head(tmp_path)
+    with pytest.raises(AdaptiveError, match="15 usable generations"):
+        distill(tmp_path / "records.db", AdapterStore(tmp_path / "adapters"), BASE, head, SHORT, spool=spool)
+
+
+def test_features_that_go_meanwhile_stop_nobody(tmp_path: Path, spoken: list[Generation]) -> None:
+    spool, head = keep(tmp_path, spoken), new_head(tmp_path)
+
+    def gone_after_a_while(progress: object) -> None:
+        for number in spool.ids()[:60]:
+            (spool.folder / f"{number}.safetensors").unlink()
+
+    outcome = distill(
+        tmp_path / "records.db",
+        AdapterStore(tmp_path / "adapters"),
+        BASE,
+        head,
+        SHORT,
+        on_progress=gone_after_a_while,
+        spool=spool,
+    )
+    assert outcome.verdict is not None
+
+
+def test_replay_is_the_acceptance_of_the_heads_own_drafts(tmp_path: Path, spoken: list[Generation]) -> None:
+    """By step and position, against a head that reads a row at a time over a cache."""
+    spool, head = keep(tmp_path, spoken[:2]), new_head(tmp_path)
+    said = examples(read_log(tmp_path / "records.db", 10), 64, spool)
+    for example, found in zip(said, replay_head(head, said, 3), strict=True):
+        assert found.acceptance.shape == (3, len(example.output) - 1)
+        assert example.features is not None
+        kept = example.features.read()
+        assert kept is not None
+        states = torch.from_numpy(kept.states())
+        text = torch.from_numpy(np.concatenate([example.prompt, example.output])).long()
+        for start in (len(example.prompt), len(example.prompt) + 9):
+            cache, made = DynamicCache(), torch.zeros(1, 1, head.width)
+            for row in range(start + 3):
+                feature = states[row - 1] if 0 < row <= start else made[0, 0]
+                with torch.no_grad():
+                    made = head(text[row][None, None], feature[None, None], torch.tensor([[row]]), None, cache)
+                    q = transform_logits(head.logits(made[0]), example.sampling).softmax(-1)[0, text[row + 1]]
+                if row >= start:
+                    assert example.supervision is not None
+                    p = np.exp(np.float32(example.supervision.chosen[row + 1 - len(example.prompt)]))
+                    place = row - len(example.prompt)
+                    assert found.acceptance[row - start, place] == pytest.approx(min(1.0, float(q) / p), abs=1e-3)
+
+
+def test_every_step_of_a_draft_learns(tmp_path: Path, spoken: list[Generation]) -> None:
+    spool, head = keep(tmp_path, spoken[:4]), new_head(tmp_path)
+    said = examples(read_log(tmp_path / "records.db", 10), 64, spool)
+    losses = head_losses(head, said, "auto", 3)
+    assert losses.shape == (sum(len(e.output) for e in said),)
+    losses.sum().backward()
+    learning = {name for name, p in head.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert len(learning) == len(head.own()) - 1  # the token's norm learns once something goes through it
+    assert not any("embed_tokens" in name or "lm_head" in name for name in learning)
+
+
+def test_a_long_prompt_is_cut_from_the_left_with_its_features(tmp_path: Path, spoken: list[Generation]) -> None:
+    """A text longer than what is learned from is learned as if it began later, but for its first feature."""
+    spool, head = keep(tmp_path, spoken[:1]), new_head(tmp_path)
+    (whole,) = examples(read_log(tmp_path / "records.db", 10), 64, spool)
+    head.config.max_position_embeddings = 43  # of 45 rows
+    (cut,) = replay_head(head, [whole], 2)
+    head.config.max_position_embeddings = 128
+    (all_of_it,) = replay_head(head, [whole], 2)
+    assert cut.acceptance.shape == all_of_it.acceptance.shape
+    assert np.abs(cut.acceptance - all_of_it.acceptance).mean() < 0.05

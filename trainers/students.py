@@ -1,0 +1,256 @@
+"""What can be trained, behind one face: a draft with LoRA, all of a draft, or a head.
+
+A ``Student`` is a model while it is trained or judged. A ``School`` makes them for a run: the one in use, and the one
+to train, each from the weights of an adapter folder or from none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+import torch
+
+from adaptive.engines.head.module import Head
+from trainers import lora
+from trainers.batches import collate, longest_output, longest_text, passes, supervised_logits
+from trainers.dataset import Example
+from trainers.heads import head_losses, replay_head
+from trainers.lora import AdapterState, default_learning_rate, width_of
+from trainers.per_position import position_losses
+from trainers.recipe import Recipe
+from trainers.replay import Replay, replay
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+ShouldStop = Callable[[], bool]
+
+
+class Student(Protocol):
+    """A model that is trained."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """Its parameters; those that learn require a gradient."""
+
+    def learning_rate(self) -> float:
+        """The peak that suits its size."""
+
+    def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
+        """Groups of a batch that fit into one pass each."""
+
+    def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
+        """Losses (N,) at the output positions of a group, with their gradient."""
+
+    def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
+        """Acceptance along ``examples``. Raises ``Stopped``."""
+
+    def snapshot(self) -> AdapterState:
+        """A copy, on the CPU, of what is learned."""
+
+    def restore(self, state: AdapterState) -> None:
+        """Put a snapshot back."""
+
+    def write(self, state: AdapterState, folder: Path) -> None:
+        """Write a snapshot as an adapter's folder."""
+
+
+class Draft:
+    """A draft, with an adapter or plain."""
+
+    def __init__(self, model: PeftModel | PreTrainedModel) -> None:
+        self.model = model
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """See the protocol."""
+        return self.model
+
+    def learning_rate(self) -> float:
+        """See the protocol."""
+        return default_learning_rate(width_of(self.model))
+
+    def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
+        """See the protocol."""
+        return passes(batch, longest_text(self.model), int(self.model.config.get_text_config().vocab_size))
+
+    def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
+        """See the protocol."""
+        batch = collate(group, longest_text(self.model), next(self.model.parameters()).device)
+        return position_losses(supervised_logits(self.model, batch).float(), group, recipe.loss)
+
+    def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
+        """See the protocol."""
+        return replay(self.model, examples, should_stop)
+
+    def snapshot(self) -> AdapterState:
+        """See the protocol."""
+        return lora.snapshot(self.model)
+
+    def restore(self, state: AdapterState) -> None:
+        """See the protocol."""
+        lora.restore(self.model, state)
+
+    def write(self, state: AdapterState, folder: Path) -> None:
+        """See the protocol."""
+        lora.write(self.model, state, folder)  # type: ignore[arg-type]  # only what has an adapter is written
+
+
+class HeadStudent:
+    """A head; all of its own weights learn."""
+
+    # Peak learning rate of AdamW at width 256 (docs/notes/2026-11-heads.md); it falls with the width as LoRA's does.
+    RATE, AT = 1e-3, 256
+
+    def __init__(self, head: Head, recipe: Recipe) -> None:
+        self.head = head
+        self.steps = recipe.draft_length
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """See the protocol."""
+        return self.head
+
+    def learning_rate(self) -> float:
+        """See the protocol."""
+        return float(self.RATE * (self.AT / self.head.width) ** 0.78)
+
+    def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
+        """See the protocol."""
+        return passes(batch, longest_text(self.head), self.steps * int(self.head.config.vocab_size))
+
+    def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
+        """See the protocol. Examples whose features have gone from the spool meanwhile count as learned."""
+        there = [e for e in group if e.features is not None and e.features.read() is not None]
+        if not there:
+            return self.head.fuse.weight.sum()[None] * 0.0
+        return head_losses(self.head, there, recipe.loss, recipe.unroll)
+
+    def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
+        """See the protocol."""
+        return replay_head(self.head, examples, self.steps, should_stop)
+
+    def snapshot(self) -> AdapterState:
+        """See the protocol."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.head.own().items()}
+
+    def restore(self, state: AdapterState) -> None:
+        """See the protocol."""
+        self.head.put(state)
+
+    def write(self, state: AdapterState, folder: Path) -> None:
+        """See the protocol."""
+        before = self.snapshot()
+        self.restore(state)
+        self.head.write(folder)
+        self.restore(before)
+
+
+class NoHead(HeadStudent):
+    """What a first head is compared with: nothing is drafted, so that nothing is accepted."""
+
+    def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
+        """See the protocol."""
+        nothing = (np.zeros((1, len(e.output) - 1), np.float32) for e in examples)
+        return [Replay(e.id, e.domain, zeros, e.limited) for e, zeros in zip(examples, nothing, strict=True)]
+
+
+class School(Protocol):
+    """What a run trains."""
+
+    kind: Literal["lora", "head"]
+    device: torch.device
+
+    @property
+    def longest_output(self) -> int:
+        """Tokens of an answer that are learned from."""
+
+    def in_use(self, folder: Path | None, recipe: Recipe) -> AbstractContextManager[Student]:
+        """What drafts now: with this adapter, or with none."""
+
+    def trainable(self, parent: Path | None, recipe: Recipe) -> AbstractContextManager[Student]:
+        """What is to be trained: a copy of ``parent``, or a new one."""
+
+
+class DraftSchool:
+    """A plain draft, for which adapters are trained; afterwards it is as it was."""
+
+    kind: Literal["lora", "head"] = "lora"
+
+    def __init__(self, draft: PreTrainedModel) -> None:
+        self.draft = draft
+        self.device = next(draft.parameters()).device
+
+    @property
+    def longest_output(self) -> int:
+        """See the protocol."""
+        return longest_output(self.draft)
+
+    @contextmanager
+    def in_use(self, folder: Path | None, recipe: Recipe) -> Iterator[Student]:
+        """See the protocol."""
+        if folder is None:
+            yield Draft(self.draft)
+            return
+        model = lora.load(self.draft, folder)
+        try:
+            yield Draft(model)
+        finally:
+            lora.remove(model)
+
+    @contextmanager
+    def trainable(self, parent: Path | None, recipe: Recipe) -> Iterator[Student]:
+        """See the protocol."""
+        model = lora.attach(self.draft, recipe) if parent is None else lora.load(self.draft, parent, trainable=True)
+        try:
+            yield Draft(model)
+        finally:
+            lora.remove(model)
+
+
+class HeadSchool:
+    """A head, which goes on growing from the one that was promoted last."""
+
+    kind: Literal["lora", "head"] = "head"
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self.device = head.fuse.weight.device
+
+    @property
+    def longest_output(self) -> int:
+        """See the protocol."""
+        return longest_output(self.head)
+
+    @contextmanager
+    def in_use(self, folder: Path | None, recipe: Recipe) -> Iterator[Student]:
+        """See the protocol. With no folder nothing has been promoted, and decoding is plain."""
+        if folder is None:
+            yield NoHead(self.head, recipe)
+            return
+        self.head.load(folder)
+        yield HeadStudent(self.head, recipe)
+
+    @contextmanager
+    def trainable(self, parent: Path | None, recipe: Recipe) -> Iterator[Student]:
+        """See the protocol."""
+        if parent is None:
+            self.head.reset()
+        else:
+            self.head.load(parent)
+        yield HeadStudent(self.head, recipe)
+
+
+def school_of(draft: PreTrainedModel | Head) -> School:
+    """What trains ``draft``."""
+    return HeadSchool(draft) if isinstance(draft, Head) else DraftSchool(draft)
+
+
+def student_of(model: PeftModel | PreTrainedModel | Head, recipe: Recipe) -> Student:
+    """``model`` as it is, to be trained in place."""
+    return HeadStudent(model, recipe) if isinstance(model, Head) else Draft(model)
