@@ -24,7 +24,7 @@ from adaptive.drafting.archive import History
 from adaptive.drafting.history import HISTORY
 from adaptive.drafting.model import ModelDrafter
 from adaptive.encoding import encode_text, render_chat
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, ContextFullError
 from adaptive.pair import Pair
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import Penalties
@@ -185,8 +185,11 @@ class Assistant:
         supervise: bool = False,
         client: str = "",
         owner: str = "",
+        goes_on: bool = False,
     ) -> Iterator[Step]:
         """Answer a prompt of token ids, which came from ``messages`` or from a raw ``text``.
+
+        ``goes_on`` is a prompt that ends within an answer, which this one continues.
 
         Without a ``session``, where several conversations are kept, how it began and ``client`` tell which one
         this is. ``owner`` is whom the record belongs to, and whose records are drafted from.
@@ -196,7 +199,7 @@ class Assistant:
         if not prompt:
             raise AdaptiveError("the prompt is empty; give at least one token")
         if len(prompt) >= context:
-            raise AdaptiveError(
+            raise ContextFullError(
                 f"the prompt has {len(prompt)} tokens and the target's context holds {context}; "
                 "shorten it or start anew"
             )
@@ -206,7 +209,7 @@ class Assistant:
         session = session or (conversation.name if self.conversations.limit else self.session)
         self.policy.begin(Scope(session, sampling.temperature, sampling.seeded))
         request = Request(prompt, sampling, stop, self._end_set(stop), record or supervise)
-        stream = TextStream(self.pair.tokenizer, stop.stop, () if messages else prompt)
+        stream = TextStream(self.pair.tokenizer, stop.stop, () if messages and not goes_on else prompt)
         decoding = self.last = self._decoding(request, conversation, stream, owner)
         adapter = self.adapter
         self.drafted_by = [(adapter, 0)]

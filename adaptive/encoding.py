@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from adaptive.errors import AdaptiveError, first_line
+from adaptive.errors import AdaptiveError, ContextFullError, first_line
 
 # Characters tokenized at a time to tell that a text is too long: 16,000 take about 15 ms.
 PIECE = 16_384
@@ -64,6 +64,6 @@ def _refuse_too_long(tokenizer: PreTrainedTokenizerBase, text: str, context: int
     for start in range(0, len(text), PIECE):
         count += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False)) - PER_CUT
         if count > context:
-            raise AdaptiveError(
+            raise ContextFullError(
                 f"the prompt has far more than the {context} tokens that the model's context holds; shorten it"
             )

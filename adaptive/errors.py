@@ -1,5 +1,5 @@
-"""The one exception that is shown to people. It stands in ``checkpoints``, which raises it and imports nobody."""
+"""The exceptions that are shown to people. They stand in ``checkpoints``, which raises them and imports nobody."""
 
-from checkpoints.errors import AdaptiveError, first_line
+from checkpoints.errors import AdaptiveError, ContextFullError, first_line
 
-__all__ = ["AdaptiveError", "first_line"]
+__all__ = ["AdaptiveError", "ContextFullError", "first_line"]

@@ -37,6 +37,11 @@ class PairState:
         return self.root / "features"
 
     @property
+    def typed(self) -> Path:
+        """What was typed in ``adaptive chat``, to be found again with the arrow keys."""
+        return self.root / "typed.txt"
+
+    @property
     def controller(self) -> Path:
         """Learned costs and acceptance priors."""
         return self.root / "controller.json"

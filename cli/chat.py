@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import sys
-import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
@@ -18,50 +19,66 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from adaptive.decoding.loop import Step
     from adaptive.service.trainer import Trainer
     from adaptive.settings import Settings
     from adaptive.types import Message
+    from cli.chat_display import Display
+    from cli.chat_input import Keyboard
     from cli.opened import OpenedPair
 
-HELP = """[bold]/help[/]      this list
-[bold]/stats[/]     what this session and the log say about speed and acceptance
-[bold]/training[/]  what background training does now, and why
-[bold]/reset[/]     forget the conversation and start a new session
-[bold]/sessions[/]  earlier sessions; resume one with: adaptive chat --session NAME
-[bold]/exit[/]      leave (so does ctrl-D)
-ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
+# Of the context, what the conversation may take after its oldest turns were forgotten: the rest is for what comes.
+FORGET_TO = 0.5
 
 
 @shared_options()
 def chat(
     settings: Settings,
+    question: Annotated[Optional[str], typer.Argument(help="The first question.")] = None,
     session: Annotated[Optional[str], typer.Option(help="Name of the session; an earlier one is resumed.")] = None,
     system: Annotated[Optional[str], typer.Option(help="System message of the conversation.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Show answers as they are, not as Markdown.")] = False,
     distill: Annotated[
         Optional[str], typer.Option(help="When to train: idle, always, off, or a window like 22:00-06:00.")
     ] = None,
 ) -> None:
     """Talk with the assistant. What it says is logged, and the draft learns from it while you read and type.
 
+    Text that comes through a pipe is one question, and only its answer is written to standard output.
+
     Example: adaptive chat --target Qwen/Qwen2.5-14B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --quantize nf4
 
     Example: adaptive chat --session holiday-plans
+
+    Example: git diff | adaptive chat "Write a commit message for this"
     """
     from rich.console import Console
 
     from adaptive.service.trainer import background
     from adaptive.settings import change_settings
+    from cli.chat_input import echo, piped
     from cli.opened import open_pair
 
-    console = Console(highlight=False)
+    typing = sys.stdin.isatty()
+    if not typing:
+        question = "\n\n".join(text for text in (question, piped()) if text)
+        if not question:
+            return
+    # Beside an answer that goes somewhere else, or nowhere but to its reader, nothing is said on standard output.
+    console = Console(highlight=False, stderr=not (typing and sys.stdout.isatty()))
     if distill is not None:
         settings = change_settings(settings, {"distill": distill})
     with open_pair(settings, console) as opened, background(settings, opened.state) as trainer:
-        Chat(settings, opened, console, session, system, trainer).run()
+        talk = Chat(settings, opened, console, session, system, trainer, plain)
+        if typing:
+            with echo():
+                talk.run(question)
+        else:
+            talk.ask(question or "")
 
 
 class Chat:
-    """The messages so far, and the loop that asks and answers."""
+    """A conversation, and the loop that asks and answers. ``talk`` are its messages, ``name`` its session."""
 
     def __init__(
         self,
@@ -71,136 +88,198 @@ class Chat:
         name: str | None,
         system: str | None,
         trainer: Trainer,
+        plain: bool = False,
     ) -> None:
         from adaptive.assistant import sampling_params
         from adaptive.control.memory import current_costs
         from adaptive.types import StopParams
+        from cli.conversation import Talk
 
         self.opened = opened
         self.console = console
+        self.plain = plain
         self.trainer = trainer
         trainer.costs = lambda: current_costs(opened.assistant.policy, opened.state.controller)
+        opened.assistant.between_rounds = opened.swapper.between_rounds
         self.sampling = sampling_params(settings, opened.pair)
         self.limits = StopParams(settings.max_new_tokens)
         self.name = name or opened.assistant.session
-        self.system = system
-        self.messages = self._beginning()
-        earlier = self._earlier() if name else []
-        if earlier:
-            self.messages = earlier
-            console.print(f"resumed session {self.name}: {len(self.messages)} messages", style="dim", markup=False)
+        self.record = settings.record
+        self.talk = Talk(system, self._earlier() if name else ())
+        self.keyboard: Keyboard | None = None
 
-    def _beginning(self) -> list[Message]:
-        from adaptive.types import Message
-
-        return [Message("system", self.system)] if self.system else []
-
-    def _earlier(self) -> list[Message]:
+    def _earlier(self) -> tuple[Message, ...]:
         from adaptive.records.log import Log
 
         if not self.opened.state.records.exists():
-            return []
+            return ()
         with Log(self.opened.state.records) as log:
-            return list(log.session_messages(self.name))
+            return tuple(log.session_messages(self.name))
 
-    def run(self) -> None:
-        """Until ctrl-D or /exit."""
+    def run(self, question: str | None = None) -> None:
+        """Ask the ``question``, if there is one, and then what is typed, until ctrl-D or /exit."""
+        from cli.chat_commands import COMMANDS, carry_out
+        from cli.chat_input import Keyboard, is_command
+
         self._greet()
-        self.opened.assistant.between_rounds = self.opened.swapper.between_rounds
+        if self.talk.turns:
+            self.show_last()
+        self.keyboard = Keyboard([*COMMANDS], self.opened.state.typed if self.record else None)
         self.trainer.idle()
-        for text in lines_from_person():
-            if text.startswith("/"):
-                if not self._command(text.split()[0]):
-                    return
-                continue
-            if self.opened.swapper.use_promoted():
-                self.console.print(f"[green]now drafting with adapter {self.opened.assistant.adapter or 'none'}[/]")
-            self.trainer.busy()
-            try:
-                self._answer(text)
-            except AdaptiveError as error:  # a prompt past the context, say: the conversation goes on
-                self.console.print(str(error), style="red", markup=False)
-            finally:
-                self.trainer.idle()
+        for text in itertools.chain([question] if question else [], self.keyboard.messages()):
+            if not is_command(text):
+                self.ask(text)
+            elif not carry_out(self, text):
+                return
 
     def _greet(self) -> None:
         pair, assistant = self.opened.pair, self.opened.assistant
         drafting = f"adapter {assistant.adapter}" if assistant.adapter else "no adapter yet"
         if pair.draft is None:
             drafting = "no draft model: plain decoding"
-        self.console.print(_titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))
+        self.console.print(titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))
 
-    def _answer(self, text: str) -> None:
-        from adaptive.printable import printable
+    def begin_session(self) -> None:
+        """What comes is another session than what was said."""
+        self.name = uuid.uuid4().hex[:12]
+
+    def note(self, text: str) -> None:
+        """A line about the conversation that is none of it."""
+        from adaptive.printable import printable_line
+
+        self.console.print(printable_line(text), style="dim", markup=False)
+
+    def show_last(self) -> None:
+        """Where an earlier conversation stands: its last question, and what was answered."""
+        turns = self.talk.turns
+        self.note(f"session {self.name} goes on after {len(turns)} message{'' if len(turns) == 1 else 's'}")
+        asked = next((i for i in reversed(range(len(turns))) if turns[i].role == "user"), len(turns))
+        for message in turns[asked:]:
+            if message.role == "user":
+                self.note(f"› {message.content}")
+            else:
+                shown = self._display()
+                shown.feed(message.content)
+                shown.close()
+
+    def ask(self, text: str) -> None:
+        """Ask and show the answer. Where the conversation no longer fits, forget its oldest turns if that is wanted.
+
+        Raises AdaptiveError only where nobody types, who could ask something else."""
+        from adaptive.errors import ContextFullError
         from adaptive.types import Message
+
+        while True:
+            asked = [*self.talk.messages, Message("user", text)]
+            try:
+                answer = self._stream(self.opened.assistant.chat(asked, self.sampling, self.limits, session=self.name))
+            except AdaptiveError as error:
+                if self.keyboard is None:
+                    raise
+                self.console.print(str(error), style="red", markup=False)
+                if isinstance(error, ContextFullError) and self._makes_room(text):
+                    continue
+                return
+            self.talk.messages = [*asked, Message("assistant", answer)]
+            return
+
+    def _makes_room(self, text: str) -> bool:
+        """Forget the oldest turns, if a person agrees, until the conversation and ``text`` fit."""
+        from adaptive.assistant import encode_chat
+        from adaptive.errors import ContextFullError
+        from adaptive.types import Message
+        from cli.conversation import Talk
+
+        pair, shorter = self.opened.pair, Talk(None, tuple(self.talk.messages))
+        most, before = FORGET_TO * pair.target.context_length, len(shorter.turns)
+        while True:
+            with contextlib.suppress(ContextFullError):
+                if len(encode_chat(pair, [*shorter.messages, Message("user", text)])) <= most:
+                    break
+            if not shorter.forget_oldest():
+                shorter.take_back()
+                if len(shorter.turns) == 0:
+                    break
+        forgotten = before - len(shorter.turns)
+        assert self.keyboard is not None
+        if not forgotten or not self.keyboard.agrees(f"Forget the oldest {forgotten} messages and ask again?"):
+            self.note("/reset begins anew, /forget drops the oldest question and its answer")
+            return False
+        self.talk = shorter
+        return True
+
+    def go_on(self) -> None:
+        """Go on with the last answer, which was cut. Raises AdaptiveError where it was not."""
+        from adaptive.types import Message
+
+        last = self.opened.assistant.last
+        messages = self.talk.messages
+        if last is None or last.finish_reason != "length" or not messages or messages[-1].content != last.text:
+            raise AdaptiveError("the last answer was not cut")
+        steps = self.opened.assistant.answer(
+            [*last.request.prompt, *last.output],
+            tuple(messages),
+            "",
+            self.sampling,
+            self.limits,
+            self.name,
+            goes_on=True,
+        )
+        messages[-1] = Message("assistant", messages[-1].content + self._stream(steps))
+
+    def _display(self) -> Display:
+        from cli.chat_display import MarkdownDisplay, PlainDisplay
+
+        if self.plain or not self.console.is_terminal or self.console.is_dumb_terminal or not sys.stdout.isatty():
+            return PlainDisplay()
+        return MarkdownDisplay(self.console)
+
+    def _stream(self, steps: Iterable[Step]) -> str:
+        """Show an answer while it comes, keep it, and say what it was; its text."""
+        if self.opened.swapper.use_promoted():
+            self.console.print(f"[green]now drafting with adapter {self.opened.assistant.adapter or 'none'}[/]")
+        self.trainer.busy()
+        try:
+            self._show(steps)
+            self._keep()
+        finally:
+            self.trainer.idle()
+        assert self.opened.assistant.last is not None
+        return self.opened.assistant.last.text
+
+    def _show(self, steps: Iterable[Step]) -> None:
+        with interruptible() as interrupted, contextlib.closing(steps):  # type: ignore[type-var]
+            first = next(iter(steps), None)  # which says what is wrong with the prompt before anything is shown
+            display = self._display()
+            try:
+                for step in itertools.chain([] if first is None else [first], steps):
+                    display.feed(step.text)
+                    if interrupted():
+                        break
+            finally:
+                display.close()
+
+    def _keep(self) -> None:
+        """Wait until the answer is in the log, and say how it was decoded and how it ended."""
         from cli.generate import figures, keep
 
         assistant = self.opened.assistant
-        asked = [*self.messages, Message("user", text)]
-        steps = assistant.chat(asked, self.sampling, self.limits, session=self.name)
-        with interruptible() as interrupted, contextlib.closing(steps):  # type: ignore[type-var]
-            for step in steps:
-                sys.stdout.write(printable(step.text))
-                sys.stdout.flush()
-                if interrupted():
-                    break
-        sys.stdout.write("\n")
         keep(assistant)
         if assistant.log is not None and assistant.log.problem:
             self.console.print(f"log: {assistant.log.problem}", style="red", markup=False)
         assert assistant.last is not None
         for adapter, rounds in assistant.rounds_by_adapter:
             self.trainer.answered(adapter, rounds)
-        self.messages = [*asked, Message("assistant", assistant.last.text)]
         stopped = "stopped · " if assistant.last.finish_reason == "cancelled" else ""
         self.console.print(f"[dim]{stopped}{figures(assistant)}[/]")
-
-    def _command(self, name: str) -> bool:
-        """Carry out a command; False means leave."""
-        if name in ("/exit", "/quit"):
-            return False
-        if name == "/reset":
-            import uuid
-
-            self.messages, self.name = self._beginning(), uuid.uuid4().hex[:12]
-            self.console.print(f"[dim]new session {self.name}[/]")
-        elif name == "/training":
-            status = self.trainer.status
-            self.console.print(f"{status.activity}: {status.reason}", markup=False)
-            if status.last_round:
-                self.console.print(f"last round: {status.last_round}", style="dim", markup=False)
-            self.console.print(f"live acceptance: {status.watch}", style="dim", markup=False)
-        elif name in ("/stats", "/sessions"):
-            self._from_log(name)
-        else:
-            if name != "/help":
-                self.console.print(f"there is no {name}", markup=False)
-            self.console.print(HELP)
-        return True
-
-    def _from_log(self, name: str) -> None:
-        from adaptive.records.log import Log
-        from adaptive.speculation import speculation
-        from cli.history import print_summary
-
-        log_writer = self.opened.assistant.log
-        if log_writer is None:
-            self.console.print("nothing is logged in this session (--no-record)")
-            return
-        log_writer.flush()
-        if name == "/stats":
-            print_summary(self.opened.state, self.console, session=self.name)
-            self.console.print(f"last answer: {speculation(self.opened.assistant).sentence}")
-            return
-        with Log(self.opened.state.records) as log:
-            for session in log.sessions():
-                when = time.strftime("%Y-%m-%d %H:%M", time.localtime(session.last))
-                answers = f"{session.generations} answer{'' if session.generations == 1 else 's'}"
-                line = _titled(session.id, f"{when} · {answers} · {' '.join(session.opening.split())}")
-                self.console.print(line, no_wrap=True, overflow="ellipsis")
+        if assistant.last.finish_reason == "length" and self.keyboard is not None:
+            whole = len(assistant.last.request.prompt) + len(assistant.last.output)
+            full = whole >= self.opened.pair.target.context_length
+            cut = "cut where the context is full: /reset begins anew" if full else "cut at the limit: /more goes on"
+            self.console.print(cut, style="yellow")
 
 
-def _titled(title: str, text: str, style: str = "") -> Text:
+def titled(title: str, text: str, style: str = "") -> Text:
     """One line that is shown as it is, brackets and all."""
     from rich.text import Text
 
@@ -223,30 +302,3 @@ def interruptible() -> Iterator[Any]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def lines_from_person() -> Iterator[str]:
-    """What is typed, one message at a time; plain lines where standard input is not a terminal."""
-    if not sys.stdin.isatty():
-        try:
-            yield from (line.strip() for line in sys.stdin if line.strip())
-        except UnicodeDecodeError as error:
-            raise AdaptiveError("standard input is not UTF-8 text") from error
-        return
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.formatted_text import HTML
-
-    completer = WordCompleter(["/help", "/stats", "/training", "/reset", "/sessions", "/exit"], sentence=True)
-    prompt: PromptSession[str] = PromptSession(HTML("<b>› </b>"), completer=completer)
-    while True:
-        try:
-            text = prompt.prompt()
-            while text.endswith("\\"):
-                text = text[:-1] + "\n" + prompt.prompt("… ")
-        except KeyboardInterrupt:
-            continue
-        except EOFError:
-            return
-        if text.strip():
-            yield text.strip()

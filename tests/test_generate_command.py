@@ -260,14 +260,3 @@ def test_options_that_a_command_would_not_heed_are_none_of_its(adaptive, tmp_pat
     assert adaptive("demo", "--state-dir", str(tmp_path))[0] == 2
     assert adaptive("bench", "--draft-length", "4")[0] == 2
     assert adaptive("calibrate", "--no-record")[0] == 2
-
-
-def test_a_chat_shows_names_and_questions_as_they_are(
-    adaptive, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("[/INST] is [/etc/hosts] markup?\n/sessions\n/[/x]\n/exit\n"))
-    arguments = ("--distill", "off", "--max-new-tokens", "4", "--session", "[/x]")
-    code, out, err = adaptive("chat", "--target", pair[0], "--draft", pair[1], *arguments)
-    assert code == 0, err
-    assert "1 answer · [/INST] is [/etc/hosts] markup?" in out
-    assert "there is no /[/x]" in out

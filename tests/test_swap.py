@@ -103,8 +103,7 @@ def test_a_chat_credits_every_round_to_the_adapter_that_drafted_it(
     conversation = Chat(settings, session, console, None, None, Listening(settings, session.state, 0))
     conversation.limits = LONG
     monkeypatch.setattr(sys, "stdout", Screen())
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    conversation.run()
+    conversation.ask(PROMPT)
     monkeypatch.undo()
     assert session.assistant.last is not None
     (_, before), (_, after) = credited

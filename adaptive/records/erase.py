@@ -64,7 +64,8 @@ def erase_beside(state: PairState, everything: bool) -> list[str]:
     """Remove what else in the state folder holds what was said; the names of what was there.
 
     Damaged logs that were set aside go with any purge: whatever could be read of them is in the log; so do the features
-    of what is no longer in it. With ``everything``, all features go, and where an interrupted training run stood.
+    of what is no longer in it. With ``everything``, all features go, where an interrupted training run stood, and what
+    was typed in a chat.
     """
     spool = FeatureSpool(state.features, 0)
     if everything:
@@ -72,7 +73,8 @@ def erase_beside(state: PairState, everything: bool) -> list[str]:
     elif state.features.is_dir():
         with contextlib.closing(connect(state.records)) as connection:
             spool.sweep(connection)
-    doomed = set_aside_logs(state.records) + ([state.training] if everything and state.training.exists() else [])
+    others = [file for file in (state.training, state.typed) if everything and file.exists()]
+    doomed = set_aside_logs(state.records) + others
     for file in doomed:
         file.unlink(missing_ok=True)
     files.sweep(state.root)

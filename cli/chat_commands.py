@@ -1,0 +1,209 @@
+"""The commands of ``adaptive chat``, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    from adaptive.types import SamplingParams
+    from cli.chat import Chat
+
+# What ``/set`` sets besides the sampling parameters.
+MOST_TOKENS = "max_tokens"
+# Sampling parameters that are no plain number.
+NO_NUMBERS = ("logit_bias",)
+
+
+class Command(NamedTuple):
+    """``run`` is given the chat and what follows the command's name; False means leave."""
+
+    arguments: str
+    help: str
+    run: Callable[[Chat, str], bool | None]
+
+
+def _help(chat: Chat, said: str) -> None:
+    chat.console.print(help_text())
+
+
+def _system(chat: Chat, said: str) -> None:
+    if said:
+        chat.talk.system = "" if said == "off" else said
+    chat.note(f"system message: {chat.talk.system or 'none'}")
+
+
+def _set(chat: Chat, said: str) -> None:
+    words = said.replace("=", " ").split()
+    names = [f.name for f in dataclasses.fields(chat.sampling) if f.name not in NO_NUMBERS]
+    if len(words) == 2:
+        if words[0] == MOST_TOKENS:
+            chat.limits = dataclasses.replace(chat.limits, max_new_tokens=int(_number(words[1])))
+        elif words[0] in names:
+            chat.sampling = _with(chat.sampling, *words)
+        else:
+            raise AdaptiveError(f"there is no {words[0]} to set; there are {', '.join([*names, MOST_TOKENS])}")
+    elif words:
+        raise AdaptiveError("give a name and a value, as in /set temperature 0.2")
+    now = {name: getattr(chat.sampling, name) for name in names} | {MOST_TOKENS: chat.limits.max_new_tokens}
+    chat.note(" · ".join(f"{name} {value}" for name, value in now.items() if value is not None))
+
+
+def _with(sampling: SamplingParams, name: str, value: str) -> SamplingParams:
+    whole = name in ("top_k", "seed")
+    number = None if name == "seed" and value == "off" else _number(value)
+    changed: Any = int(number) if whole and number is not None else number
+    return dataclasses.replace(sampling, **{name: changed})
+
+
+def _number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise AdaptiveError(f"{value!r} is no number") from error
+
+
+def _retry(chat: Chat, said: str) -> None:
+    question = chat.talk.take_back()
+    if question is None:
+        raise AdaptiveError("nothing has been asked yet")
+    chat.note(f"again: {question}")
+    chat.ask(question)
+
+
+def _undo(chat: Chat, said: str) -> None:
+    question = chat.talk.take_back()
+    chat.note("nothing has been asked yet" if question is None else f"forgot: {question}")
+
+
+def _more(chat: Chat, said: str) -> None:
+    chat.go_on()
+
+
+def _forget(chat: Chat, said: str) -> None:
+    forgot = chat.talk.forget_oldest()
+    chat.note("forgot the oldest question and its answer" if forgot else "there is nothing but the last question")
+
+
+def _save(chat: Chat, said: str) -> None:
+    file = _file(said, "/save talk.json")
+    chat.talk.save(file)
+    chat.note(f"saved {_messages(len(chat.talk.messages))} to {file}; /load {file} brings them back")
+
+
+def _load(chat: Chat, said: str) -> None:
+    chat.talk.load(_file(said, "/load talk.json"))
+    chat.begin_session()
+    chat.show_last()
+
+
+def _file(said: str, example: str) -> Path:
+    if not said:
+        raise AdaptiveError(f"name a file, as in {example}")
+    return Path(said)
+
+
+def _reset(chat: Chat, said: str) -> None:
+    chat.talk = type(chat.talk)(chat.talk.system)
+    chat.begin_session()
+    chat.note(f"new session {chat.name}")
+
+
+def _training(chat: Chat, said: str) -> None:
+    status = chat.trainer.status
+    chat.console.print(f"{status.activity}: {status.reason}", markup=False)
+    if status.last_round:
+        chat.note(f"last round: {status.last_round}")
+    chat.note(f"live acceptance: {status.watch}")
+
+
+def _stats(chat: Chat, said: str) -> None:
+    from adaptive.speculation import speculation
+    from cli.history import print_summary
+
+    if _logged(chat):
+        print_summary(chat.opened.state, chat.console, session=chat.name)
+        chat.console.print(f"last answer: {speculation(chat.opened.assistant).sentence}")
+
+
+def _sessions(chat: Chat, said: str) -> None:
+    from adaptive.records.log import Log
+    from cli.chat import titled
+
+    if not _logged(chat):
+        return
+    with Log(chat.opened.state.records) as log:
+        for session in log.sessions():
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(session.last))
+            answers = f"{session.generations} answer{'' if session.generations == 1 else 's'}"
+            line = titled(session.id, f"{when} · {answers} · {' '.join(session.opening.split())}")
+            chat.console.print(line, no_wrap=True, overflow="ellipsis")
+
+
+def _logged(chat: Chat) -> bool:
+    """Whether there is a log; all that was said is in it then."""
+    writer = chat.opened.assistant.log
+    if writer is None:
+        chat.console.print("nothing is logged in this session (--no-record)")
+        return False
+    writer.flush()
+    return True
+
+
+def _exit(chat: Chat, said: str) -> bool:
+    return False
+
+
+COMMANDS = {
+    "/help": Command("", "this list", _help),
+    "/retry": Command("", "answer the last question again", _retry),
+    "/undo": Command("", "forget the last question and its answer", _undo),
+    "/more": Command("", "go on with an answer that was cut", _more),
+    "/forget": Command("", "forget the oldest question and its answer", _forget),
+    "/reset": Command("", "forget all of the conversation and start a new session", _reset),
+    "/system": Command("[TEXT|off]", "show or change the system message", _system),
+    "/set": Command("[NAME VALUE]", "show or change sampling, as in /set temperature 0.2", _set),
+    "/save": Command("FILE", "keep the conversation in a file", _save),
+    "/load": Command("FILE", "go on with one that was kept", _load),
+    "/stats": Command("", "what this session and the log say about speed and acceptance", _stats),
+    "/training": Command("", "what background training does now, and why", _training),
+    "/sessions": Command("", "earlier sessions, which --session NAME resumes", _sessions),
+    "/exit": Command("", "leave (so does ctrl-D)", _exit),
+}
+
+
+def help_text() -> str:
+    """The list of commands, for a console."""
+    from rich.markup import escape
+
+    width = max(len(f"{name} {command.arguments}") for name, command in COMMANDS.items())
+    lines = []
+    for name, command in COMMANDS.items():
+        space = " " * (width - len(f"{name} {command.arguments}"))
+        lines.append(f"[bold]{name}[/] {escape(command.arguments)}{space}  {command.help}")
+    lines.append("ctrl-C stops an answer. A line that ends with \\ goes on in the next.")
+    lines.append('Several lines stand between """ and """.')
+    return "\n".join(lines)
+
+
+def _messages(count: int) -> str:
+    return f"{count} message{'' if count == 1 else 's'}"
+
+
+def carry_out(chat: Chat, text: str) -> bool:
+    """Carry out a command as it was typed; False means leave."""
+    name, _, said = text.partition(" ")
+    command = COMMANDS.get("/exit" if name == "/quit" else name)
+    if command is None:
+        chat.console.print(f"there is no {name}; /help lists what there is", markup=False)
+        return True
+    try:
+        return command.run(chat, said.strip()) is not False
+    except AdaptiveError as error:
+        chat.console.print(str(error), style="red", markup=False)
+        return True

@@ -1,0 +1,120 @@
+"""How an answer is shown while it comes: as it is, or as Markdown where the terminal can.
+
+Markdown is shown block by block. Blocks that are complete are printed for good; the one that still grows is drawn anew
+below them, a few times a second, as much of its end as the screen holds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from adaptive.printable import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.markdown import Markdown
+
+# Seconds between two drawings of the block that grows. A drawing takes some milliseconds, which the next token waits.
+DRAWN_EVERY_S = 0.1
+# Colours of code, from those that the terminal has.
+CODE_THEME = "ansi_dark"
+
+
+class Display(Protocol):
+    """Shows one answer."""
+
+    def feed(self, text: str) -> None:
+        """More of the answer."""
+
+    def close(self) -> None:
+        """The answer is complete."""
+
+
+class PlainDisplay:
+    """The answer as it is; for a terminal without what that would obey."""
+
+    def __init__(self) -> None:
+        self._shown = printable if sys.stdout.isatty() else str
+
+    def feed(self, text: str) -> None:
+        sys.stdout.write(self._shown(text))
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+class MarkdownDisplay:
+    """The answer as Markdown on a ``console`` that is a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="visible")
+        self._growing = ""  # of the answer, what is not yet printed for good
+        self._drawn = 0.0
+        self._live.start()
+
+    def feed(self, text: str) -> None:
+        self._growing += printable(text)
+        now = time.perf_counter()
+        if now - self._drawn >= DRAWN_EVERY_S:
+            self._drawn = now
+            self._draw()
+
+    def _draw(self) -> None:
+        rest = last_block(self._growing)
+        done, self._growing = self._growing[:rest], self._growing[rest:]
+        if done.strip():
+            self._console.print(as_markdown(done))
+        self._live.update(_Tail(as_markdown(self._growing)), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+        if self._growing.strip():
+            self._console.print(as_markdown(self._growing))
+
+
+def as_markdown(text: str) -> Markdown:
+    """``text`` drawn as Markdown: lines end where they do, HTML stays text, and links show where they lead."""
+    from rich.markdown import Markdown
+
+    drawn = Markdown("", code_theme=CODE_THEME, hyperlinks=False)
+    drawn.markup, drawn.parsed = text, _parser().parse(text)
+    for block in drawn.parsed:
+        for part in block.children or ():
+            if part.type == "softbreak":
+                part.type = "hardbreak"
+    return drawn
+
+
+def last_block(text: str) -> int:
+    """Where the last block of a Markdown text begins, the only one that more text can change."""
+    begins = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map]
+    lines = text.split("\n")
+    return sum(len(line) + 1 for line in lines[: begins[-1]]) if begins else 0
+
+
+def _parser():  # type: ignore[no-untyped-def]
+    from markdown_it import MarkdownIt
+
+    return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+
+
+class _Tail:
+    """The last lines of something that is too high for the screen."""
+
+    def __init__(self, whole: Markdown) -> None:
+        self._whole = whole
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        lines = console.render_lines(self._whole, options, pad=False)
+        for line in lines[-max(1, console.size.height - 2) :]:
+            yield from line
+            yield Segment.line()

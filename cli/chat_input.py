@@ -1,0 +1,95 @@
+"""What a person types in ``adaptive chat``: messages, kept for the next run, or a pipe's text."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+PROMPT, MORE = "› ", "… "
+QUOTES = '"""'
+
+
+def is_command(text: str) -> bool:
+    """Whether a message is a command: a slash and a word of letters, unlike a path."""
+    return re.fullmatch(r"/[a-z]+", text.split(maxsplit=1)[0]) is not None if text else False
+
+
+def piped() -> str:
+    """All of standard input. Raises AdaptiveError for what is no UTF-8 text."""
+    try:
+        return sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise AdaptiveError("standard input is not UTF-8 text") from error
+
+
+@contextlib.contextmanager
+def echo() -> Iterator[None]:
+    """What is typed shows on the terminal also where answers go somewhere else."""
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.output import create_output
+
+    with create_app_session(output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)):
+        yield
+
+
+class Keyboard:
+    """Messages typed at a terminal."""
+
+    def __init__(self, commands: Sequence[str], kept: Path | None) -> None:
+        """``commands`` are completed; what is typed is kept in the file ``kept``, or for this run only."""
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+        if kept is not None:
+            kept.touch(mode=0o600)
+        self._session: PromptSession[str] = PromptSession(
+            completer=WordCompleter(list(commands), sentence=True),
+            history=InMemoryHistory() if kept is None else FileHistory(str(kept)),
+        )
+
+    def messages(self) -> Iterator[str]:
+        """One message after the other, until ctrl-D. ctrl-C drops what is being typed."""
+        while True:
+            try:
+                text = self._message()
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                return
+            if text:
+                yield text
+
+    def _message(self) -> str:
+        text = self._line(PROMPT)
+        if text.lstrip().startswith(QUOTES):
+            text = text.lstrip().removeprefix(QUOTES)
+            while not text.rstrip().endswith(QUOTES):
+                text += "\n" + self._line(MORE)
+            return text.rstrip().removesuffix(QUOTES).strip()
+        while text.endswith("\\"):
+            text = text[:-1] + "\n" + self._line(MORE)
+        return text.strip()
+
+    def _line(self, prompt: str) -> str:
+        from prompt_toolkit.formatted_text import FormattedText
+
+        return self._session.prompt(FormattedText([("bold", prompt)]))
+
+    def agrees(self, question: str) -> bool:
+        """Whether the answer to a question is yes, which it also is without one."""
+        from prompt_toolkit import prompt
+
+        try:
+            return prompt(f"{question} [Y/n] ").strip().lower() in ("", "y", "yes")
+        except (KeyboardInterrupt, EOFError):
+            return False

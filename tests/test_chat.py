@@ -1,0 +1,304 @@
+"""``adaptive chat``: what is typed, what is shown, what a person may do to a conversation."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+from conftest import save_model_that_says, save_random_pair
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from rich.console import Console
+
+from adaptive.errors import AdaptiveError
+from adaptive.records.erase import erase_beside
+from adaptive.service.trainer import Trainer
+from adaptive.settings import load_settings
+from adaptive.types import Message
+from cli.chat import Chat
+from cli.chat_display import MarkdownDisplay, as_markdown, last_block
+from cli.chat_input import Keyboard, is_command
+from cli.conversation import Talk
+from cli.opened import OpenedPair, open_pair
+
+MARKDOWN = """# Fruits
+
+Three of **them**, as `code`
+on two lines:
+
+1. apple
+2. <b>pear</b>
+
+```python
+def eat(fruit):
+    return f"{fruit} is eaten, by somebody who was hungry enough to eat more than one of them"
+```
+
+Done."""
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("/help", True),
+        ("/set temperature 0.2", True),
+        ("/nonsense", True),
+        ("/etc/hosts what is this?", False),
+        ("/", False),
+        ("// a comment", False),
+        ("what is /help?", False),
+        ("", False),
+    ],
+)
+def test_a_command_is_a_slash_and_a_word(text: str, command: bool) -> None:
+    assert is_command(text) is command
+
+
+def typed(text: str, kept: Path | None = None) -> list[str]:
+    """The messages that these keys make."""
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        keys.send_text(text + "\x04")
+        return list(Keyboard([], kept).messages())
+
+
+@pytest.mark.parametrize(
+    ("keys", "messages"),
+    [
+        ("one\rtwo\r", ["one", "two"]),
+        ("one\\\rtwo\\\rthree\rfour\r", ["one\ntwo\nthree", "four"]),
+        ('"""one\r\rtwo"""\rthree\r', ["one\n\ntwo", "three"]),
+        ('"""one"""\r', ["one"]),
+        ("  \r one \r", ["one"]),
+        ("dropped\x03one\r", ["one"]),
+    ],
+)
+def test_a_message_may_have_several_lines(keys: str, messages: list[str]) -> None:
+    assert typed(keys) == messages
+
+
+def test_what_was_typed_is_found_again_in_the_next_run(tmp_path: Path) -> None:
+    kept, up = tmp_path / "typed.txt", "\x1b[A"
+    assert typed("first\rsecond\r", kept) == ["first", "second"]
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert typed(up + up + "\r", kept) == ["first"]
+    assert typed(up + "\r") == []
+
+
+def shown(text: str, width: int, pieces: int) -> str:
+    """What stands on a terminal of this width when an answer has come in so many pieces, without its colours."""
+    out = io.StringIO()
+    display = MarkdownDisplay(Console(file=out, force_terminal=True, width=width, height=12, color_system=None))
+    size = -(-len(text) // pieces)
+    for start in range(0, len(text), size):
+        display._drawn = 0.0  # draw each time, however fast the pieces come
+        display.feed(text[start : start + size])
+    display.close()
+    return as_seen(out.getvalue())
+
+
+def as_seen(written: str) -> str:
+    """The lines that a terminal shows which has obeyed the orders to go up and to clear a line."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
+        if part == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row - len(lines) + 1)
+        elif part == "\r":
+            column = 0
+        elif part.endswith("A"):
+            row -= int(part[2:-1] or 1)
+        elif part.endswith("K"):
+            lines[row] = ""
+        elif not part.startswith("\x1b"):
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return "\n".join(line.rstrip() for line in lines).strip("\n")
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+@pytest.mark.parametrize("pieces", [1, 7, 400])
+def test_markdown_that_comes_in_pieces_looks_as_it_does_whole(width: int, pieces: int) -> None:
+    whole = Console(file=io.StringIO(), width=width, color_system=None)
+    for block in (MARKDOWN[: last_block(MARKDOWN)], MARKDOWN[last_block(MARKDOWN) :]):
+        whole.print(as_markdown(block))
+    expected = [line.rstrip() for line in whole.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    said = shown(MARKDOWN, width, pieces).splitlines()
+    # Blocks printed apart have no empty line between them that they would have together.
+    assert [line for line in said if line] == [line for line in expected if line]
+    assert all(len(line) <= width for line in said)
+    assert any("<b>pear</b>" in line for line in said)
+
+
+def test_only_the_last_block_can_still_change() -> None:
+    for end in range(1, len(MARKDOWN)):
+        begins = last_block(MARKDOWN[:end])
+        assert MARKDOWN[:begins] + MARKDOWN[begins:end] == MARKDOWN[:end]
+        assert "```" not in MARKDOWN[:begins] or MARKDOWN[:begins].count("```") == 2, "a fence was cut in two"
+
+
+def test_a_block_higher_than_the_screen_leaves_nothing_behind() -> None:
+    long = "```\n" + "\n".join(f"line {number}" for number in range(60)) + "\n```"
+    said = [line.strip() for line in shown(long, 80, 50).splitlines() if line.strip()]
+    assert said == [f"line {number}" for number in range(60)]
+
+
+def test_a_conversation_is_saved_taken_back_and_forgotten(tmp_path: Path) -> None:
+    talk = Talk("Be short.")
+    for number in (1, 2, 3):
+        talk.messages += [Message("user", f"q{number}"), Message("assistant", f"a{number}\u2028")]
+    file = tmp_path / "talk.json"
+    talk.save(file)
+    with pytest.raises(AdaptiveError, match="is there already"):
+        talk.save(file)
+    assert talk.take_back() == "q3"
+    assert talk.forget_oldest()
+    assert [m.content for m in talk.messages] == ["Be short.", "q2", "a2\u2028"]
+    assert not talk.forget_oldest()
+    assert talk.take_back() == "q2"
+    assert talk.take_back() is None
+    assert talk.system == "Be short."
+    talk.load(file)
+    assert len(talk.turns) == 6
+    talk.system = ""
+    assert len(talk.messages) == 6
+    with pytest.raises(AdaptiveError, match="cannot be read"):
+        talk.load(tmp_path / "nowhere.json")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    target, draft = save_random_pair(tmp_path_factory.mktemp("pair"), "qwen2")
+    return str(target), str(draft)
+
+
+Typing = Callable[[str], str]
+
+
+@pytest.fixture
+def opened(pair: tuple[str, str]) -> Iterator[OpenedPair]:
+    given = {"target": pair[0], "draft": pair[1], "dtype": "float32", "draft_length": "2", "temperature": 0.0}
+    with open_pair(load_settings(given), Console(file=io.StringIO())) as opened:
+        yield opened
+
+
+def played(opened: OpenedPair, keys: str, **given: object) -> tuple[Chat, str]:
+    """A chat in which these keys were typed, and what it showed beside answers."""
+    settings, out = load_settings({"max_new_tokens": 6, "temperature": 0.0, **given}), io.StringIO()
+    console = Console(file=out, width=200)
+    with create_pipe_input() as typing, create_app_session(input=typing, output=DummyOutput()):
+        typing.send_text(keys + "\x04")
+        chat = Chat(settings, opened, console, None, None, Trainer(settings, opened.state, 0))
+        chat.run()
+    return chat, out.getvalue()
+
+
+def test_commands_change_what_they_say(opened: OpenedPair, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    keys = (
+        "/system Be short.\r/undo\r/more\r/retry\rWhat?\r/more\r/set temperature 0.5\r/set max_tokens 3\r/set seed 4\r"
+        f"/set top_k x\r/set colour red\r/retry\r/save {file}\r/nonsense\r/reset\r/load {file}\r/stats\r"
+    )
+    chat, said = played(opened, keys)
+    assert chat.sampling.temperature == 0.5
+    assert chat.sampling.seed == 4
+    assert chat.limits.max_new_tokens == 3
+    assert [m.role for m in chat.talk.messages] == ["system", "user", "assistant"]
+    for expected in (
+        "nothing has been asked yet",
+        "the last answer was not cut",
+        "cut at the limit: /more goes on",
+        "'x' is no number",
+        "there is no colour to set; there are temperature, top_k,",
+        "again: What?",
+        "saved 3 messages to",
+        "there is no /nonsense; /help lists",
+        "new session",
+        "goes on after 2 messages",
+        "› What?",
+        "last answer: ",
+    ):
+        assert expected in said, said
+    assert opened.state.typed.exists()
+    assert "typed.txt" in erase_beside(opened.state, everything=True)
+    assert not opened.state.typed.exists()
+
+
+def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(opened: OpenedPair) -> None:
+    cut, _ = played(opened, "What?\r/more\r")
+    whole, _ = played(opened, "What?\r", max_new_tokens=12)
+    assert cut.talk.messages == whole.talk.messages
+
+
+def test_a_conversation_that_no_longer_fits_forgets_its_oldest_turns_if_that_is_wanted(
+    opened: OpenedPair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(opened.pair.target, "context_length", 120)
+    long, file = Talk("Be short."), tmp_path / "long.json"
+    for number in range(9):
+        long.messages += [Message("user", f"Question {number}, which is rather long?"), Message("assistant", "Yes.")]
+    long.save(file)
+    chat, said = played(opened, f"/load {file}\rNext?\ry\r")
+    assert "; shorten it" in said
+    assert chat.talk.system == "Be short."
+    assert [m.content for m in chat.talk.turns][-2] == "Next?"
+    assert 4 <= len(chat.talk.turns) < 18
+    chat, said = played(opened, f"/load {file}\rNext?\rn\r")
+    assert "/forget drops the oldest" in said
+    assert len(chat.talk.turns) == 18
+    chat, said = played(opened, "word " * 300 + "\r")
+    assert "; shorten it" in said
+    assert not chat.talk.messages
+
+
+def test_a_pipe_is_one_question_and_only_the_answer_is_written(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cli.main import run
+
+    model = save_model_that_says("four **words**", tmp_path_factory.mktemp("says"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("line one\n\n/help\nline three\n"))
+    arguments = ["chat", "Explain this:", "--target", str(model), "--dtype", "float32", "--distill", "off"]
+    monkeypatch.setattr(sys, "argv", ["adaptive", *arguments])
+    run_and_exit(run)
+    out, err = capsys.readouterr()
+    assert out == "four **words**\n"
+    assert "tokens/s" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 3000))
+    assert run_and_exit(run) == 2
+    assert "shorten" in capsys.readouterr().err
+
+
+def run_and_exit(run: Callable[[], None]) -> int:
+    """The exit status of the command line."""
+    try:
+        run()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = save_model_that_says("## words here", tmp_path_factory.mktemp("says"))
+    command = ["-m", "cli.main", "chat", "hello", "--target", str(model), "--dtype", "float32", "--distill", "off"]
+    environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    terminal = pexpect.spawn(
+        sys.executable, [*command, "--no-record"], timeout=300, dimensions=(24, 60), env=environment, encoding="utf-8"
+    )
+    terminal.expect("no draft model")
+    terminal.expect("tokens/s")
+    assert "##" not in terminal.before
+    assert "words here" in terminal.before
+    terminal.expect("›")
+    terminal.send("/help\r")
+    terminal.expect("forget the last question")
+    terminal.send("/exit\r")
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 0
