@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import signal
 import sys
-import uuid
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from adaptive.errors import AdaptiveError
 from cli.options import shared_options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
-    from adaptive.decoding.loop import Step
-    from adaptive.service.trainer import Trainer
     from adaptive.settings import Settings
-    from adaptive.types import Message
-    from cli.chat_display import Display
-    from cli.chat_input import Keyboard
-    from cli.opened import OpenedPair
-
-# Of the context, what the conversation may take after its oldest turns were forgotten: the rest is for what comes.
-FORGET_TO = 0.5
+    from cli.chat_session import Chat
 
 
 @shared_options()
@@ -57,6 +41,7 @@ def chat(
     from adaptive.service.trainer import background
     from adaptive.settings import change_settings
     from cli.chat_input import echo, piped
+    from cli.chat_session import Chat
     from cli.opened import open_pair
 
     typing = sys.stdin.isatty()
@@ -69,236 +54,24 @@ def chat(
     if distill is not None:
         settings = change_settings(settings, {"distill": distill})
     with open_pair(settings, console) as opened, background(settings, opened.state) as trainer:
-        talk = Chat(settings, opened, console, session, system, trainer, plain)
+        under_way = Chat(settings, opened, console, session, system, trainer, plain)
         if typing:
             with echo():
-                talk.run(question)
+                converse(under_way, question)
         else:
-            talk.ask(question or "")
+            under_way.ask(question or "")
 
 
-class Chat:
-    """A conversation, and the loop that asks and answers. ``talk`` are its messages, ``name`` its session."""
+def converse(chat: Chat, question: str | None = None) -> None:
+    """Ask the ``question``, if there is one, and then what is typed, until ctrl-D or /exit."""
+    from cli.chat_commands import COMMANDS, carry_out
+    from cli.chat_input import Keyboard, is_command
 
-    def __init__(
-        self,
-        settings: Settings,
-        opened: OpenedPair,
-        console: Console,
-        name: str | None,
-        system: str | None,
-        trainer: Trainer,
-        plain: bool = False,
-    ) -> None:
-        from adaptive.assistant import sampling_params
-        from adaptive.control.memory import current_costs
-        from adaptive.types import StopParams
-        from cli.conversation import Talk
-
-        self.opened = opened
-        self.console = console
-        self.plain = plain
-        self.trainer = trainer
-        trainer.costs = lambda: current_costs(opened.assistant.policy, opened.state.controller)
-        opened.assistant.between_rounds = opened.swapper.between_rounds
-        self.sampling = sampling_params(settings, opened.pair)
-        self.limits = StopParams(settings.max_new_tokens)
-        self.name = name or opened.assistant.session
-        self.record = settings.record
-        self.talk = Talk(system, self._earlier() if name else ())
-        self.keyboard: Keyboard | None = None
-
-    def _earlier(self) -> tuple[Message, ...]:
-        from adaptive.records.log import Log
-
-        if not self.opened.state.records.exists():
-            return ()
-        with Log(self.opened.state.records) as log:
-            return tuple(log.session_messages(self.name))
-
-    def run(self, question: str | None = None) -> None:
-        """Ask the ``question``, if there is one, and then what is typed, until ctrl-D or /exit."""
-        from cli.chat_commands import COMMANDS, carry_out
-        from cli.chat_input import Keyboard, is_command
-
-        self._greet()
-        if self.talk.turns:
-            self.show_last()
-        self.keyboard = Keyboard([*COMMANDS], self.opened.state.typed if self.record else None)
-        self.trainer.idle()
-        for text in itertools.chain([question] if question else [], self.keyboard.messages()):
-            if not is_command(text):
-                self.ask(text)
-            elif not carry_out(self, text):
-                return
-
-    def _greet(self) -> None:
-        pair, assistant = self.opened.pair, self.opened.assistant
-        drafting = f"adapter {assistant.adapter}" if assistant.adapter else "no adapter yet"
-        if pair.draft is None:
-            drafting = "no draft model: plain decoding"
-        self.console.print(titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))
-
-    def begin_session(self) -> None:
-        """What comes is another session than what was said."""
-        self.name = uuid.uuid4().hex[:12]
-
-    def note(self, text: str) -> None:
-        """A line about the conversation that is none of it."""
-        from adaptive.printable import printable_line
-
-        self.console.print(printable_line(text), style="dim", markup=False)
-
-    def show_last(self) -> None:
-        """Where an earlier conversation stands: its last question, and what was answered."""
-        turns = self.talk.turns
-        self.note(f"session {self.name} goes on after {len(turns)} message{'' if len(turns) == 1 else 's'}")
-        asked = next((i for i in reversed(range(len(turns))) if turns[i].role == "user"), len(turns))
-        for message in turns[asked:]:
-            if message.role == "user":
-                self.note(f"› {message.content}")
-            else:
-                shown = self._display()
-                shown.feed(message.content)
-                shown.close()
-
-    def ask(self, text: str) -> None:
-        """Ask and show the answer. Where the conversation no longer fits, forget its oldest turns if that is wanted.
-
-        Raises AdaptiveError only where nobody types, who could ask something else."""
-        from adaptive.errors import ContextFullError
-        from adaptive.types import Message
-
-        while True:
-            asked = [*self.talk.messages, Message("user", text)]
-            try:
-                answer = self._stream(self.opened.assistant.chat(asked, self.sampling, self.limits, session=self.name))
-            except AdaptiveError as error:
-                if self.keyboard is None:
-                    raise
-                self.console.print(str(error), style="red", markup=False)
-                if isinstance(error, ContextFullError) and self._makes_room(text):
-                    continue
-                return
-            self.talk.messages = [*asked, Message("assistant", answer)]
+    chat.greet()
+    chat.keyboard = Keyboard([*COMMANDS], chat.opened.state.typed if chat.record else None)
+    chat.trainer.idle()
+    for text in itertools.chain([question] if question else [], chat.keyboard.messages()):
+        if not is_command(text):
+            chat.ask(text)
+        elif not carry_out(chat, text):
             return
-
-    def _makes_room(self, text: str) -> bool:
-        """Forget the oldest turns, if a person agrees, until the conversation and ``text`` fit."""
-        from adaptive.assistant import encode_chat
-        from adaptive.errors import ContextFullError
-        from adaptive.types import Message
-        from cli.conversation import Talk
-
-        pair, shorter = self.opened.pair, Talk(None, tuple(self.talk.messages))
-        most, before = FORGET_TO * pair.target.context_length, len(shorter.turns)
-        while True:
-            with contextlib.suppress(ContextFullError):
-                if len(encode_chat(pair, [*shorter.messages, Message("user", text)])) <= most:
-                    break
-            if not shorter.forget_oldest():
-                shorter.take_back()
-                if len(shorter.turns) == 0:
-                    break
-        forgotten = before - len(shorter.turns)
-        assert self.keyboard is not None
-        if not forgotten or not self.keyboard.agrees(f"Forget the oldest {forgotten} messages and ask again?"):
-            self.note("/reset begins anew, /forget drops the oldest question and its answer")
-            return False
-        self.talk = shorter
-        return True
-
-    def go_on(self) -> None:
-        """Go on with the last answer, which was cut. Raises AdaptiveError where it was not."""
-        from adaptive.types import Message
-
-        last = self.opened.assistant.last
-        messages = self.talk.messages
-        if last is None or last.finish_reason != "length" or not messages or messages[-1].content != last.text:
-            raise AdaptiveError("the last answer was not cut")
-        steps = self.opened.assistant.answer(
-            [*last.request.prompt, *last.output],
-            tuple(messages),
-            "",
-            self.sampling,
-            self.limits,
-            self.name,
-            goes_on=True,
-        )
-        messages[-1] = Message("assistant", messages[-1].content + self._stream(steps))
-
-    def _display(self) -> Display:
-        from cli.chat_display import MarkdownDisplay, PlainDisplay
-
-        if self.plain or not self.console.is_terminal or self.console.is_dumb_terminal or not sys.stdout.isatty():
-            return PlainDisplay()
-        return MarkdownDisplay(self.console)
-
-    def _stream(self, steps: Iterable[Step]) -> str:
-        """Show an answer while it comes, keep it, and say what it was; its text."""
-        if self.opened.swapper.use_promoted():
-            self.console.print(f"[green]now drafting with adapter {self.opened.assistant.adapter or 'none'}[/]")
-        self.trainer.busy()
-        try:
-            self._show(steps)
-            self._keep()
-        finally:
-            self.trainer.idle()
-        assert self.opened.assistant.last is not None
-        return self.opened.assistant.last.text
-
-    def _show(self, steps: Iterable[Step]) -> None:
-        with interruptible() as interrupted, contextlib.closing(steps):  # type: ignore[type-var]
-            first = next(iter(steps), None)  # which says what is wrong with the prompt before anything is shown
-            display = self._display()
-            try:
-                for step in itertools.chain([] if first is None else [first], steps):
-                    display.feed(step.text)
-                    if interrupted():
-                        break
-            finally:
-                display.close()
-
-    def _keep(self) -> None:
-        """Wait until the answer is in the log, and say how it was decoded and how it ended."""
-        from cli.generate import figures, keep
-
-        assistant = self.opened.assistant
-        keep(assistant)
-        if assistant.log is not None and assistant.log.problem:
-            self.console.print(f"log: {assistant.log.problem}", style="red", markup=False)
-        assert assistant.last is not None
-        for adapter, rounds in assistant.rounds_by_adapter:
-            self.trainer.answered(adapter, rounds)
-        stopped = "stopped · " if assistant.last.finish_reason == "cancelled" else ""
-        self.console.print(f"[dim]{stopped}{figures(assistant)}[/]")
-        if assistant.last.finish_reason == "length" and self.keyboard is not None:
-            whole = len(assistant.last.request.prompt) + len(assistant.last.output)
-            full = whole >= self.opened.pair.target.context_length
-            cut = "cut where the context is full: /reset begins anew" if full else "cut at the limit: /more goes on"
-            self.console.print(cut, style="yellow")
-
-
-def titled(title: str, text: str, style: str = "") -> Text:
-    """One line that is shown as it is, brackets and all."""
-    from rich.text import Text
-
-    from adaptive.printable import printable_line
-
-    return Text.assemble((printable_line(title), "bold"), "  ", (printable_line(text), style))
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[Any]:
-    """Turn ctrl-C into a question the answer loop asks between two tokens, so that nothing is cut in half."""
-    pressed = False
-
-    def note(signum: int, frame: Any) -> None:
-        nonlocal pressed
-        pressed = True
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -12,7 +12,7 @@ from adaptive.errors import AdaptiveError
 
 if TYPE_CHECKING:
     from adaptive.types import SamplingParams
-    from cli.chat import Chat
+    from cli.chat_session import Chat
 
 # What ``/set`` sets besides the sampling parameters.
 MOST_TOKENS = "max_tokens"
@@ -133,7 +133,7 @@ def _stats(chat: Chat, said: str) -> None:
 
 def _sessions(chat: Chat, said: str) -> None:
     from adaptive.records.log import Log
-    from cli.chat import titled
+    from cli.chat_display import titled
 
     if not _logged(chat):
         return

@@ -15,6 +15,7 @@ from adaptive.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.markdown import Markdown
+    from rich.text import Text
 
 # Seconds between two drawings of the block that grows. A drawing takes some milliseconds, which the next token waits.
 DRAWN_EVERY_S = 0.1
@@ -118,3 +119,12 @@ class _Tail:
         for line in lines[-max(1, console.size.height - 2) :]:
             yield from line
             yield Segment.line()
+
+
+def titled(title: str, text: str, style: str = "") -> Text:
+    """One line that is shown as it is, brackets and all."""
+    from rich.text import Text
+
+    from adaptive.printable import printable_line
+
+    return Text.assemble((printable_line(title), "bold"), "  ", (printable_line(text), style))

@@ -23,7 +23,6 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
-
 def pytest_collection_finish() -> None:
     """What has been imported by now stays: no look for cycles goes through it again."""
     gc.freeze()

@@ -22,11 +22,12 @@ from adaptive.records.erase import erase_beside
 from adaptive.service.trainer import Trainer
 from adaptive.settings import load_settings
 from adaptive.types import Message
-from cli.chat import Chat
+from cli.chat import converse
 from cli.chat_display import MarkdownDisplay, as_markdown, last_block
 from cli.chat_input import Keyboard, is_command
-from cli.conversation import Talk
+from cli.chat_session import Chat
 from cli.opened import OpenedPair, open_pair
+from cli.talk import Talk
 
 MARKDOWN = """# Fruits
 
@@ -195,7 +196,7 @@ def played(opened: OpenedPair, keys: str, **given: object) -> tuple[Chat, str]:
     with create_pipe_input() as typing, create_app_session(input=typing, output=DummyOutput()):
         typing.send_text(keys + "\x04")
         chat = Chat(settings, opened, console, None, None, Trainer(settings, opened.state, 0))
-        chat.run()
+        converse(chat)
     return chat, out.getvalue()
 
 

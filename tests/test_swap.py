@@ -20,7 +20,7 @@ from adaptive.records.log import Log
 from adaptive.service.trainer import Trainer
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
-from cli.chat import Chat
+from cli.chat_session import Chat
 from cli.opened import OpenedPair, open_pair
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
