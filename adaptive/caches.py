@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adaptive.engines.protocol import Engine
+from adaptive.engines.protocol import Engine, draft_sequence, sequences
 from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError
 from adaptive.types import Message
@@ -26,8 +26,8 @@ REMEMBERED = 256
 class CachedSequence:
     """An engine's sequence, and the tokens that its cache holds."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.sequence: EngineSequence = engine.sequence()
+    def __init__(self, sequence: EngineSequence) -> None:
+        self.sequence = sequence
         self.tokens: list[int] = []
 
     def common(self, prompt: Sequence[int]) -> int:
@@ -82,14 +82,14 @@ class Conversation:
 
     def forget(self) -> None:
         """Give the caches back."""
-        target, draft = self._engines
+        target, draft = sequences(*self._engines)
         self.target = CachedSequence(target)
         self.draft = CachedSequence(draft) if draft else None
 
     def forget_draft(self) -> None:
         """The draft is another one: what its cache holds was made by other weights."""
         draft = self._engines[1]
-        self.draft = CachedSequence(draft) if draft else None
+        self.draft = CachedSequence(draft_sequence(draft, self.target.sequence)) if draft else None
 
     def copy_prefix(self, other: Conversation, prompt: Sequence[int]) -> None:
         """Begin anew with what ``other`` holds of ``prompt``, so that what both share is computed once."""

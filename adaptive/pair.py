@@ -7,6 +7,7 @@ state folder) is known without loading any weights.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
-from adaptive.engines.load import Source, lacks_kernels, load_engine, load_model, weight_bytes, weights_progress
+from adaptive.engines.load import (
+    Source,
+    lacks_kernels,
+    load_engine,
+    load_head,
+    load_model,
+    weight_bytes,
+    weights_progress,
+)
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.hub import hub_folder
 from adaptive.settings import Quantisation, Settings
@@ -62,10 +71,16 @@ def sources(settings: Settings) -> tuple[Source, Source | None]:
     else:
         target, draft = settings.target, settings.draft or ""
     draft_quantize = "none" if settings.draft_quantize == "auto" else settings.draft_quantize
-    return (
-        _source(target, settings.revision, settings.quantize, "--quantize"),
-        _source(draft, settings.draft_revision, draft_quantize, "--draft-quantize") if draft else None,
-    )
+    whole = _source(target, settings.revision, settings.quantize, "--quantize")
+    if whole.head:
+        raise AdaptiveError(f"--target {target} is a head, which only drafts; name the model that it was made for")
+    small = _source(draft, settings.draft_revision, draft_quantize, "--draft-quantize") if draft else None
+    if small is not None and small.head and whole.gguf is not None:
+        raise AdaptiveError(
+            f"draft {draft} is a head, which reads the target's hidden states, and llama.cpp gives none; name the "
+            "target's Hugging Face checkpoint, or another draft"
+        )
+    return whole, small
 
 
 def trained_draft(settings: Settings) -> Source | None:
@@ -94,7 +109,8 @@ def _trained(draft: Source | None, settings: Settings) -> Source | None:
 
 def _source(name: str, revision: str | None, quantize: Quantisation, option: str) -> Source:
     if not is_gguf_name(name):
-        return Source(name, _folder(name, revision), quantize)
+        folder = _folder(name, revision)
+        return Source(name, folder, quantize, head=is_head(folder))
     if quantize != "none":
         raise AdaptiveError(f"{option} {quantize} is for checkpoints; a GGUF file is quantised as it is, leave it out")
     file = find_gguf(name, revision)
@@ -113,6 +129,15 @@ def _folder(name: str, revision: str | None) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
         raise AdaptiveError(f"model folder {name} does not exist (and it is not a hub id like owner/name)")
     return hub_folder(name, revision)
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a checkpoint is a head on another model's hidden states: its config has a block that says so."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and isinstance(config.get("head"), dict)
 
 
 def weights_hash(folder: Path) -> str:
@@ -184,6 +209,8 @@ def _tokenizer(target: Source, draft: Source | None, trained: Source | None, tru
         return loaded
 
     tokenizer = read(target)
+    if draft is not None and draft.head:
+        return tokenizer  # it has the target's vocabulary, and none of its own
     if draft is not None:
         difference = tokenizer_difference(tokenizer, read(draft))
         if difference:
@@ -236,8 +263,10 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     sizes = [weight_bytes(source) for source in (target, draft)]
     border = sizes[0] / max(1, sum(sizes))
     target_engine = load_engine(target, settings, settings.device, lambda share: tell("target", border * share))
-    draft_engine = None
-    if draft is not None:
+    draft_engine: Engine | None = None
+    if draft is not None and draft.head:
+        draft_engine = load_head(draft, settings, target_engine)
+    elif draft is not None:
         draft_engine = load_engine(
             draft,
             settings,

@@ -20,6 +20,7 @@ from adaptive.decoding.loop import Decoding, Request, Verifier, speculative_roun
 from adaptive.decoding.supervision import BATCH
 from adaptive.decoding.text import TextStream
 from adaptive.drafting.model import ModelDrafter
+from adaptive.engines.protocol import sequences
 from adaptive.pair import Pair
 from adaptive.sampling import Penalties
 from adaptive.types import Round, SamplingParams, StopParams
@@ -121,7 +122,9 @@ class TimedRounds:
         assert pair.draft is not None
         penalties = Penalties(params, pair.target.vocab_size, pair.target.device)
         self.committed = [1 + i * 7919 % (pair.target.vocab_size - 1) for i in range(context)]
-        self.target, self.draft = pair.target.sequence(), pair.draft.sequence()
+        self.target, draft = sequences(pair.target, pair.draft)
+        assert draft is not None
+        self.draft = draft
         for sequence in (self.target, self.draft):
             sequence.reserve(context + LONGEST + 2)
         generator = torch.Generator(pair.draft.device)

@@ -225,9 +225,9 @@ class ForcedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def sequence(self) -> Any:
+    def sequence(self, features: bool = False) -> Any:
         """A sequence that is forced."""
-        return Forced(self.inner.sequence(), self)
+        return Forced(self.inner.sequence(features), self)
 
 
 def rewrites(pair: Pair, ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:

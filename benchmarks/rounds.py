@@ -41,8 +41,8 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def sequence(self) -> Timed:
-        return Timed(self.inner.sequence(), self)
+    def sequence(self, features: bool = False) -> Timed:
+        return Timed(self.inner.sequence(features), self)
 
     def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         return self._timed(lambda: self.inner.extend(tokens, rows))  # type: ignore[no-any-return]

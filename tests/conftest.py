@@ -137,6 +137,23 @@ def save_random_adapter(draft: Path, folder: Path, seed: int = 0, std: float = 0
     return folder
 
 
+def save_head(target: Path, folder: Path, noise: float | None = None) -> Path:
+    """A head's checkpoint on this target: its last layer, or with ``noise`` of that size, and random weights of the
+    layer that reads features, on all of its weights."""
+    from adaptive.engines.head.module import Head
+    from adaptive.engines.head.parts import parts_of_folder
+
+    head = Head(parts_of_folder(target), torch.float32)
+    torch.manual_seed(2)
+    if noise is not None:
+        with torch.no_grad():
+            for tensor in head.own().values():
+                tensor.add_(noise * tensor.std() * torch.randn_like(tensor) if tensor.ndim == 2 else 0.0)
+    folder.mkdir(parents=True)
+    head.write(folder)
+    return folder
+
+
 @pytest.fixture(params=["ours", "torch's"])
 def linear_layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On our own kernels, and without them."""

@@ -23,6 +23,7 @@ from adaptive.decoding.verify import Verdict, verify_logits, verify_on_device, v
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
+from adaptive.engines.protocol import Engine, sequences
 from adaptive.errors import AdaptiveError
 from adaptive.sampling import (
     BLOCK,
@@ -86,7 +87,7 @@ def models() -> tuple[TransformersEngine, TransformersEngine]:
     return engines[0], engines[1]
 
 
-def exact_distribution(target: TransformersEngine, params: SamplingParams) -> dict[tuple[int, ...], float]:
+def exact_distribution(target: Engine, params: SamplingParams) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of three tokens, from the target alone."""
     distribution = {}
     for continuation in product(range(VOCAB), repeat=3):
@@ -129,7 +130,7 @@ class Certain:
 
 
 def run_loop(
-    models: tuple[TransformersEngine, TransformersEngine],
+    models: tuple[Engine, Engine],
     params: SamplingParams,
     length: int,
     runs: int = RUNS,
@@ -137,7 +138,8 @@ def run_loop(
 ) -> Counter[tuple[int, ...]]:
     """The first three of four tokens of ``runs`` generations by the whole loop (so that two are drafted at once)."""
     target, draft = models
-    one, other = target.sequence(), draft.sequence()
+    one, other = sequences(target, draft)
+    assert other is not None
     generator = torch.Generator().manual_seed(11)
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(runs):

@@ -21,6 +21,7 @@ from adaptive.decoding.loop import Decoding, Request, Verifier
 from adaptive.drafting.model import ModelDrafter
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.engines.load import sampling_kernels
+from adaptive.engines.protocol import Engine, sequences
 from adaptive.errors import AdaptiveError
 from adaptive.noise import noise, race
 from adaptive.pair import Pair, load_pair
@@ -38,11 +39,12 @@ def seeded(params: SamplingParams, seed: int) -> SamplingParams:
 
 
 def run_loop(
-    models: tuple[TransformersEngine, TransformersEngine], params: SamplingParams, length: int, runs: int = RUNS
+    models: tuple[Engine, Engine], params: SamplingParams, length: int, runs: int = RUNS
 ) -> Counter[tuple[int, ...]]:
     """The first three of four tokens of generations by the whole loop, each under a seed of its own."""
     target, draft = models
-    one, other = target.sequence(), draft.sequence()
+    one, other = sequences(target, draft)
+    assert other is not None
     generator = torch.Generator().manual_seed(11)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(runs):

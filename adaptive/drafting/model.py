@@ -1,4 +1,5 @@
-"""A small model as the drafter: token by token, or a whole proposal in one call."""
+"""A small model, or a head on the target's hidden states, as the drafter: token by token, or a whole proposal in one
+call."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 
 from adaptive.control.policy import Advice, Adviser
 from adaptive.drafting.proposal import Proposal
-from adaptive.engines.protocol import Engine, FusedCalls, ProposalCall, Sequence
+from adaptive.engines.protocol import Engine, FusedCalls, ProposalCall, ReadsFeatures, Sequence
 from adaptive.noise import race
 from adaptive.sampling import Penalties, Transform, Uniform, draw_on_device, pick
 from adaptive.tokens import Ids, argmax, as_array, as_tensor, join, known, likeliest
@@ -16,9 +17,7 @@ from adaptive.types import SamplingParams
 
 
 class ModelDrafter:
-    """A small model drafts token by token, under the target's own sampling transforms."""
-
-    name = "model"
+    """A small model or a head (``name``) drafts token by token, under the target's own sampling transforms."""
 
     def __init__(
         self,
@@ -31,6 +30,8 @@ class ModelDrafter:
     ) -> None:
         self.sequence = sequence
         self.engine = engine
+        self.head = engine if isinstance(engine, ReadsFeatures) else None
+        self.name = "model" if self.head is None else "head"
         self.target_vocab = target_vocab
         self.params = params
         self.transform = Transform(params)
@@ -42,7 +43,10 @@ class ModelDrafter:
         self._fused = None if self._adjusts else sequence.fused
 
     def limit(self, committed: int) -> int:
-        """The last drafted token is never fed back, so it may stand just past the context."""
+        """The last drafted token is never fed back, so it may stand just past the context. Of a head that has not been
+        trained none."""
+        if self.head is not None and not self.head.ready:
+            return 0
         return max(0, self.engine.context_length - committed + 1)
 
     def catch_up(self, committed: int) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from adaptive.engines.cpu.kernels import Library
+    from adaptive.engines.head.engine import HeadEngine
     from adaptive.engines.protocol import Engine, SamplingKernels
 
 logger = logging.getLogger("adaptive.engines")
@@ -34,13 +35,15 @@ logger = logging.getLogger("adaptive.engines")
 class Source:
     """Where one model comes from. ``id`` is what the user typed, ``folder`` where it lies on disk.
 
-    ``gguf`` is the file for llama.cpp, None for a checkpoint for transformers.
+    ``gguf`` is the file for llama.cpp, None for a checkpoint for transformers; ``head``: that checkpoint is a head on
+    its target, and no model by itself.
     """
 
     id: str
     folder: Path
     quantize: Quantisation
     gguf: Path | None = None
+    head: bool = False
 
 
 class Forward(Enum):
@@ -96,12 +99,14 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
     if small and (settings.draft_quantize == "int8" or (settings.dtype == "auto" and fast_int8())):
         # A draft's int8 is our own: bitsandbytes' is for the memory it saves, not for speed.
         kind = forward_kind(name, config, dtype, torch.device(where), int8=True)
-        if kind is not None:
+        if kind == "fused" or (kind is not None and not source.head):
             return Choice(OWN[kind], where, dtype, int8=True)
     if small or source.quantize == "none":
         kind = forward_kind(name, config, dtype, torch.device(where))
-        if kind is not None:
+        if kind == "fused" or (kind is not None and not source.head):
             return Choice(OWN[kind], where, dtype)
+    if source.head:
+        return Choice(Forward.TRANSFORMERS, where, dtype)
     # bitsandbytes' int8 waits for the device within a pass, which cannot be captured.
     graphs = settings.cuda_graphs == "auto" and where.startswith("cuda") and source.quantize != "int8"
     forward = Forward.CUDA_GRAPHS if graphs else Forward.TRANSFORMERS
@@ -110,13 +115,15 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
 
 def forward_of(engine: Engine) -> Forward:
     """Which forward a loaded engine runs."""
+    from adaptive.engines.head.engine import HeadEngine
     from adaptive.engines.hf.engine import TransformersEngine
 
-    if not isinstance(engine, TransformersEngine):
+    if not isinstance(engine, TransformersEngine | HeadEngine):
         return Forward.LLAMA_CPP
     if engine.cpu_forward is not None:
         return OWN[engine.cpu_forward.kind]
-    return Forward.TRANSFORMERS if engine.recorded is None else Forward.CUDA_GRAPHS
+    recorded = isinstance(engine, TransformersEngine) and engine.recorded is not None
+    return Forward.CUDA_GRAPHS if recorded else Forward.TRANSFORMERS
 
 
 def choose_dtype(name: str, device: str, config: Any) -> torch.dtype:
@@ -204,6 +211,41 @@ def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[
     if chosen.forward is Forward.CUDA_GRAPHS:
         engine.record()
         engine.weights += "+graphs"
+    return engine
+
+
+def load_head(source: Source | None, settings: Settings, target: Engine) -> HeadEngine:
+    """The head of that checkpoint on a loaded target, or for None the one that is to be grown on it, as it starts.
+
+    Raises AdaptiveError where the target gives no hidden states, or the head does not fit it.
+    """
+    import torch
+
+    from adaptive.engines.cpu.weights import fast_int8
+    from adaptive.engines.head.engine import HeadEngine
+    from adaptive.engines.head.module import Head
+    from adaptive.engines.head.parts import parts_of_model
+    from adaptive.engines.hf.engine import TransformersEngine
+
+    if not isinstance(target, TransformersEngine) or not target.feature_width:
+        raise AdaptiveError(
+            f"a head reads the target's hidden states, and this target, run by {target.name}, gives none; "
+            "use its Hugging Face checkpoint, or another draft"
+        )
+    where = settings.draft_device
+    if where is not None and torch.device(choose_device(where)) != target.device:
+        raise AdaptiveError(
+            f"--draft-device {where}: a head runs where its target does, on {target.device}; leave it out"
+        )
+    if settings.draft_quantize == "nf4":
+        raise AdaptiveError("--draft-quantize nf4 is for models; a head is not quantised so, leave it out")
+    parts = parts_of_model(target.model)
+    head = Head(parts) if source is None else Head.read(source.folder, parts)
+    asked = settings.draft_quantize == "int8"
+    int8 = asked or (settings.draft_quantize == "auto" and settings.dtype == "auto" and fast_int8())
+    engine = HeadEngine(head, target, int8=int8 and target.device.type == "cpu", grown=source is None)
+    name = "a head to be grown" if source is None else source.id
+    logger.info("%s: %s, %s, on %s", name, forward_of(engine).value, engine.weights, engine.device)
     return engine
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -224,3 +224,27 @@ class Engine(Protocol):
         Between two steps other engines, and sequences of this one that are rolled back, may be used;
         this one may not be extended. Whoever begins it runs it to its end.
         """
+
+
+@runtime_checkable
+class ReadsFeatures(Protocol):
+    """An engine of a head: its sequences read the hidden states that another engine's keep.
+
+    ``ready``: whether it is to draft. A head that is grown here is not, until it has been trained.
+    """
+
+    ready: bool
+
+    def sequence_of(self, target: Sequence) -> Sequence:
+        """A new empty sequence over the text of ``target``, which keeps features."""
+
+
+def sequences(target: Engine, draft: Engine | None) -> tuple[Sequence, Sequence | None]:
+    """New empty sequences of one text."""
+    held = target.sequence(features=isinstance(draft, ReadsFeatures))
+    return held, None if draft is None else draft_sequence(draft, held)
+
+
+def draft_sequence(draft: Engine, target: Sequence) -> Sequence:
+    """A new empty sequence over the text of ``target``, one of ``sequences`` for this draft."""
+    return draft.sequence_of(target) if isinstance(draft, ReadsFeatures) else draft.sequence()

@@ -107,6 +107,10 @@ class CpuForward:
         p = self.plan
         return CpuCache(len(p.layers), p.key_heads, p.head_size, p.dtype, p.device, p.width if features else 0)
 
+    def use(self, plan: Plan) -> None:
+        """Follow a change of any weights: ``plan`` is of the same model, read again."""
+        self.plan, self._decoder = plan, None
+
     def refresh(self, modules: frozenset[str]) -> None:
         """Follow a change of the weights of these modules (their names in the model)."""
         for linear in self.plan.linears:

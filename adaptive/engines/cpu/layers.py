@@ -25,7 +25,7 @@ class RmsNorm:
     hypot(|x|, sqrt(eps * d)) / sqrt(d), and sqrt(d) is in ``weight``. ``eps_sum`` is eps * d, ``eps_root`` its root."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, out: torch.dtype, plus_one: bool = False) -> None:
-        eps = module.eps if plus_one else module.variance_epsilon
+        eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         size = weight.shape[-1]
         self.weight = (weight.to(dtype) + 1.0 if plus_one else weight.to(dtype)) * math.sqrt(size)

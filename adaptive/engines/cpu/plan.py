@@ -7,7 +7,7 @@ weights, a rotary embedding whose frequencies change with the length of the text
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -117,14 +117,15 @@ def forward_kind(
     return "fused" if fused else "native"
 
 
-def read_plan(model: PreTrainedModel, int8: bool = False) -> Plan | None:
-    """The plan of ``model``, or None where it is to be run by its own forward; ``int8`` as in ``PackedLinear``."""
+def read_plan(model: PreTrainedModel, int8: bool = False, packed: Iterable[PackedLinear] = ()) -> Plan | None:
+    """The plan of ``model``, or None where it is to be run by its own forward; ``int8`` as in ``PackedLinear``. Weights
+    that are ``packed`` already, in the same way and from the same memory, are not packed again."""
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models.") or not _plain(model):
         return None
     if forward_kind(name, model.config, model.dtype, model.device, int8) is None:
         return None
-    return FAMILIES[name](model, int8)
+    return FAMILIES[name](model, Packing(int8, packed))
 
 
 def _head_size(config: Any) -> int:
@@ -174,9 +175,27 @@ class Mlp:
     down: PackedLinear
 
 
-def _mlp(module: Any, int8: bool) -> Mlp:
-    gate_up = stacked((module.gate_proj, module.up_proj), int8=int8)
-    return Mlp(gate_up, Gate(module.act_fn), of_module(module.down_proj, int8))
+class Packing:
+    """Packs linear layers, or finds those that are packed already."""
+
+    def __init__(self, int8: bool, packed: Iterable[PackedLinear]) -> None:
+        self.int8 = int8
+        self._packed = {_memory(linear.modules): linear for linear in packed if linear.int8 == int8}
+
+    def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None) -> PackedLinear:
+        """Modules on the same input as one linear layer; see ``stacked``."""
+        found = self._packed.get(_memory(modules))
+        if found is not None:
+            return found
+        return of_module(modules[0], self.int8) if len(modules) == 1 else stacked(modules, order, self.int8)
+
+
+def _memory(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    return tuple(module.get_parameter("weight").data_ptr() for module in modules)
+
+
+def _mlp(module: Any, pack: Packing) -> Mlp:
+    return Mlp(pack(module.gate_proj, module.up_proj), Gate(module.act_fn), pack(module.down_proj))
 
 
 def pair_order(heads: int, size: int) -> torch.Tensor:
@@ -237,13 +256,13 @@ def _windows(model: PreTrainedModel) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def _llama_like(model: PreTrainedModel, int8: bool) -> Plan:
+def _llama_like(model: PreTrainedModel, pack: Packing) -> Plan:
     """Llama, Qwen 2 and 3, Mistral, Gemma 2 and 3: gated feed-forward, RMS norms, full rotary."""
     config = model.config
     base: Any = model.model
     gemma = config.model_type.startswith("gemma")
     kinds = _rope_kinds(config)
-    dtype, kind = _dtypes(model, int8)
+    dtype, kind = _dtypes(model, pack.int8)
     first = base.layers[0].self_attn
     size = first.head_dim
     heads, key_heads = first.q_proj.out_features // size, first.k_proj.out_features // size
@@ -264,9 +283,9 @@ def _llama_like(model: PreTrainedModel, int8: bool) -> Plan:
 
     layers, linears = [], []
     for index, (block, window) in enumerate(zip(base.layers, _windows(model), strict=True)):
-        attention, mlp = block.self_attn, _mlp(block.mlp, int8)
-        qkv = stacked((attention.q_proj, attention.k_proj, attention.v_proj), order, int8)
-        attention_output = of_module(attention.o_proj, int8)
+        attention, mlp = block.self_attn, _mlp(block.mlp, pack)
+        qkv = pack(attention.q_proj, attention.k_proj, attention.v_proj, order=order)
+        attention_output = pack(attention.o_proj)
         linears += [qkv, attention_output, mlp.gate_up, mlp.down]
         layers.append(
             Layer(
@@ -284,7 +303,7 @@ def _llama_like(model: PreTrainedModel, int8: bool) -> Plan:
                 softcap=_attention_softcap(config),
             )
         )
-    lm_head = of_module(model.lm_head, int8)
+    lm_head = pack(model.lm_head)
     return Plan(
         layers=tuple(layers),
         linears=(*linears, lm_head),
@@ -304,7 +323,7 @@ def _llama_like(model: PreTrainedModel, int8: bool) -> Plan:
     )
 
 
-FAMILIES: dict[str, Callable[[PreTrainedModel, bool], Plan]] = {
+FAMILIES: dict[str, Callable[[PreTrainedModel, Packing], Plan]] = {
     "LlamaForCausalLM": _llama_like,
     "Qwen2ForCausalLM": _llama_like,
     "Qwen3ForCausalLM": _llama_like,

@@ -146,6 +146,13 @@ class Head(nn.Module):
 
     def put(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take over tensors as from ``own``. Raises AdaptiveError where names or shapes are others."""
+        self.check(tensors)
+        with torch.no_grad():
+            for name, tensor in self.own().items():
+                tensor.copy_(tensors[name])
+
+    def check(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raise AdaptiveError where ``put`` would."""
         own = self.own()
         for name, tensor in own.items():
             if name not in tensors:
@@ -157,9 +164,6 @@ class Head(nn.Module):
         surplus = next((name for name in tensors if name not in own), None)
         if surplus is not None:
             raise AdaptiveError(f"the head has a tensor {surplus}, for which this target has no place")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(tensors[name])
 
     def write(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors`` (its own tensors, 0600) into ``folder``."""
@@ -168,15 +172,23 @@ class Head(nn.Module):
     def load(self, folder: Path) -> None:
         """Take over the weights in ``folder``. Raises AdaptiveError, leaving its own as they are, where they do not
         fit."""
+        self.put(self.fitting(folder))
+
+    def fitting(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The tensors in ``folder``, for ``put``. Raises AdaptiveError where they do not fit, or are no numbers."""
         check_config(read_config(folder), self.config, folder)
         try:
             tensors = load_file(folder / WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise AdaptiveError(f"the head in {folder} cannot be read: {first_line(error)}") from error
         try:
-            self.put(tensors)
+            self.check(tensors)
         except AdaptiveError as error:
             raise AdaptiveError(f"the head in {folder} does not fit: {error}") from None
+        broken = next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+        if broken is not None:
+            raise AdaptiveError(f"the head in {folder} cannot be used: {broken} holds values that are not finite")
+        return tensors
 
     def _give_sizes(self) -> None:
         """Modules that were made for a small vocabulary know the real one."""

@@ -57,13 +57,7 @@ class TransformersSequence:
 
     def reserve(self, length: int) -> None:
         """Reserve capacity for ``length`` tokens in all; see the protocol."""
-        length = min(length, self.engine.context_length)
-        try:
-            self.cache.reserve(length)
-        except (RuntimeError, MemoryError) as error:
-            raise AdaptiveError(
-                f"there is no memory for the keys and values of {length} tokens; shorten the text or free memory"
-            ) from error
+        reserve(self.cache, min(length, self.engine.context_length))
 
     def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
@@ -119,6 +113,16 @@ class TransformersSequence:
         self.cache.rollback(0)
         self.reserve(length)
         self.cache.copy_prefix(other.cache, length)  # type: ignore[arg-type]  # one engine's caches are of one kind
+
+
+def reserve(cache: CpuCache | RollbackCache, length: int) -> None:
+    """Have capacity for ``length`` tokens. Raises AdaptiveError where there is no memory for them."""
+    try:
+        cache.reserve(length)
+    except (RuntimeError, MemoryError) as error:
+        raise AdaptiveError(
+            f"there is no memory for the keys and values of {length} tokens; shorten the text or free memory"
+        ) from error
 
 
 class TransformersEngine:

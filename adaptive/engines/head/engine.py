@@ -1,0 +1,292 @@
+"""A head as an engine: a draft whose sequences read the hidden states of the target's.
+
+Row i of a head reads token i and the feature of token i - 1: the target's hidden state where the target's sequence
+holds that token, else the head's own, which its cache keeps. What was computed from its own is forgotten at a rollback,
+and computed again from the target's once that has come. Where our kernels run its layer a pass is one native call, and
+so is a whole proposal; elsewhere transformers' own forward of the layer does the arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from adaptive.engines.cpu.cache import CpuCache
+from adaptive.engines.cpu.forward import CpuForward, Given
+from adaptive.engines.cpu.fused import fits
+from adaptive.engines.cpu.layers import RmsNorm
+from adaptive.engines.cpu.plan import Fuse, Plan, read_plan
+from adaptive.engines.cpu.weights import PackedLinear, of_module
+from adaptive.engines.head.module import Head
+from adaptive.engines.hf.cache import RollbackCache
+from adaptive.engines.hf.engine import (
+    FALLBACK_SAMPLING,
+    PREFILL_CHUNK,
+    TransformersEngine,
+    TransformersSequence,
+    reserve,
+)
+from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Sequence, VerificationCall
+from adaptive.engines.threads import ThreadChoice
+from adaptive.errors import AdaptiveError, first_line
+from adaptive.tokens import Ids, Rows, as_tensor, moved
+
+
+class HeadSequence:
+    """A head's cache of one text, bound to the sequence of the ``target``, which keeps features; without one it reads
+    its own features alone."""
+
+    def __init__(self, engine: HeadEngine, target: Sequence | None) -> None:
+        self.engine = engine
+        self.target = target
+        self.cache: CpuCache | RollbackCache
+        if engine.cpu_forward is not None:
+            self.cache = engine.cpu_forward.cache(features=True)
+        else:
+            self.cache = RollbackCache(engine.head.config, keeps=True)
+        self._exact = 0  # tokens at the beginning that were computed from the target's features
+        self._read: torch.Tensor | None = None  # features that a native call reads
+        self._logits, self._probs = Rows(engine.vocab_size), Rows(0)
+
+    @property
+    def fused(self) -> HeadSequence | None:
+        """Itself where passes are one call."""
+        return None if self.engine.cpu_forward is None else self
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return self.cache.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache takes, its own features among them."""
+        return self.cache.nbytes
+
+    @property
+    def _known(self) -> int:
+        """Tokens whose features the target holds."""
+        return 0 if self.target is None else self.target.length
+
+    def reserve(self, length: int) -> None:
+        """Reserve capacity for ``length`` tokens in all; see the protocol."""
+        reserve(self.cache, min(length, self.engine.context_length))
+
+    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+        """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol. A token whose feature is
+        to be that of another of the n, computed here, has a pass of its own."""
+        count, found = len(tokens), []
+        end = min(count, self._together)
+        if end == count:
+            return self._extend(tokens, rows)
+        begin = 0
+        while begin < count:
+            found.append(self._extend(tokens[begin:end], max(0, min(end - begin, rows - count + end))).clone())
+            begin, end = end, end + 1
+        return torch.cat(found)
+
+    @property
+    def _together(self) -> int:
+        """Tokens that one pass may append: those whose feature is known before it."""
+        return max(1, self._known + 1 - self.length)
+
+    def _extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+        start, forward = self.length, self.engine.cpu_forward
+        if forward is not None:
+            assert isinstance(self.cache, CpuCache)
+            listed: list[int] = tokens if isinstance(tokens, list) else tokens.tolist()
+            logits = forward.one_call(listed, self._logits(0, rows), self.cache, self._given(start))
+        else:
+            logits = self._by_transformers(moved(as_tensor(tokens), self.engine.device), rows)
+        self._passed(start)
+        return logits
+
+    def propose(self, call: ProposalCall) -> Proposed:
+        """A whole proposal; see ``FusedCalls``."""
+        forward = self.engine.cpu_forward
+        assert forward is not None
+        assert isinstance(self.cache, CpuCache)
+        if self._probs.width != call.vocab:
+            self._probs = Rows(call.vocab)
+        if len(call.tokens) > self._together:
+            self.extend(call.tokens[:-1], 0)
+            call = dataclasses.replace(call, tokens=call.tokens[-1:])
+        start = self.length
+        proposed = forward.propose(call, self._probs, self.cache, self._given(start))
+        self._passed(start)
+        return proposed
+
+    def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
+        """A pass, and then the acceptance rule; see ``FusedCalls``."""
+        assert self.engine.cpu_forward is not None
+        logits = self.extend([*call.fed, *call.drafted], len(call.drafted) + 1)
+        held = self.length - len(call.drafted)
+        judge = self.engine.cpu_forward.sampling.judge
+        return judge(logits, call.drafted, held, call.sampling, call.q, call.uniform), logits
+
+    def _given(self, start: int) -> Given:
+        """The target's features for a native call that begins at ``start``, which reads none before the last token's
+        there."""
+        target, known = self.target, self._known
+        if isinstance(target, TransformersSequence) and isinstance(target.cache, CpuCache):
+            return Given(target.cache.hidden_address, known)
+        first = max(0, start - 1)
+        if target is None or known <= first:
+            return Given()
+        self._read = target.features(first, known).contiguous()
+        return Given(self._read.data_ptr() - first * self._read[0].nbytes, known)
+
+    @torch.inference_mode()
+    def _by_transformers(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
+        while len(tokens) - rows >= PREFILL_CHUNK:
+            self._hidden(tokens[:PREFILL_CHUNK])
+            tokens = tokens[PREFILL_CHUNK:]
+        hidden = self._hidden(tokens)
+        return self.engine.head.logits(hidden[len(hidden) - rows :])
+
+    def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Append tokens (n,); their hidden states (n, width), which the cache keeps as well."""
+        assert isinstance(self.cache, RollbackCache)
+        start, count = self.length, len(tokens)
+        self.cache.ensure_capacity(start + count)
+        places = torch.arange(start, start + count, device=tokens.device)
+        features = self._before(start, count)
+        hidden = self.engine.head(tokens[None], features[None], places[None], past_key_values=self.cache)
+        self.cache.keep(hidden)
+        states: torch.Tensor = hidden[0]
+        return states
+
+    def _before(self, start: int, count: int) -> torch.Tensor:
+        """What tokens ``start`` on read: the features (count, width) of those before each."""
+        parts, first, end = [], max(0, start - 1), start + count - 1
+        border = max(first, min(self._known, end))
+        if not start:
+            parts.append(torch.zeros(1, self.engine.feature_width, device=self.engine.device))
+        if self.target is not None and first < border:
+            parts.append(self.target.features(first, border))
+        if border < end:
+            parts.append(self.features(border, end))
+        return torch.cat(parts)
+
+    def _passed(self, start: int) -> None:
+        """Tokens from ``start`` on have been computed."""
+        if self._exact == start:
+            self._exact = min(self.length, self._known + 1)
+
+    def features(self, begin: int, end: int) -> torch.Tensor:
+        """The head's own hidden states (end - begin, width); see the protocol."""
+        if not 0 <= begin <= end <= self.length:
+            raise ValueError(f"features {begin} to {end} of a text of {self.length} tokens")
+        return self.cache.features(begin, end).float()
+
+    def rollback(self, length: int) -> None:
+        """Forget everything after the first ``length`` tokens, and what was computed from the head's own features."""
+        self.cache.rollback(min(length, self._exact))
+        self._exact = self.length
+
+    def copy_prefix(self, other: Sequence, length: int) -> None:
+        """Hold the first ``length`` tokens of another sequence, less what was computed from its own features; see the
+        protocol."""
+        assert isinstance(other, HeadSequence)
+        length = min(length, other._exact)
+        self.cache.rollback(0)
+        self._exact = 0
+        self.reserve(length)
+        self.cache.copy_prefix(other.cache, length)  # type: ignore[arg-type]  # one engine's caches are of one kind
+        self._exact = length
+
+
+class HeadEngine:
+    """A head on a loaded ``target``, whose embedding, norm and projection it shares, on the target's device.
+
+    ``grown`` is one that is made here: it does not draft (``ready``) before weights have been trained for it.
+    ``cpu_forward`` computes its layer where the kernels do; ``int8`` asks for int8 linear layers there.
+    """
+
+    name = "head"
+
+    def __init__(self, head: Head, target: TransformersEngine, int8: bool = False, grown: bool = False) -> None:
+        self.head = head.eval()
+        self.grown = grown
+        self.ready = not grown
+        self.vocab_size: int = head.body.get_output_embeddings().weight.shape[0]
+        self.context_length: int = getattr(head.config, "max_position_embeddings", None) or 2**31
+        self.feature_width = head.width
+        self.device = torch.device(str(head.fuse.weight.device))
+        self.end_tokens: frozenset[int] = frozenset()
+        self.sampling = FALLBACK_SAMPLING
+        packed = () if target.cpu_forward is None else target.cpu_forward.plan.linears
+        self.cpu_forward = (_forward(head, True, ()) if int8 else None) or _forward(head, False, packed)
+        rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
+        self.weights = "int8" if rounded else str(head.fuse.weight.dtype).removeprefix("torch.")
+        self._first: dict[str, torch.Tensor] | None = None  # its weights before others were taken over
+
+    @property
+    def threads(self) -> ThreadChoice | None:
+        """Of our own forward; transformers' uses all that torch was given."""
+        return None if self.cpu_forward is None else self.cpu_forward.threads
+
+    def sequence(self, features: bool = False) -> HeadSequence:
+        """A new empty sequence of its own; it always keeps its features."""
+        return HeadSequence(self, None)
+
+    def sequence_of(self, target: Sequence) -> HeadSequence:
+        """A new empty sequence over the text of ``target``; see ``ReadsFeatures``."""
+        return HeadSequence(self, target)
+
+    def apply_adapter(self, folder: Path | None) -> None:
+        """Take over the weights of the head in ``folder``, or those that it came with for None; see the protocol."""
+        for _ in self.swap_adapter(folder):
+            pass
+
+    def swap_adapter(self, folder: Path | None) -> Iterator[None]:
+        """``apply_adapter`` in steps; see the protocol."""
+        tensors = None if folder is None else self.head.fitting(folder)
+        yield
+        if self._first is None:
+            self._first = {name: tensor.to("cpu", copy=True) for name, tensor in self.head.own().items()}
+        try:
+            yield from self._take(self._first if tensors is None else tensors)
+        except BaseException as error:  # out of memory, or interrupted: never leave half a head
+            for _ in self._take(self._first):
+                pass
+            self.ready = not self.grown
+            if isinstance(error, (RuntimeError, MemoryError)):
+                raise AdaptiveError(f"the head in {folder} could not be used ({first_line(error)})") from error
+            raise
+        self.ready = folder is not None or not self.grown
+
+    def _take(self, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+        self.head.put(tensors)
+        yield
+        if self.cpu_forward is None:
+            return
+        linears = self.cpu_forward.plan.linears
+        for linear in linears:
+            if linear is not self.cpu_forward.plan.lm_head:
+                linear.refresh()
+                yield
+        plan = _plan(self.head, linears[-1].int8, linears)
+        assert plan is not None
+        self.cpu_forward.use(plan)
+
+
+def _forward(head: Head, int8: bool, packed: Iterable[PackedLinear]) -> CpuForward | None:
+    """Our forward of a head where a pass is one native call, else None."""
+    plan = _plan(head, int8, packed)
+    return None if plan is None or not fits(plan) else CpuForward(plan)
+
+
+@torch.inference_mode()
+def _plan(head: Head, int8: bool, packed: Iterable[PackedLinear]) -> Plan | None:
+    """A head's layer and what stands before it. Weights that are ``packed`` already are not packed again."""
+    packed = tuple(packed)
+    body = read_plan(head.body, int8, packed)
+    if body is None:
+        return None
+    linear = next((one for one in packed if one.modules == (head.fuse,)), None) or of_module(head.fuse, int8)
+    norms = [RmsNorm(norm, body.dtype, body.weight_dtype) for norm in (head.token_norm, head.feature_norm)]
+    return dataclasses.replace(body, fuse=Fuse(linear, *norms), linears=(*body.linears, linear))

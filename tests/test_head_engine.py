@@ -1,0 +1,279 @@
+"""A head on our kernels computes what its module computes, reads the target's features where there are some, and
+forgets its own at a rollback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cpu_forward import CONFIGS, made, text
+from test_head_module import randomised
+from transformers import DynamicCache, PreTrainedModel
+
+from adaptive.control.policy import Advice
+from adaptive.drafting.model import ModelDrafter
+from adaptive.engines.cpu import kernels
+from adaptive.engines.cpu.forward import FEW
+from adaptive.engines.head.engine import HeadEngine, HeadSequence
+from adaptive.engines.head.module import Head
+from adaptive.engines.hf.engine import PREFILL_CHUNK, TransformersEngine, TransformersSequence
+from adaptive.engines.protocol import ReadsFeatures, draft_sequence, sequences
+from adaptive.errors import AdaptiveError
+from adaptive.sampling import Penalties
+from adaptive.types import SamplingParams
+
+VOCAB = 97
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9),
+    SamplingParams(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02),
+    SamplingParams(temperature=0.9, seed=3),
+]
+
+
+def engines(
+    name: str, ours: bool = True, dtype: torch.dtype = torch.float32, grown: bool = False
+) -> tuple[TransformersEngine, HeadEngine]:
+    """A target of random weights with a head of random weights, on our forward or on transformers' own."""
+    model = made(name, dtype)
+    model.config.max_position_embeddings = 4096
+    target = TransformersEngine(model)
+    if not ours:
+        target.cpu_forward = None
+    head = HeadEngine(randomised(Head.from_target(model)), target, grown=grown)
+    if not ours:
+        head.cpu_forward = None
+    return target, head
+
+
+def bound(target: TransformersEngine, head: HeadEngine) -> tuple[TransformersSequence, HeadSequence]:
+    """Sequences of one text."""
+    held, draft = sequences(target, head)
+    assert isinstance(held, TransformersSequence)
+    assert isinstance(draft, HeadSequence)
+    return held, draft
+
+
+def module_logits(head: Head, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The module's logits (n, vocab) of a text (n,), of which the first of the features (known, width) are the
+    target's; behind them it reads its own."""
+    known, width = features.shape
+    cache = DynamicCache(config=head.config)
+    shifted = torch.cat([torch.zeros(1, width), features])[: len(tokens)].to(head.fuse.weight.dtype)
+    with torch.inference_mode():
+        hidden = head(tokens[None, : known + 1], shifted[None], past_key_values=cache)
+        logits = [head.logits(hidden[0])]
+        for place in range(known + 1, len(tokens)):
+            hidden = head(
+                tokens[None, place : place + 1], hidden[:, -1:], torch.tensor([[place]]), past_key_values=cache
+            )
+            logits.append(head.logits(hidden[0]))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_those_of_the_module_chained_over_its_own_features(name: str, ours: bool) -> None:
+    target, head = engines(name, ours)
+    known, tokens = FEW + 30, text(FEW + 38)
+    held, draft = bound(target, head)
+    assert (draft.fused is not None) == (target.cpu_forward is not None and target.cpu_forward.fused)
+    held.extend(tokens[:known], 1)
+    right = module_logits(head.head, held.features(0, known), tokens)
+    scale = right.abs().max()
+    done = 0
+    for count in (9, 1, FEW + 4, known + 1 - FEW - 14, 1, 1, 5):  # the last ones read what the head itself says
+        given = tokens[done : done + count]
+        got = draft.extend(given.tolist() if count % 2 else given, count)
+        assert got.shape == (count, VOCAB)
+        torch.testing.assert_close(got / scale, right[done : done + count] / scale, rtol=0, atol=1e-4)
+        done += count
+    assert draft.length == done == len(tokens)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
+def test_a_rollback_forgets_what_was_computed_from_its_own_features(ours: bool) -> None:
+    target, head = engines("qwen3", ours)
+    held, draft = bound(target, head)
+    tokens = text(60)
+    held.extend(tokens[:40], 1)
+    draft.extend(tokens[:45], 1)
+    assert draft.length == 45
+    held.extend(tokens[40:44], 1)
+    draft.rollback(44)
+    assert draft.length == 41  # the token behind the target's own 40 has the target's feature
+    right = module_logits(head.head, held.features(0, 44), tokens[:45])
+    got = draft.extend(tokens[41:45], 2)
+    torch.testing.assert_close(got, right[43:45], rtol=0, atol=1e-3)
+    draft.rollback(30)
+    assert draft.length == 30
+    held.rollback(28)
+    held.extend(text(9), 1)  # another text from there
+    draft.rollback(28)
+    other = torch.cat([tokens[:28], text(9)])
+    right = module_logits(head.head, held.features(0, 37), other)
+    torch.testing.assert_close(draft.extend(other[28:], 3), right[-3:], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
+def test_a_copy_reads_the_sequence_that_it_is_bound_to(ours: bool) -> None:
+    target, head = engines("llama", ours)
+    held, draft = bound(target, head)
+    tokens = text(60)
+    held.extend(tokens[:40], 1)
+    draft.extend(tokens[:44], 1)
+    other, copied = bound(target, head)
+    other.copy_prefix(held, 40)
+    copied.extend(text(5), 1)
+    copied.copy_prefix(draft, 43)
+    assert copied.length == 41
+    other.extend(tokens[40:50], 1)
+    right = module_logits(head.head, other.features(0, 50), tokens[:51])
+    torch.testing.assert_close(copied.extend(tokens[41:51], 10), right[41:51], rtol=0, atol=1e-3)
+    assert draft.length == 44
+
+
+def test_a_long_text_is_caught_up_with_in_parts() -> None:
+    for ours in (True, False):
+        target, head = engines("llama", ours)
+        held, draft = bound(target, head)
+        tokens = text(PREFILL_CHUNK + 100)
+        held.extend(tokens[:-1], 1)
+        right = module_logits(head.head, held.features(0, len(tokens) - 1), tokens)
+        torch.testing.assert_close(draft.extend(tokens, 3), right[-3:], rtol=0, atol=1e-3)
+
+
+def test_alone_it_reads_its_own_features() -> None:
+    target, head = engines("llama")
+    tokens = text(12)
+    right = module_logits(head.head, torch.empty(0, head.feature_width), tokens)
+    torch.testing.assert_close(head.sequence().extend(tokens, 12), right, rtol=0, atol=1e-3)
+    assert isinstance(head, ReadsFeatures)
+    assert not isinstance(target, ReadsFeatures)
+    assert isinstance(draft_sequence(target, head.sequence()), TransformersSequence)
+
+
+def drafter(
+    target: TransformersEngine, head: HeadEngine, params: SamplingParams, fused: bool
+) -> tuple[TransformersSequence, ModelDrafter]:
+    """With the same random numbers each time."""
+    held, draft = bound(target, head)
+    penalties = Penalties(params, VOCAB, torch.device("cpu"))
+    made = ModelDrafter(draft, head, VOCAB, params, penalties, torch.Generator().manual_seed(7))
+    if not fused:
+        made._fused = None
+    return held, made
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="the kernels are not built, or not for this processor")
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "cut", "seeded"])
+@pytest.mark.parametrize("below", [None, 0.05])
+def test_a_proposal_in_one_call_is_the_one_made_token_by_token(params: SamplingParams, below: float | None) -> None:
+    target, head = engines("qwen3")
+    pairs = [drafter(target, head, params, fused) for fused in (True, False)]
+    assert pairs[0][1].name == "head"
+    committed = text(FEW + 20).tolist()
+    chance = torch.Generator().manual_seed(1)
+
+    def advise(position: int, confidence: float) -> Advice:
+        return Advice.DROP if confidence < (below or 0) else Advice.MORE
+
+    lengths = set()
+    for turn in range(30):
+        length = 1 + turn % 6
+        found = []
+        for held, drafts in pairs:
+            held.extend(committed[held.length : -1], 1)
+            assert drafts.catch_up(len(committed)) == len(committed) - 1 - drafts.sequence.length
+            found.append(drafts.propose(committed, length, None if below is None else advise))
+        one, other = found
+        assert (one is None) == (other is None)
+        lengths.add(0 if one is None else len(one.tokens))
+        if one is not None and other is not None:
+            assert one.tokens == other.tokens
+            if one.probs is not None:
+                for mine, theirs in zip(one.probs, other.probs, strict=True):  # type: ignore[arg-type]
+                    torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(theirs), rtol=0, atol=1e-5)
+        # Some of them stand, as after a verification.
+        tokens = [] if one is None else one.tokens
+        accepted = int(torch.randint(0, len(tokens) + 1, (1,), generator=chance))
+        said = int(torch.randint(0, VOCAB, (1,), generator=chance))
+        for _, drafts in pairs:
+            drafts.rollback(len(committed) + accepted)
+        committed += [*tokens[:accepted], said]
+    assert len(lengths) > 3
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
+def test_other_weights_are_taken_over_and_given_back(ours: bool, tmp_path: Path) -> None:
+    target, head = engines("gemma3", ours, grown=True)
+    assert not head.ready
+    held, draft = bound(target, head)
+    assert ModelDrafter(draft, head, VOCAB, PARAMS[0], Penalties(PARAMS[0], VOCAB, head.device), None).limit(5) == 0  # type: ignore[arg-type]
+    tokens = text(30)
+    held.extend(tokens[:-1], 1)
+
+    def said() -> torch.Tensor:
+        return head.sequence_of(held).extend(tokens, 5).clone()
+
+    before = said()
+    other = randomised(randomised(Head.from_target(target.model)))
+    other.write(tmp_path)
+    steps = head.swap_adapter(tmp_path)
+    next(steps)
+    assert torch.equal(said(), before)
+    assert not head.ready
+    list(steps)
+    assert head.ready
+    right = module_logits(other, held.features(0, 29), tokens)[-5:]
+    assert not torch.allclose(right, before, atol=0.1)
+    torch.testing.assert_close(said(), right, rtol=0, atol=1e-3)
+    head.apply_adapter(None)
+    assert torch.equal(said(), before)
+    assert not head.ready
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(AdaptiveError, match="cannot be read"):
+        head.apply_adapter(tmp_path)
+    assert torch.equal(said(), before)
+
+
+def test_what_is_shared_with_the_target_is_not_packed_twice() -> None:
+    target, head = engines("llama")
+    if target.cpu_forward is None or head.cpu_forward is None:
+        pytest.skip("there are no kernels for this processor, or none were built")
+    assert head.cpu_forward.plan.lm_head is target.cpu_forward.plan.lm_head
+    own = {id(linear) for linear in head.cpu_forward.plan.linears}
+    assert not own & {id(linear) for linear in target.cpu_forward.plan.linears[:-1]}
+
+
+def test_half_as_wide_numbers_and_whole_ones_are_close(tmp_path: Path) -> None:
+    """In bfloat16, and as int8, it proposes nearly what it proposes in float32."""
+    model: PreTrainedModel = made("qwen3", torch.bfloat16)
+    target = TransformersEngine(model)
+    module = randomised(Head.from_target(model))
+    tokens, found = text(40), []
+    for int8 in (False, True):
+        head: Any = HeadEngine(module, target, int8=int8)
+        assert head.weights == ("int8" if int8 else "bfloat16")
+        held, draft = bound(target, head)
+        held.extend(tokens[:-1], 1)
+        found.append(draft.extend(tokens, 20).float().softmax(-1).clone())
+    exact = Head.read(written(module, tmp_path), parts(model), torch.float32)
+    right = module_logits(exact, held.features(0, 39), tokens)[-20:].softmax(-1)
+    for probs in found:
+        assert float((probs - right).abs().sum(-1).mean() / 2) < 0.1
+
+
+def written(head: Head, folder: Path) -> Path:
+    """A folder with the head in it."""
+    head.write(folder)
+    return folder
+
+
+def parts(model: PreTrainedModel) -> Any:
+    """What a head takes from this target."""
+    from adaptive.engines.head.parts import parts_of_model
+
+    return parts_of_model(model)
