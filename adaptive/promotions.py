@@ -6,11 +6,12 @@ after took (``Spent``). Out: ``Promotion``, kept in ``promotions.json`` beside t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.records.saved import Spent, speed_change
@@ -104,23 +105,20 @@ def checked(promotion: Promotion, spent: Sequence[Spent]) -> Promotion | None:
     if change is None:
         return None
     came, low, high = change
-    known = asdict(promotion) | {"came": came, "low": low, "high": high, "answers": len(after)}
-    return Promotion(**known)
+    return replace(promotion, came=came, low=low, high=high, answers=len(after))
+
+
+_FILE = TypeAdapter(list[Promotion])
 
 
 def load(file: Path) -> list[Promotion]:
     """Those in ``file``, oldest first; none where it is not there or cannot be read."""
     try:
-        return [_promotion(**stored) for stored in json.loads(file.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError):
+        return _FILE.validate_json(file.read_bytes())
+    except (OSError, ValueError):  # pydantic's error is a ValueError
         return []
-
-
-def _promotion(adapter: str, at: float, answer: int, answers: int, **figures: float | None) -> Promotion:
-    known = {name: None if value is None else float(value) for name, value in figures.items()}
-    return Promotion(str(adapter), float(at), int(answer), answers=int(answers), **known)  # type: ignore[arg-type]
 
 
 def save(file: Path, promotions: Sequence[Promotion]) -> None:
     """Replace ``file`` in one step. Raises OSError where that cannot be; it is then as it was."""
-    files.replace_text(file.parent, file, json.dumps([asdict(one) for one in promotions], indent=1))
+    files.replace_text(file.parent, file, _FILE.dump_json(list(promotions), indent=1).decode())

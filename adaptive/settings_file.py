@@ -8,13 +8,14 @@ nothing about data or doors, unless the user has said yes to that very file.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from adaptive.errors import AdaptiveError
+from checkpoints import files
 
 # What a file of the current folder may set by itself: how text is sampled and how much of the machine is used. A new
 # setting is not among them until somebody has thought about it.
@@ -27,6 +28,9 @@ HARMLESS = frozenset(
         "distill_after", "distill_idle_seconds", "distill_seconds", "distill_nice",
     }
 )  # fmt: skip
+
+# What ``trusted.json`` holds: the SHA-256 of each file that the user has said yes to, by its absolute path.
+_CONSENTS = TypeAdapter(dict[str, str])
 
 # Shown of a value in the question: a name, not a page.
 SHOWN = 80
@@ -84,10 +88,9 @@ def _consents() -> Path:
 
 def _known() -> dict[str, str]:
     try:
-        known = json.loads(_consents().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return _CONSENTS.validate_json(_consents().read_bytes())
+    except (OSError, ValueError):  # pydantic's error is a ValueError
         return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _digest(file: Path) -> str:
@@ -99,8 +102,6 @@ def _remember(file: Path) -> None:
     known = {**_known(), str(file.resolve()): _digest(file)}
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = target.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        os.replace(temporary, target)
+        files.replace_text(target.parent, target, _CONSENTS.dump_json(known, indent=1).decode())
     except OSError:  # it will be asked again
         return

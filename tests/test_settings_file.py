@@ -88,6 +88,19 @@ def test_a_person_is_asked_once_until_the_file_changes(tmp_path: Path) -> None:
         load_settings({}, ask=lambda question: False)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"file": 1}'])
+def test_damaged_consents_are_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "adaptive.toml").write_text(HOSTILE)
+    consents = tmp_path / "config" / "adaptive" / "trusted.json"
+    consents.parent.mkdir(parents=True)
+    consents.write_text(content)
+    with pytest.raises(AdaptiveError):
+        load_settings({})
+    assert load_settings({}, ask=lambda question: True).target == "somebody/model"
+    assert load_settings({}).target == "somebody/model"
+    assert [file.name for file in consents.parent.iterdir()] == ["trusted.json"]
+
+
 def test_the_question_reaches_a_terminal_and_a_no_ends_the_command(tmp_path: Path) -> None:
     (tmp_path / "adaptive.toml").write_text('home = "elsewhere"\n')
     environment = {name: value for name, value in os.environ.items() if name != "ADAPTIVE_HOME"}

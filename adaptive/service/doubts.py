@@ -5,11 +5,20 @@ In: the adapter that was rolled back. Out: ``doubts.json``, replaced in one step
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from checkpoints import files
+
+
+class _File(BaseModel):
+    """All of it is there, or the file is damaged."""
+
+    adapter: str | None
+    first: int
+    settled: int
 
 
 @dataclass(frozen=True)
@@ -25,12 +34,10 @@ class Doubts:
     def load(cls, file: Path) -> Doubts:
         """Those in ``file``; none where it is not there or cannot be read."""
         try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            adapter = stored["adapter"]
-            return cls(None if adapter is None else str(adapter), int(stored["first"]), int(stored["settled"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            return cls(**_File.model_validate_json(file.read_bytes()).model_dump())
+        except (OSError, ValueError):  # pydantic's error is a ValueError
             return cls()
 
     def save(self, file: Path) -> None:
         """Replace ``file``. Raises OSError where that cannot be; it is then as it was."""
-        files.replace_text(file.parent, file, json.dumps(asdict(self)))
+        files.replace_text(file.parent, file, _File(**asdict(self)).model_dump_json())
