@@ -22,6 +22,7 @@ from adaptive.decoding.loop import Decoding, Request, Verifier
 from adaptive.decoding.verify import Verdict, verify_logits, verify_on_device, verify_sampled
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
+from adaptive.engines.cpu import kernels
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.engines.protocol import Engine, sequences
 from adaptive.errors import AdaptiveError
@@ -68,14 +69,14 @@ def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float
 
 @pytest.fixture(scope="module")
 def models() -> tuple[TransformersEngine, TransformersEngine]:
-    """Two tiny models over eight tokens that disagree, but not everywhere."""
+    """Two tiny models over eight tokens that disagree, but not everywhere; large enough for the kernels' one call."""
     engines = []
     for seed in (3, 4):
         torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=32,
+            hidden_size=32,
+            intermediate_size=64,
             num_hidden_layers=1,
             num_attention_heads=2,
             max_position_embeddings=64,
@@ -84,6 +85,7 @@ def models() -> tuple[TransformersEngine, TransformersEngine]:
         with torch.no_grad():
             model.lm_head.weight.mul_(20)
         engines.append(TransformersEngine(model))
+        assert (engines[-1].sequence().fused is None) == (kernels.library() is None)
     return engines[0], engines[1]
 
 
@@ -168,10 +170,19 @@ class NoText:
         return ""
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=IDS)
+@pytest.mark.parametrize(
+    ("params", "fused"),
+    [*((params, True) for params in PARAMS[:4]), (PARAMS[0], False), (PARAMS[3], False), (PARAMS[4], False)],
+    ids=[*(f"{one}-in-one-call" for one in IDS[:4]), f"{IDS[0]}-from-logits", f"{IDS[3]}-from-logits", IDS[4]],
+)
 def test_the_whole_loop_samples_from_the_target(
-    models: tuple[TransformersEngine, TransformersEngine], params: SamplingParams
+    models: tuple[TransformersEngine, TransformersEngine],
+    params: SamplingParams,
+    fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not fused:
+        monkeypatch.setattr(TransformersSequence, "fused", None)
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) > 0.001
 
 
