@@ -15,8 +15,10 @@ import torch
 from adaptive.engines.cpu import kernels
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Models this small lose from threads, and the workers of a parallel run would fight for the cores.
+# Models this small lose from threads, and the workers of a parallel run would fight for the cores: here, and in the
+# processes that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test is judged by a time: the machine may be busy.
 hypothesis.settings.register_profile("untimed", deadline=None)

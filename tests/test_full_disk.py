@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import BUNDLED
 from records_factory import generation
 from service_server import Server
+from test_worker import Taught, taught
 
 from adaptive.pair import pair_identity
 from adaptive.records.log import Log
@@ -22,10 +22,9 @@ from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
 from adaptive.state import PairState
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
+__all__ = ["taught"]
 
-# Answers of which some are left to judge an adapter by, so that one is made and has to be written.
-ENOUGH = 80
+pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
 
 
 @pytest.fixture
@@ -94,21 +93,14 @@ def test_a_server_starts_and_answers_on_a_full_disk_shows_it_and_logs_it_all_lat
     assert not list(server.records.parent.glob("server.json*"))
 
 
-def test_distilling_on_a_full_disk_is_one_line(small: Path, tmp_path: Path) -> None:
-    state = state_in(small)
-    filled, prompts = tmp_path / "filled", tmp_path / "prompts.jsonl"
-    lines = (BUNDLED / "prompts" / "tools.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    prompts.write_text("".join(lines[:ENOUGH]), encoding="utf-8")
-    answered = adaptive(
-        "generate", "--prompts", str(prompts), "--max-new-tokens", "24", "--json",
-        "--temperature", "0.7", "--state-dir", str(filled), "--draft-length", "4", "--dtype", "float32",
-    )  # fmt: skip
-    assert answered.returncode == 0, answered.stderr
+def test_distilling_on_a_full_disk_is_one_line(small: Path, taught: Taught) -> None:
+    state = PairState(small / taught.state.root.name)
     state.root.mkdir()
     # The log lies on a disk with room: it is the adapter that finds none.
-    state.records.symlink_to(state_in(filled).records)
+    state.records.symlink_to(taught.state.records)
     fill(small)
-    done = adaptive("distill", "--state-dir", str(small), "--max-seconds", "2", "--force")
+    pair = ("--target", str(taught.settings.target), "--draft", str(taught.settings.draft), "--device", "cpu")
+    done = adaptive("distill", "--state-dir", str(small), *pair, "--max-seconds", "2", "--force")
     assert done.returncode == 2, done.stdout
     assert "Traceback" not in done.stderr
     assert "cannot be written" in done.stderr.splitlines()[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -33,6 +32,7 @@ from adaptive.records.writer import LogWriter
 from adaptive.sampling import Penalties
 from adaptive.settings import load_settings
 from adaptive.types import Message, Round, SamplingParams, StopParams
+from cli.main import run
 
 GREEDY = SamplingParams(temperature=0.0)
 TOKENS = 200
@@ -321,34 +321,19 @@ def test_rounds_of_history_say_nothing_of_an_adapter(pair: Pair, prompts: list[s
 
 
 @pytest.mark.parametrize("history", ["auto", "session", "off"])
-def test_generate_names_who_drafted(history: str, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "Say hello."}) + "\n")
-    command = [
-        sys.executable,
-        "-m",
-        "cli.main",
-        "generate",
-        "--prompts",
-        str(prompts),
-        "--json",
-        "--max-new-tokens",
-        "60",
-    ]
-    command += [
-        "--history",
-        history,
-        "--draft-length",
-        "4",
-        "--max-new-tokens",
-        "60",
-        "--state-dir",
-        str(tmp_path / "state"),
-    ]
-    root = Path(__file__).resolve().parent.parent
+def test_generate_names_who_drafted(
+    history: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "Say hello."}) + "\n")
+    command = ["adaptive", "generate", "--prompts", str(file), "--json", "--history", history, "--draft-length", "4"]
+    command += ["--max-new-tokens", "60", "--state-dir", str(tmp_path / "state")]
+    monkeypatch.setattr(sys, "argv", command)
     drafters: list[dict[str, Any]] = []
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ}, check=True)
-        drafters.append(json.loads(done.stdout)["drafters"])
+        with pytest.raises(SystemExit) as ended:
+            run()
+        assert not ended.value.code
+        drafters.append(json.loads(capsys.readouterr().out)["drafters"])
     assert (HISTORY in drafters[1]) == (history == "auto") or history == "session"
     assert all(set(one) == {"rounds", "drafted", "accepted"} for found in drafters for one in found.values())

@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from service_server import Server
 
+# By one process, which starts one server.
+pytestmark = pytest.mark.xdist_group("history_service")
+
 PROMPTS = ("Write a short story about a lighthouse.", "Explain how a bicycle stays upright.")
+SHARED = "Write a letter to a friend about the sea."
 
 
 def rounds(http: httpx.Client, prompt: str, user: str | None = None) -> int:
@@ -35,13 +39,14 @@ def known(http: httpx.Client, prompt: str, fresh: int, user: str | None = None) 
     return False
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Any:
-    found = Server(
-        tmp_path / "home", "--history", "auto", "--distill", "off", "--draft-length", "12"
-    ).wait_until_ready()
-    yield found
-    found.stop()
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("history")
+    found = Server(home, "--history", "auto", "--distill", "off", "--draft-length", "12").wait_until_ready()
+    try:
+        yield found
+    finally:
+        found.stop()
 
 
 def test_what_is_purged_is_drafted_from_no_more(server: Server) -> None:
@@ -60,8 +65,8 @@ def test_what_is_purged_is_drafted_from_no_more(server: Server) -> None:
 
 def test_users_are_kept_apart(server: Server) -> None:
     with server.http() as http:
-        fresh = rounds(http, PROMPTS[0], "kim")
-        assert known(http, PROMPTS[0], fresh, "kim")
-        assert rounds(http, PROMPTS[0], "lee") > 0.6 * fresh
-        assert rounds(http, PROMPTS[0]) > 0.6 * fresh
-        assert known(http, PROMPTS[0], fresh, "lee")
+        fresh = rounds(http, SHARED, "kim")
+        assert known(http, SHARED, fresh, "kim")
+        assert rounds(http, SHARED, "lee") > 0.6 * fresh
+        assert rounds(http, SHARED) > 0.6 * fresh
+        assert known(http, SHARED, fresh, "lee")

@@ -8,43 +8,54 @@ from pathlib import Path
 
 from service_server import Server
 
+from adaptive.control.acceptance import Acceptance
+from adaptive.control.confidence import Calibration
+from adaptive.control.costs import LONGEST, CostTable
+from adaptive.control.memory import Memory, save
+from adaptive.machine import identity
+from adaptive.measure import where_it_runs
+from adaptive.pair import Pair, load_pair
+from adaptive.settings import load_settings
+from adaptive.state import open_state
+
 BODY = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 # Seconds for what takes two on an idle machine.
 PATIENCE_S = 120.0
 
 
-def served(home: Path) -> Server:
-    """A server whose controller chooses the draft length, and which never trains."""
-    server = Server(home, "--draft-length", "auto", "--distill", "off")
-    return server.wait_until_ready()
+def leave_costs(home: Path, pair: Pair) -> Path:
+    """The file of a session that measured costs three days ago and knew nothing else."""
+    costs = CostTable(0.0, 0.001, 0.0, tuple(0.004 + 0.001 * k for k in range(LONGEST + 1)), 1e-4, 1e-5, 0.0, 0)
+    state = open_state(home, pair.identity.id)
+    known = Acceptance(), Calibration()
+    save(state.controller, Memory(where_it_runs(pair), identity(), time.time() - 3 * 86_400, None, costs, *known))
+    return state.controller
 
 
 def test_costs_of_another_day_are_measured_anew_when_nobody_asks_and_no_request_waits_for_that(tmp_path: Path) -> None:
     """Requests come with pauses in which a measurement begins: each interrupts it, and all are answered."""
-    server = served(tmp_path)
-    with server.http() as client:
-        first = client.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
-    assert server.stop() == 0
-    file = next(tmp_path.glob("*/controller.json"))
+    pair = load_pair(load_settings({"dtype": "float32", "device": "cpu", "threads": 1}))
+    file = leave_costs(tmp_path, pair)
     kept = json.loads(file.read_text(encoding="utf-8"))
-    kept["measured"] -= 3 * 86_400
-    file.write_text(json.dumps(kept), encoding="utf-8")
-
-    server = served(tmp_path)
+    # Its controller chooses the draft length, and it never trains.
+    server = Server(tmp_path, "--draft-length", "auto", "--distill", "off").wait_until_ready()
+    said = set()
     try:
         with server.http() as client:
             for _ in range(3):
                 time.sleep(1.5)
-                assert client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == first
+                said.add(client.post("/v1/completions", json=BODY).json()["choices"][0]["text"])
             deadline = time.monotonic() + PATIENCE_S
             while "costs measured" not in server.said:
                 assert time.monotonic() < deadline, server.said
                 time.sleep(0.1)
-            assert client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == first
+            said.add(client.post("/v1/completions", json=BODY).json()["choices"][0]["text"])
     finally:
         assert server.stop() == 0
+    assert len(said) == 1
     assert "failed" not in server.said
     again = json.loads(file.read_text(encoding="utf-8"))
     assert again["costs"] is not None
+    assert again["costs"] != kept["costs"]
     if "beside other programs" not in server.said:
         assert again["measured"] > kept["measured"]
