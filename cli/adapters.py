@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from cli.cells import print_table
+from cli.groups import group
 from cli.options import PAIR, shared_options
 from cli.state import find_state
 
@@ -20,10 +22,8 @@ if TYPE_CHECKING:
     from checkpoints.manifest import HeldOut, Manifest
     from checkpoints.store import AdapterStore
 
-app = typer.Typer(
-    help="List, judge, promote, roll back, prune and export what the draft has learned.\n\n"
-    "Example: adaptive adapters list",
-    no_args_is_help=True,
+app = group(
+    "List, judge, promote, roll back, prune and export what the draft has learned.\n\nExample: adaptive adapters list"
 )
 
 Name = Annotated[str, typer.Argument(metavar="ID", help="Id of an adapter, as 7 or 0007; current is the one in use.")]
@@ -48,7 +48,7 @@ def list_(settings: Settings, as_json: AsJson = False) -> None:
 
     console = Console()
     if manifests:
-        console.print(_table(manifests, current))
+        print_table(console, _table(manifests, current), "age", "older records", "generations")
     else:
         console.print("no adapter yet; `adaptive distill` trains one from the log")
     for name in store.damaged():

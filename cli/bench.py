@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from cli.cells import print_table
 from cli.options import shared_options
 from cli.other import OtherDraft, OtherTarget
 
@@ -233,5 +234,5 @@ def show(rows: list[Row], console: Any) -> None:
             f"{row.same:.0%}",
             f"{row.loops:.0%}",
         )
-    console.print(shown)
+    print_table(console, shown, "repeated", "same")
     console.print("[dim]speed-up and same: against the first line; repeated: 8-grams that an answer has said before[/]")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from cli.cells import print_table
 from cli.forecast import Forecast, predict
 from cli.options import shared_options
 from cli.other import OtherDraft, OtherTarget
@@ -235,7 +236,7 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
             bar,
             style=style,
         )
-    console.print(table)
+    print_table(console, table, "", "draft ms", "verify ms")
     console.print(
         f"{forecast.acceptance:.0%} of drafted tokens would be accepted ({report['acceptance_from']}, "
         f"{forecast.generations} generations)."

@@ -1,4 +1,4 @@
-"""The cells of the history's tables, in the terminal and in the report."""
+"""The cells of the history's tables, in the terminal and in the report, and tables that fit the terminal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from adaptive.records.history import Figures, History
 
 # Head of the cells that ``cells`` gives, after the row's key.
 COLUMNS = ("answers", "tokens", "per s", "per round", "accepted", "drafted", "first")
 # Head of the cells that ``position_cells`` gives.
 POSITION_COLUMNS = ("position", "chosen", "observed", "accepted", "acceptance")
+
+# Wider than any table.
+WIDEST = 10_000
 
 
 def cells(row: Figures) -> tuple[str, ...]:
@@ -43,3 +49,24 @@ def position_cells(found: History) -> list[tuple[str, ...]]:
 def or_dash(value: float | None, form: str) -> str:
     """``value`` in the format ``form``, or a dash for None."""
     return "–" if value is None else format(value, form)
+
+
+def print_table(console: Console, table: Table, *least: str) -> None:
+    """Print a table, on a terminal that is too narrow for it without the columns that matter ``least``, first ones
+    first; which they are is said below. A file gets all of it."""
+    from rich.measure import Measurement
+
+    def width() -> int:
+        return Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
+
+    left_out: list[str] = []
+    if not console.is_terminal:
+        console.width = max(console.width, width())
+    for name in least:
+        if width() <= console.width:
+            break
+        table.columns = [column for column in table.columns if column.header != name]
+        left_out.append(name or "bars")
+    console.print(table)
+    if left_out:
+        console.print(f"on a wider terminal: {', '.join(left_out)}", style="dim")

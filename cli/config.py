@@ -8,14 +8,9 @@ from typing import Annotated, Optional
 
 import typer
 
-app = typer.Typer(
-    help="See what the settings are and where each came from.\n\nExample: adaptive config show", no_args_is_help=True
-)
+from cli.groups import group
 
-
-@app.callback()
-def config() -> None:
-    """See what the settings are and where each came from."""
+app = group("See what the settings are and where each came from.\n\nExample: adaptive config show")
 
 
 @app.command()

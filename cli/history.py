@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli.cells import COLUMNS, POSITION_COLUMNS, cells, or_dash, position_cells
+from cli.cells import COLUMNS, POSITION_COLUMNS, cells, or_dash, position_cells, print_table
 from cli.options import shared_options
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Rows of the table: a year of days or sessions would scroll the plot away. --json and --csv have all.
 TABLE_ROWS = 30
+# Columns that a narrow terminal does without, first ones first.
+LEAST = ("first", "drafted", "tokens")
 # Promotions whose speed is shown below it.
 SHOWN_PROMOTIONS = 5
 
@@ -109,11 +111,11 @@ def print_summary(state: PairState, console: Console, session: str | None = None
         of_session = [g for g in figures if g.session == session]
         if of_session:
             _show(history_of(of_session), f"session {session}", Grouping.position, console)
-            console.print(_table_of_rows(history_of(of_session), f"session {session}", Grouping.adapter))
+            print_table(console, _table_of_rows(history_of(of_session), f"session {session}", Grouping.adapter), *LEAST)
         else:
             console.print("this session has no answers in the log yet")
     if figures:
-        console.print(_table_of_rows(history_of(figures), "the whole log", Grouping.adapter))
+        print_table(console, _table_of_rows(history_of(figures), "the whole log", Grouping.adapter), *LEAST)
         console.print(saved_in_words(time_saved(spent), training_seconds(AdapterStore(state.adapters))))
 
 
@@ -127,7 +129,7 @@ def _show(found: History, pair: str, by: Grouping, console: Console) -> None:
         console.print(_table_of_positions(found, pair))
         console.print(f"[dim]{_about_positions(found)}[/]")
     else:
-        console.print(_table_of_rows(found, pair, by))
+        print_table(console, _table_of_rows(found, pair, by), *LEAST)
     panels = LENGTH_PANELS if by is Grouping.position else PANELS
     plot = plot_history(found.series, found.swaps, console.width, colour=console.is_terminal, panels=panels)
     if plot:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -30,15 +31,37 @@ from cli import (
     serve,
 )
 from cli.allocation import keep_buffers, look_for_cycles_less
+from cli.groups import print_help_if_alone
 from cli.waiting import wait
 
 app = typer.Typer(
     name="adaptive",
     help="Speculative decoding whose draft learns from what you use it for.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from adaptive.installation import version
+
+        typer.echo(f"adaptive {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def adaptive(
+    context: typer.Context,
+    version: Annotated[  # its callback has ended the program where it was asked for
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Speculative decoding whose draft learns from what you use it for."""
+    print_help_if_alone(context)
+
+
 app.command()(demo.demo)
 app.command()(chat.chat)
 app.command()(generate.generate)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from cli.groups import group
 from cli.options import shared_options
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from adaptive.records.log import LogStats
     from adaptive.settings import Settings
 
-app = typer.Typer(help="The log of what was said: look at it, export it, delete it.", no_args_is_help=True)
+app = group("The log of what was said: look at it, export it, delete it.")
 
 PAIR = ("target", "draft", "revision", "draft_revision")
 

@@ -1,0 +1,61 @@
+"""What a terminal shows, narrow ones and none at all."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from cli.adapters import _table as table_of_adapters
+from cli.cells import COLUMNS, print_table
+from cli.history import LEAST
+from cli.history import _table as table_of_history
+
+ROW = ("12345", "1234567", "1234.5", "2.34", "56.7%", "1234567", "2026-11-23")
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_table_keeps_the_columns_that_matter(width: int) -> None:
+    table, out = table_of_history("pair", "adapter", COLUMNS), io.StringIO()
+    table.add_row("0007", *ROW)
+    print_table(Console(file=out, width=width, force_terminal=True, color_system=None), table, *LEAST)
+    said = out.getvalue()
+    assert "…" not in said
+    assert all(len(line) <= width for line in said.splitlines())
+    for heading, cell in zip(COLUMNS, ROW, strict=True):
+        left_out = width == 60 and heading in LEAST[:2]
+        assert (cell in said) is not left_out or heading == "drafted", heading
+    assert ("on a wider terminal: first" in said) is (width == 60)
+
+
+def test_a_file_gets_every_column() -> None:
+    table, out = table_of_history("pair", "adapter", COLUMNS), io.StringIO()
+    table.add_row("0007", *ROW)
+    print_table(Console(file=out, width=40), table, *LEAST)
+    assert all(cell in out.getvalue() for cell in ROW)
+    assert "wider" not in out.getvalue()
+
+
+def test_an_empty_table_of_adapters_fits() -> None:
+    out = io.StringIO()
+    narrow = Console(file=out, width=40, force_terminal=True, color_system=None)
+    print_table(narrow, table_of_adapters((), None), "age", "older records", "generations")
+    assert "on a wider terminal: age, older records, generations" in " ".join(out.getvalue().split())
+
+
+@pytest.mark.parametrize("group", [[], ["adapters"], ["records"], ["config"]])
+def test_a_group_alone_prints_its_help(group: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "cli.main", *group], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "Usage:" in done.stdout
+    assert not done.stderr
+
+
+def test_the_version_is_the_installed_one() -> None:
+    from adaptive.installation import version
+
+    command = [sys.executable, "-m", "cli.main", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"adaptive {version()}\n"
