@@ -24,8 +24,10 @@ from adaptive.drafting.archive import History
 from adaptive.drafting.history import HISTORY
 from adaptive.drafting.model import ModelDrafter
 from adaptive.encoding import encode_text, render_chat
+from adaptive.engines.protocol import ReadsFeatures
 from adaptive.errors import AdaptiveError, ContextFullError
 from adaptive.pair import Pair
+from adaptive.records.features import LONGEST, Features
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import Penalties
 from adaptive.settings import Settings
@@ -220,6 +222,7 @@ class Assistant:
             if conversation.draft:
                 conversation.draft.tokens = decoding.committed
             if record and decoding.output and self.log is not None:
+                features = self._features(conversation) if isinstance(self.pair.draft, ReadsFeatures) else None
                 self.log.write(
                     Generation(
                         session=session,
@@ -238,8 +241,15 @@ class Assistant:
                         timings=decoding.timings,
                         supervision=decoding.supervision,
                         owner=owner,
-                    )
+                    ),
+                    features,
                 )
+
+    def _features(self, conversation: Conversation) -> Features:
+        """The target's hidden states of the text that was just decoded, as far as they are learned from."""
+        sequence = conversation.target.sequence
+        first = max(0, sequence.length - LONGEST)
+        return Features.of(sequence.features(first, sequence.length).float().cpu().numpy(), first)
 
     def _end_set(self, stop: StopParams) -> frozenset[int]:
         return frozenset(stop.stop_token_ids) | (frozenset() if stop.ignore_eos else self._ends)

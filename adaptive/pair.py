@@ -21,6 +21,7 @@ from adaptive.engines.load import (
     load_engine,
     load_head,
     load_model,
+    read_config,
     weight_bytes,
     weights_progress,
 )
@@ -32,9 +33,13 @@ from checkpoints.manifest import BaseDraft
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from adaptive.engines.head.module import Head
     from adaptive.engines.protocol import Engine
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
+# What --draft may say instead of naming one: a head grown on the target (which is so where only a target is named),
+# and nothing, so that the target decodes plainly.
+GROW, PLAIN = "auto", "none"
 # Bytes read at either end of a weights file for its identity: enough for the whole safetensors header
 # of any model here, and two checkpoints that differ only in the middle do not occur by training.
 IDENTITY_BYTES = 1 << 20
@@ -62,14 +67,16 @@ class Pair:
 def sources(settings: Settings) -> tuple[Source, Source | None]:
     """The target and the draft named in the settings; the bundled pair where neither is.
 
-    A target without a draft is decoded plainly. Raises AdaptiveError for a model that is not there.
+    No draft where none is wanted, or a head is to be grown (``grows_on``). Raises AdaptiveError for a model that is not
+    there.
     """
+    named = settings.draft if settings.draft not in (GROW, PLAIN) else None
     if settings.target is None and settings.draft is None:
         target, draft = str(BUNDLED / "target"), str(BUNDLED / "draft")
-    elif settings.target is None:
+    elif settings.target is None and named is not None:
         raise AdaptiveError("--draft is given without --target; name both, or neither for the bundled pair")
     else:
-        target, draft = settings.target, settings.draft or ""
+        target, draft = settings.target or str(BUNDLED / "target"), named or ""
     draft_quantize = "none" if settings.draft_quantize == "auto" else settings.draft_quantize
     whole = _source(target, settings.revision, settings.quantize, "--quantize")
     if whole.head:
@@ -83,8 +90,26 @@ def sources(settings: Settings) -> tuple[Source, Source | None]:
     return whole, small
 
 
+def grows_on(settings: Settings) -> Source | None:
+    """The target on which a head is to be grown, where its kind allows that; None where another draft is named, or
+    none is wanted. A GGUF file gives no hidden states. Raises AdaptiveError as ``sources``.
+    """
+    if settings.draft not in (GROW, None) or (settings.target is None and settings.draft is None):
+        return None
+    target = sources(settings)[0]
+    if target.gguf is None:
+        return target
+    if settings.draft is None:
+        return None
+    raise AdaptiveError(
+        f"--draft {GROW} grows a head on the target's hidden states, and llama.cpp gives none; name the target's "
+        "Hugging Face checkpoint, or another draft"
+    )
+
+
 def trained_draft(settings: Settings) -> Source | None:
-    """The checkpoint that training starts from and adapters belong to: the draft, or what stands for a GGUF draft.
+    """The checkpoint that training starts from and adapters belong to: the draft, or what stands for a GGUF draft. A
+    head grows from its target (``grows_on``).
 
     None without a draft, and for a GGUF draft without ``draft_checkpoint``. Raises AdaptiveError as ``sources``.
     """
@@ -175,16 +200,19 @@ def _weights_hash(source: Source) -> str:
 def pair_identity(settings: Settings) -> PairIdentity:
     """Names the pair from both ids and hashes, without loading weights."""
     target, draft = sources(settings)
-    return _identity(target, draft, _trained(draft, settings))
+    return _identity(target, draft, _trained(draft, settings), grows_on(settings) is not None)
 
 
-def _identity(target: Source, draft: Source | None, trained: Source | None) -> PairIdentity:
-    """``trained`` is the checkpoint that adapters belong to; a GGUF draft without one has adapters of its own file."""
+def _identity(target: Source, draft: Source | None, trained: Source | None, grows: bool) -> PairIdentity:
+    """``trained`` is the checkpoint that adapters belong to; a GGUF draft without one has adapters of its own file. A
+    head that ``grows`` shares the folder of its target alone, and so the log."""
     target_hash = _weights_hash(target)
     draft_hash = _weights_hash(draft) if draft else "none"
     both = hashlib.sha256(f"{target_hash}{draft_hash}".encode()).hexdigest()[:8]
     names = [re.sub(r"[^\w.-]+", "-", Path(s.id).name) if s else "none" for s in (target, draft)]
     base = BaseDraft(draft.id if draft else "none", draft_hash)
+    if grows:
+        base = BaseDraft(f"a head on {target.id}", target_hash)
     if trained is not None and trained is not draft:
         base = BaseDraft(trained.id, _weights_hash(trained))
     return PairIdentity(f"{names[0]}--{names[1]}-{both}", base)
@@ -258,13 +286,16 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     tell("tokenizers", 0.0)
     target, draft = sources(settings)
     trained = _trained(draft, settings)
-    identity = _identity(target, draft, trained)
+    grows, refused = grows_on(settings) is not None, None
+    identity = _identity(target, draft, trained, grows)
+    if grows:
+        refused = _refused(target, settings)
     tokenizer = _tokenizer(target, draft, trained, settings.trust_remote_code)
     sizes = [weight_bytes(source) for source in (target, draft)]
     border = sizes[0] / max(1, sum(sizes))
     target_engine = load_engine(target, settings, settings.device, lambda share: tell("target", border * share))
     draft_engine: Engine | None = None
-    if draft is not None and draft.head:
+    if (draft is not None and draft.head) or (grows and refused is None):
         draft_engine = load_head(draft, settings, target_engine)
     elif draft is not None:
         draft_engine = load_engine(
@@ -278,7 +309,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             tell("checkpoint", 1.0)
             _check_checkpoint(settings, identity, draft_engine, trained)
     tell("ready", 1.0)
-    warnings = []
+    warnings = [] if refused is None else [f"{refused}; the target decodes alone"]
     if sizes[1] > sizes[0]:
         warnings.append(
             f"the draft ({sizes[1] / 1e6:.0f} MB of weights) is larger than the target ({sizes[0] / 1e6:.0f} MB): "
@@ -293,6 +324,16 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     if problem is not None:
         warnings.append(problem)
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings))
+
+
+def _refused(target: Source, settings: Settings) -> str | None:
+    """Why no head can be grown on the target. Raises AdaptiveError saying so where one was asked for."""
+    from adaptive.engines.head.module import unsuitable
+
+    reason = unsuitable(read_config(target, settings).get_text_config())
+    if reason is not None and settings.draft == GROW:
+        raise AdaptiveError(f"{reason}; name another draft, or --draft {PLAIN}")
+    return reason
 
 
 def _check_checkpoint(settings: Settings, identity: PairIdentity, engine: Engine, trained: Source) -> None:
@@ -313,17 +354,28 @@ def _check_checkpoint(settings: Settings, identity: PairIdentity, engine: Engine
         seen.touch()
 
 
-def load_draft_for_training(settings: Settings) -> PreTrainedModel:
-    """A fresh float32 copy of the draft, unquantised, on the device it decodes on."""
-    draft = trained_draft(settings)
-    if draft is None and settings.draft is not None:
+def load_draft_for_training(settings: Settings) -> PreTrainedModel | Head:
+    """A fresh float32 copy of the draft, unquantised, on the device it decodes on; of a head and its target's embedding
+    and vocabulary projection, without the target's other weights."""
+    from torch import float32
+
+    from adaptive.devices import choose_device
+    from adaptive.engines.head.module import Head
+    from adaptive.engines.head.parts import parts_of_folder
+
+    draft, grown = trained_draft(settings), grows_on(settings)
+    device = settings.draft_device or settings.device
+    if grown is not None or (draft is not None and draft.head):
+        parts = parts_of_folder(sources(settings)[0].folder, settings.trust_remote_code)
+        full = Head(parts, float32) if draft is None else Head.read(draft.folder, parts, float32)
+        return full.to(choose_device(device))
+    if draft is None and settings.draft not in (None, PLAIN):
         raise AdaptiveError(
             f"draft {settings.draft} is a GGUF file, which cannot be trained; name the Hugging Face checkpoint it was "
             "made from with --draft-checkpoint"
         )
     if draft is None:
-        raise AdaptiveError("there is no draft to train; name one with --draft")
+        raise AdaptiveError(f"there is no draft to train; name one with --draft, or --draft {GROW}")
     plain = Source(draft.id, draft.folder, "none")
-    full = settings.model_copy(update={"dtype": "float32"})
     with weights_progress(lambda share: None):
-        return load_model(plain, full, settings.draft_device or settings.device)
+        return load_model(plain, settings.model_copy(update={"dtype": "float32"}), device)

@@ -62,6 +62,7 @@ class Settings(BaseSettings):
     record: bool = True
     keep_days: float | None = Field(None, gt=0)
     keep_gb: float | None = Field(None, gt=0)
+    feature_gb: float = Field(2.0, ge=0)
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     api_key: SecretStr | None = None

@@ -12,6 +12,8 @@ from typing import Any
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
+from adaptive.engines.protocol import ReadsFeatures
+from adaptive.pair import Pair
 from adaptive.records.stats import RoundCount, count_rounds
 
 # Share of an answer's rounds that must have drafted for it to be called drafting. A controller that decodes plainly
@@ -25,7 +27,8 @@ NEARLY_ONE = 0.1
 class Speculation:
     """How the last answer was decoded. ``rounds`` are all of it, ``drafting_rounds`` those that drafted something,
     ``drafted`` their tokens; 0 of each before the first answer. ``switched_off`` is a draft length of 0 that was asked
-    for. ``expected_speed_up`` is what the policy expects of drafting now, over plain decoding; None where unknown."""
+    for. ``expected_speed_up`` is what the policy expects of drafting now, over plain decoding; None where unknown.
+    ``growing``: the draft is a head that has not been trained yet."""
 
     draft: bool
     switched_off: bool
@@ -33,6 +36,7 @@ class Speculation:
     drafting_rounds: int
     drafted: int
     expected_speed_up: float | None
+    growing: bool = False
 
     @property
     def drafting(self) -> bool:
@@ -51,6 +55,8 @@ class Speculation:
             return "plain: no draft"
         if not self.rounds:
             return "nothing decoded yet"
+        if self.growing and not self.drafting_rounds:
+            return "plain: the head that is grown here has not been trained yet"
         share = f"{self.drafting_rounds} of {self.rounds} rounds"
         if self.drafting:
             where = f" in {share}" if self.drafting_rounds < self.rounds else ""
@@ -90,11 +96,29 @@ def speculation(assistant: Assistant) -> Speculation:
         draft=assistant.pair.draft is not None,
         switched_off=isinstance(policy, FixedLength) and policy.length == 0,
         expected_speed_up=policy.expected_speed_up,
+        growing=growing(assistant.pair),
     )
 
 
+def growing(pair: Pair) -> bool:
+    """Whether the draft is a head that has not been trained yet."""
+    return isinstance(pair.draft, ReadsFeatures) and not pair.draft.ready
+
+
+def drafter_name(pair: Pair) -> str | None:
+    """Who drafts beside history: as in the rounds of a record."""
+    if pair.draft is None:
+        return None
+    return "head" if isinstance(pair.draft, ReadsFeatures) else "model"
+
+
 def of_counts(
-    counts: Iterable[RoundCount], *, draft: bool, switched_off: bool = False, expected_speed_up: float | None = None
+    counts: Iterable[RoundCount],
+    *,
+    draft: bool,
+    switched_off: bool = False,
+    expected_speed_up: float | None = None,
+    growing: bool = False,
 ) -> Speculation:
     """The same of rounds that are already summed up."""
     rounds = list(counts)
@@ -105,6 +129,7 @@ def of_counts(
         drafting_rounds=sum(count.rounds for count in rounds if count.drafted),
         drafted=sum(count.drafted * count.rounds for count in rounds),
         expected_speed_up=expected_speed_up,
+        growing=growing,
     )
 
 

@@ -128,7 +128,9 @@ class TimedRounds:
         for sequence in (self.target, self.draft):
             sequence.reserve(context + LONGEST + 2)
         generator = torch.Generator(pair.draft.device)
-        self.drafter = ModelDrafter(self.draft, pair.draft, pair.target.vocab_size, params, penalties, generator)
+        self.drafter = ModelDrafter(
+            self.draft, pair.draft, pair.target.vocab_size, params, penalties, generator, untrained=True
+        )
         penalties.start(torch.tensor(self.committed))
         self.verifier = Verifier(params, penalties, torch.Generator(pair.target.device))
         self.advise = Stopping(LONGEST) if attentive else None  # which never stops

@@ -168,11 +168,19 @@ def export(
     if format_ not in ("peft", "gguf"):
         raise AdaptiveError(f"--format is {format_!r}; it must be peft or gguf")
     manifest = store.verify(_resolve(store, name))
+    if manifest.kind == "head" and (format_ == "gguf" or merged is not None):
+        raise AdaptiveError(
+            f"adapter {manifest.id} is a head on the target's hidden states, which is no model by itself; export it as "
+            f"a folder (`adapters export {name} FOLDER`), which --draft takes"
+        )
     if format_ == "gguf":
         _export_gguf(settings, store.path(manifest.id), manifest, folder, merged, encoding, force)
     elif folder is not None:
         store.export(manifest.id, folder, force)
-        typer.echo(f"adapter {manifest.id} is in {folder}, for PEFT and anything that reads it")
+        reader = (
+            "use it with --draft " + str(folder) if manifest.kind == "head" else "for PEFT and anything that reads it"
+        )
+        typer.echo(f"adapter {manifest.id} is in {folder}, {reader}")
     elif merged is not None:
         write_merged(settings, store.path(manifest.id), manifest, merged, force)
         typer.echo(f"the draft with adapter {manifest.id} is in {merged}; use it with --draft {merged}")

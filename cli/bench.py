@@ -134,7 +134,9 @@ def contenders(
     from adaptive.control.costs import CostModel
     from adaptive.control.goodput import GoodputLength
     from adaptive.control.policy import FixedLength
+    from adaptive.engines.protocol import ReadsFeatures
     from adaptive.measure import measure
+    from adaptive.speculation import growing
     from adaptive.types import SamplingParams
     from cli.contenders import ours, peer, policies, theirs
     from cli.other import engines
@@ -148,9 +150,10 @@ def contenders(
         seed=settings.seed,
     )
     field: list[Contender] = []
+    heads = isinstance(pair.draft, ReadsFeatures)
     if threads:
         field.append(theirs("transformers, plain", pair, sampling, threads))
-        if pair.draft is not None:
+        if pair.draft is not None and not heads:
             field.append(theirs("transformers, assisted", pair, sampling, threads, assisted=True))
             field += [
                 theirs(f"transformers, assisted {n}", pair, sampling, threads, assisted=True, length=n) for n in lengths
@@ -159,7 +162,7 @@ def contenders(
     if url is not None:
         field.append(peer(url, pair, sampling))
     field.append(ours("ours, plain", pair, FixedLength(0), sampling))
-    if pair.draft is not None:
+    if pair.draft is not None and not growing(pair):
         field += [ours(name, pair, policy, sampling) for name, policy in policies(lengths).items()]
         policy = session.assistant.policy
         if isinstance(policy, GoodputLength):

@@ -89,9 +89,16 @@ def calibrate(
     verdict = None
     unrecorded = settings.model_copy(update={"record": False, "draft_length": "0"})
     with open_pair(unrecorded, console) as session:
+        from adaptive.assistant import sampling_params
+        from adaptive.speculation import growing
+
         if session.pair.draft is None:
             raise AdaptiveError("there is no draft to calibrate; name one with --draft")
-        from adaptive.assistant import sampling_params
+        if growing(session.pair):
+            raise AdaptiveError(
+                "there is no draft to calibrate yet: the head has not been trained; use `adaptive chat` or `adaptive "
+                "serve` for a while, then `adaptive distill`, or name a draft with --draft"
+            )
 
         sampling = sampling_params(settings, session.pair)
         repeats = measure_repeatedly(session.pair, sampling, console, busy)

@@ -68,10 +68,14 @@ class Chat:
 
     def greet(self) -> None:
         """What drafts, which session this is, and where an earlier one stands."""
+        from adaptive.engines.protocol import ReadsFeatures
+
         pair, assistant = self.opened.pair, self.opened.assistant
         drafting = f"adapter {assistant.adapter}" if assistant.adapter else "no adapter yet"
         if pair.draft is None:
             drafting = "no draft model: plain decoding"
+        elif isinstance(pair.draft, ReadsFeatures) and not pair.draft.ready:
+            drafting = "plain decoding, until a head has been grown from what is said"
         from cli.chat_display import titled
 
         self.console.print(titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))

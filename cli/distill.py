@@ -153,6 +153,7 @@ def run(
     from trainers.lock import only_trainer
     from trainers.lora import width_of
     from trainers.run import distill as train
+    from trainers.worker import spool_of
 
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
@@ -174,6 +175,7 @@ def run(
                 promotion=promotion,
                 state=state.training,
                 rivals=recipe.rivals(width_of(draft)) if compare else (),
+                spool=spool_of(settings, state),
             )
 
 

@@ -261,7 +261,7 @@ def _used(settings: Settings) -> Iterator[Finding]:
     """What a run with these settings would take, as far as it is known without loading or fetching a model."""
     from adaptive.devices import choose_device
     from adaptive.engines.llamacpp.files import is_gguf_name
-    from adaptive.pair import BUNDLED, pair_identity
+    from adaptive.pair import BUNDLED, GROW, PLAIN, pair_identity
 
     for option, name in (("device", settings.device), ("draft device", settings.draft_device or settings.device)):
         try:
@@ -271,8 +271,8 @@ def _used(settings: Settings) -> Iterator[Finding]:
             yield Finding("used", option, "broken", str(error), "choose another device, or leave it to auto")
             return
     target, draft = settings.target, settings.draft
-    if target is None and draft is None:
-        target, draft = str(BUNDLED / "target"), str(BUNDLED / "draft")
+    if target is None:
+        target, draft = str(BUNDLED / "target"), draft or str(BUNDLED / "draft")
     local = True
     for role, model in (("target", target), ("draft", draft)):
         bundled = model is not None and Path(model).is_relative_to(BUNDLED)
@@ -280,9 +280,13 @@ def _used(settings: Settings) -> Iterator[Finding]:
             yield from _gguf_file(role, model)
             local = local and Path(model).expanduser().is_file()
             continue
-        if model is None or Path(model).expanduser().is_dir():
+        if role == "draft" and model in (GROW, PLAIN, None):
+            yield _no_model(settings, local)
+            continue
+        assert model is not None
+        if Path(model).expanduser().is_dir():
             where = " (bundled)" if bundled else ""
-            yield Finding("used", role, "ok", f"{model}{where}" if model else "none: the target decodes alone")
+            yield Finding("used", role, "ok", f"{model}{where}")
             continue
         local = False
         if bundled:
@@ -298,6 +302,28 @@ def _used(settings: Settings) -> Iterator[Finding]:
         yield from _forwards(settings)
     except AdaptiveError as error:
         yield Finding("used", "pair", "broken", str(error), "choose other models with --target and --draft")
+
+
+def _no_model(settings: Settings, local: bool) -> Finding:
+    """What drafts where no model is named for it; of a target that is not ``local`` it is not known yet."""
+    from adaptive.engines.head.module import unsuitable
+    from adaptive.engines.load import read_config
+    from adaptive.pair import PLAIN, grows_on
+
+    if settings.draft == PLAIN:
+        return Finding("used", "draft", "ok", "none: the target decodes alone")
+    if not local:
+        return Finding("used", "draft", "ok", "a head, if one can be grown on the target")
+    try:
+        target = grows_on(settings)
+        if target is None:
+            return Finding("used", "draft", "ok", "none: the target decodes alone")
+        reason = unsuitable(read_config(target, settings).get_text_config())
+    except AdaptiveError as error:
+        return Finding("used", "draft", "broken", str(error), "name another draft, or --draft none")
+    if reason is not None:
+        return Finding("used", "draft", "note", f"none: {reason}", "name a draft with --draft")
+    return Finding("used", "draft", "ok", "a head, grown here from what is said: docs/heads.md")
 
 
 def _forwards(settings: Settings) -> Iterator[Finding]:

@@ -32,7 +32,11 @@ SHARED: dict[str, Any] = {
         Optional[str], typer.Option(help="Target model: a folder, a hub id, or a GGUF file.", rich_help_panel=MODELS)
     ],
     "draft": Annotated[
-        Optional[str], typer.Option(help="Draft model: a folder, a hub id, or a GGUF file.", rich_help_panel=MODELS)
+        Optional[str],
+        typer.Option(
+            help="Draft model: a folder, a hub id, or a GGUF file; auto grows a head, none drafts nothing.",
+            rich_help_panel=MODELS,
+        ),
     ],
     "draft_checkpoint": Annotated[
         Optional[str],
@@ -94,6 +98,12 @@ SHARED: dict[str, Any] = {
     ],
     "keep_gb": Annotated[
         Optional[float], typer.Option(help="Delete the oldest records beyond this size.", rich_help_panel=RUNNING)
+    ],
+    "feature_gb": Annotated[
+        Optional[float],
+        typer.Option(
+            help="Most that the target's hidden states may take, for a head's training.", rich_help_panel=RUNNING
+        ),
     ],
     "config": Annotated[
         Optional[Path], typer.Option(help="Settings file, instead of adaptive.toml.", rich_help_panel=RUNNING)

@@ -37,7 +37,7 @@ def other_settings(settings: Settings, target: str | None, draft: str | None) ->
     if draft is not None and is_gguf_name(draft):
         here = settings.draft_checkpoint or (settings.draft if settings.target is not None else _bundled_draft())
         checkpoint = here if here is not None and not is_gguf_name(here) else None
-    names = {"target": target, "draft": draft, "draft_checkpoint": checkpoint}
+    names = {"target": target, "draft": draft or "none", "draft_checkpoint": checkpoint}
     return settings.model_copy(update={**names, "quantize": "none", "draft_quantize": "none"})
 
 

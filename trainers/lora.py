@@ -19,10 +19,12 @@ from trainers.recipe import Recipe, default_rank
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from adaptive.engines.head.module import Head
+
 AdapterState = dict[str, torch.Tensor]
 
 
-def width_of(draft: PreTrainedModel | PeftModel) -> int:
+def width_of(draft: PreTrainedModel | PeftModel | Head) -> int:
     """Hidden size of the draft, by which rank and learning rate go."""
     return int(draft.config.get_text_config().hidden_size)
 

@@ -56,7 +56,7 @@ def reconsider(
     since = Log(log).first_id(name)
     rows = read_log(log, Recipe().buffer)
     school = school_of(draft)
-    known = examples(rows, school.longest_output, spool)
+    known = examples(rows, school.longest_output, spool if school.kind == "head" else None)
     said = [e for e in known if e.replayable and since is not None and e.id >= since]
     if not said:
         raise AdaptiveError(f"nothing was said since adapter {name} came into use")

@@ -110,7 +110,9 @@ def distill(
     current = store.current_id()  # which may be an adapter of other weights, that nobody uses
     kept = TrainingState(state) if state is not None and not rivals else None
     school = school_of(draft)
-    sets, resumed = gather(log, extra, in_use, recipe, base, school.longest_output, kept, spool)
+    sets, resumed = gather(
+        log, extra, in_use, recipe, base, school.longest_output, kept, spool if school.kind == "head" else None
+    )
     # With no adapter in use, going on from it is starting from zero: one of the two is enough.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     attempts, stopped = _attempts(school, store, in_use, sets, recipes, on_progress, should_stop, kept)

@@ -26,6 +26,7 @@ from adaptive.settings import Settings
 from adaptive.state import PairState
 
 if TYPE_CHECKING:
+    from adaptive.records.features import FeatureSpool
     from trainers.fit import Progress
     from trainers.run import DistillOutcome
 
@@ -160,7 +161,15 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         on_progress=progress,
         should_stop=brake.should_stop,
         state=state.training,
+        spool=spool_of(settings, state),
     )
+
+
+def spool_of(settings: Settings, state: PairState) -> FeatureSpool:
+    """Where the target's hidden states of the log are."""
+    from adaptive.records.features import FeatureSpool
+
+    return FeatureSpool(state.features, int(1e9 * settings.feature_gb))
 
 
 def _reconsider(settings: Settings, state: PairState, brake: Brake, name: str) -> Report:
@@ -178,6 +187,7 @@ def _reconsider(settings: Settings, state: PairState, brake: Brake, name: str) -
             draft,
             name,
             brake.should_stop,
+            spool_of(settings, state),
         )
     except Stopped:
         return _ended(brake, None)

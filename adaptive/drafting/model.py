@@ -27,11 +27,13 @@ class ModelDrafter:
         params: SamplingParams,
         penalties: Penalties,
         generator: torch.Generator,
+        untrained: bool = False,
     ) -> None:
+        """``untrained``: a head drafts also before it has learned anything, to see what that takes."""
         self.sequence = sequence
         self.engine = engine
-        self.head = engine if isinstance(engine, ReadsFeatures) else None
-        self.name = "model" if self.head is None else "head"
+        self.head = engine if isinstance(engine, ReadsFeatures) and not untrained else None
+        self.name = "head" if isinstance(engine, ReadsFeatures) else "model"
         self.target_vocab = target_vocab
         self.params = params
         self.transform = Transform(params)

@@ -45,6 +45,7 @@ from adaptive.service.schemas import (
 from adaptive.service.streams import Wanted, chunks
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
+from adaptive.speculation import drafter_name, growing
 
 # Seconds that a client told 429 or 503 is asked to wait: about one answer.
 RETRY_AFTER = {"Retry-After": "2"}
@@ -241,7 +242,9 @@ def _state(app: FastAPI, api: Api) -> None:
     async def health() -> Response:
         if engine.state != "ready":
             return _not_ready(engine)
-        return JSONResponse({"status": "ok", "log": _log_state(api)})
+        pair = api.session().pair
+        drafter = {"name": drafter_name(pair), "growing": growing(pair), "adapter": engine.adapter}
+        return JSONResponse({"status": "ok", "log": _log_state(api), "drafter": drafter})
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -269,6 +272,7 @@ def _state(app: FastAPI, api: Api) -> None:
         return {
             "model": pair.identity.id,
             "draft": pair.identity.base.id if pair.draft else None,
+            "drafter": drafter_name(pair),
             "adapter": engine.adapter,
             "draft_length": api.settings.draft_length,
             "speculation": engine.speculation.as_object(),

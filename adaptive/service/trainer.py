@@ -21,9 +21,10 @@ from adaptive import isolated
 from adaptive.control.costs import CostTable
 from adaptive.control.memory import last_costs
 from adaptive.devices import free_bytes
+from adaptive.engines.head.parts import parts_bytes
 from adaptive.errors import AdaptiveError
 from adaptive.hub import resolved
-from adaptive.pair import trained_draft
+from adaptive.pair import grows_on, sources, trained_draft
 from adaptive.pipe import BUSY, IDLE, LAST, STOP, Order, Report
 from adaptive.records.log import Log
 from adaptive.records.stats import count_rounds
@@ -389,13 +390,21 @@ class Trainer:
             self._process.send_signal(signal.SIGCONT)
 
 
+def _trained_bytes(settings: Settings) -> int:
+    """Bytes of the weights that a run loads, in float32; 0 where there is nothing to train."""
+    draft, grown = trained_draft(settings), grows_on(settings)
+    if grown is not None or (draft is not None and draft.head):
+        with contextlib.suppress(AdaptiveError):  # of a kind on which none can be grown: said when it is loaded
+            return parts_bytes(sources(settings)[0].folder, settings.trust_remote_code)
+        return 0
+    # Weights on disk are mostly in 16 bit.
+    return 2 * sum(file.stat().st_size for file in draft.folder.glob("*.safetensors")) if draft else 0
+
+
 @contextlib.contextmanager
 def background(settings: Settings, state: PairState) -> Iterator[Trainer]:
     """A trainer for the pair of ``settings``, which begins to look when it is first told ``idle``."""
-    draft = trained_draft(settings)
-    # Weights on disk are mostly in 16 bit; in training they are float32.
-    size = 2 * sum(file.stat().st_size for file in draft.folder.glob("*.safetensors")) if draft else 0
-    trainer = Trainer(settings, state, size)
+    trainer = Trainer(settings, state, _trained_bytes(settings))
     trainer.start()
     try:
         yield trainer

@@ -6,6 +6,7 @@ In: a loaded target, or its folder, of which only these tensors are read. Out: `
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -61,6 +62,26 @@ def parts_of_folder(folder: Path, trust_remote_code: bool = False) -> Parts:
 
     Raises AdaptiveError where it cannot be read or a head does not fit its kind.
     """
+    with _parts(folder, trust_remote_code) as (config, where, names):
+        embedding, norm, projection, layer = (
+            {short: where[name].get_tensor(name) for short, name in part.items()} for part in names
+        )
+    if not all(tensor.is_floating_point() for tensor in layer.values()):
+        layer = {}
+    return Parts(config, embedding, norm, projection or embedding, layer)
+
+
+def parts_bytes(folder: Path, trust_remote_code: bool = False) -> int:
+    """Bytes of the parts in float32, without reading them. Raises AdaptiveError as ``parts_of_folder``."""
+    with _parts(folder, trust_remote_code) as (_, where, names):
+        shapes = [where[name].get_slice(name).get_shape() for part in names for name in part.values()]
+    return 4 * sum(int(math.prod(shape)) for shape in shapes)
+
+
+@contextmanager
+def _parts(folder: Path, trust_remote_code: bool) -> Iterator[tuple[Any, dict[str, Any], list[dict[str, str]]]]:
+    """The target's text config; which open file has which tensor; and by their names in a module the tensors of
+    embedding, norm, projection (none where it is the embedding) and last layer. Raises AdaptiveError."""
     from transformers import AutoConfig
 
     try:
@@ -68,15 +89,10 @@ def parts_of_folder(folder: Path, trust_remote_code: bool = False) -> Parts:
         with _opened(folder) as files:
             where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
             prefix = _prefix(where, folder)
-            last = f"{prefix}layers.{config.num_hidden_layers - 1}."
-            embedding = _tensors(where, f"{prefix}embed_tokens.")
             heads = [name for name in where if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
-            tied = config.tie_word_embeddings or not heads
-            projection = embedding if tied else _tensors(where, heads[0].removesuffix("weight"))
-            layer = _tensors(where, last)
-            if not all(tensor.is_floating_point() for tensor in layer.values()):
-                layer = {}
-            return Parts(config, embedding, _tensors(where, f"{prefix}norm."), projection, layer)
+            before = [f"{prefix}embed_tokens.", f"{prefix}norm.", f"{prefix}layers.{config.num_hidden_layers - 1}."]
+            before.insert(2, "/" if config.tie_word_embeddings or not heads else heads[0].removesuffix("weight"))
+            yield config, where, [{name.removeprefix(p): name for name in where if name.startswith(p)} for p in before]
     except AdaptiveError:
         raise
     except (OSError, ValueError, SafetensorError) as error:
@@ -115,14 +131,7 @@ def _prefix(names: Mapping[str, Any], folder: Path) -> str:
     """What stands before ``embed_tokens`` of the text model, whose layers and norm carry it too."""
     for name in names:
         prefix = name.removesuffix("embed_tokens.weight")
-        if prefix != name and f"{prefix}norm.weight" in names and _below(names, f"{prefix}layers.0."):
+        layered = any(other.startswith(f"{prefix}layers.0.") for other in names)
+        if prefix != name and f"{prefix}norm.weight" in names and layered:
             return prefix
     raise AdaptiveError(f"no head can be grown on the target in {folder}: its weights have names unknown here")
-
-
-def _below(names: Mapping[str, Any], prefix: str) -> list[str]:
-    return [name for name in names if name.startswith(prefix)]
-
-
-def _tensors(where: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): where[name].get_tensor(name) for name in _below(where, prefix)}
