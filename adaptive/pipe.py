@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 BUSY, IDLE, STOP = "busy", "idle", "stop"
 
-# done: the round is over, whatever the gate said. refused: it could not be tried, for a reason that
+# done: the run is over, whatever the gate said. refused: it could not be tried, for a reason that
 # more records will mend. stopped: it was asked to end early. memory: it ended because others needed
 # the memory. taken: another process distils this pair.
 Stage = Literal["loading", "training", "done", "refused", "stopped", "memory", "taken"]
@@ -22,7 +22,7 @@ LAST: tuple[Stage, ...] = ("done", "refused", "stopped", "memory", "taken")
 
 @dataclass(frozen=True)
 class Order:
-    """One round: the settings as plain JSON values, the folder of the pair's state, and whether to begin paused.
+    """One training run: the settings as plain JSON values, the folder of the pair's state, and whether to begin paused.
 
     ``reconsider`` names an adapter to judge once more, instead of training one. ``models`` is what names of the hub
     mean (``adaptive.hub.resolved``).
@@ -46,7 +46,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a round stands. ``share`` is how much of it is done, 0 to 1; ``adapter`` the one it made."""
+    """Where a training run stands. ``share`` is how much of it is done, 0 to 1; ``adapter`` the one it made."""
 
     stage: Stage
     message: str

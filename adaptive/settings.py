@@ -23,7 +23,7 @@ from pydantic_settings import (
 
 from adaptive.errors import AdaptiveError
 from adaptive.settings_file import config_file, doubtful, require_consent
-from adaptive.state import default_home
+from adaptive.state import default_state_dir
 from adaptive.types import SamplingParams, StopParams
 
 Quantisation = Literal["none", "int8", "nf4"]
@@ -104,7 +104,7 @@ class Settings(BaseSettings):
     @property
     def state_dir(self) -> Path:
         """The folder that holds one folder a pair."""
-        return self.home if self.home is not None else default_home()
+        return self.home if self.home is not None else default_state_dir()
 
     @classmethod
     def settings_customise_sources(

@@ -12,7 +12,7 @@ from checkpoints import files
 
 @dataclass(frozen=True)
 class PairState:
-    """The state folder of one pair."""
+    """The folder of one pair, in the state folder."""
 
     root: Path
 
@@ -28,7 +28,7 @@ class PairState:
 
     @property
     def training(self) -> Path:
-        """Where a round of distillation stood when it was interrupted, while one is."""
+        """Where a training run stood when it was interrupted, while one is."""
         return self.root / "training.safetensors"
 
     @property
@@ -57,20 +57,20 @@ class PairState:
         return self.root / "doubts.json"
 
 
-def default_home() -> Path:
+def default_state_dir() -> Path:
     """The platform's user data folder for adaptive (``--state-dir`` and ADAPTIVE_HOME override it)."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("adaptive"))
 
 
-def open_state(home: Path, pair_id: str) -> PairState:
+def open_state(state_dir: Path, pair_id: str) -> PairState:
     """Create (0700) or open the folder of ``pair_id``, without what killed processes left unfinished, and restrict
     new files to the user.
 
     Raises AdaptiveError where the folder cannot be created or written.
     """
-    root = home / pair_id
+    root = state_dir / pair_id
     os.umask(0o077)
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -83,15 +83,15 @@ def open_state(home: Path, pair_id: str) -> PairState:
     return PairState(root)
 
 
-def existing_states(home: Path) -> list[PairState]:
-    """Every pair's folder under ``home`` that holds a log or an adapter store, most recently used first.
+def existing_states(state_dir: Path) -> list[PairState]:
+    """Every pair's folder under ``state_dir`` that holds a log or an adapter store, most recently used first.
 
-    Raises AdaptiveError where ``home`` cannot be read.
+    Raises AdaptiveError where ``state_dir`` cannot be read.
     """
     try:
-        found = [(_used(folder), folder) for folder in home.iterdir()] if home.is_dir() else []
+        found = [(_used(folder), folder) for folder in state_dir.iterdir()] if state_dir.is_dir() else []
     except OSError as error:
-        raise AdaptiveError(f"state folder {home} cannot be read ({error.strerror})") from error
+        raise AdaptiveError(f"state folder {state_dir} cannot be read ({error.strerror})") from error
     return [PairState(folder) for used, folder in sorted(found, reverse=True) if used]
 
 

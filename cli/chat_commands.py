@@ -117,8 +117,8 @@ def _reset(chat: Chat, said: str) -> None:
 def _training(chat: Chat, said: str) -> None:
     status = chat.trainer.status
     chat.console.print(f"{status.activity}: {status.reason}", markup=False)
-    if status.last_round:
-        chat.note(f"last round: {status.last_round}")
+    if status.last_run:
+        chat.note(f"last training run: {status.last_run}")
     chat.note(f"live acceptance: {status.watch}")
 
 

@@ -134,7 +134,7 @@ def _processor() -> Iterator[Finding]:
     cores, threads = psutil.cpu_count(logical=False), psutil.cpu_count()
     yield Finding("machine", "processor", "ok", f"{processor_name()}, {cores or '?'} cores, {threads} threads")
     memory = psutil.virtual_memory()
-    tight = memory.available < 2 * 2**30  # a small pair, its caches and a training round take about this (bytes)
+    tight = memory.available < 2 * 2**30  # a small pair, its caches and a training run take about this (bytes)
     yield Finding(
         "machine",
         "memory",
@@ -144,17 +144,17 @@ def _processor() -> Iterator[Finding]:
     )
 
 
-def _disk(home: Path) -> Finding:
+def _disk(state_dir: Path) -> Finding:
     """Room and permission where the log and the adapters go (the folder itself may not exist yet)."""
-    there = next(path for path in (home, *home.absolute().parents) if path.exists())
+    there = next(path for path in (state_dir, *state_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if not there.is_dir() or not os.access(there, os.W_OK):
         return Finding(
-            "machine", "state folder", "broken", f"{home} cannot be written", "choose another with --state-dir"
+            "machine", "state folder", "broken", f"{state_dir} cannot be written", "choose another with --state-dir"
         )
     tight = free < 2**30  # a year of daily use fits in this (bytes)
     advice = "free some room, `adaptive adapters prune`, or choose another folder with --state-dir" if tight else ""
-    return Finding("machine", "state folder", "note" if tight else "ok", f"{home}, {_size(free)} free", advice)
+    return Finding("machine", "state folder", "note" if tight else "ok", f"{state_dir}, {_size(free)} free", advice)
 
 
 def _devices(torch: Any) -> Iterator[Finding]:

@@ -38,7 +38,7 @@ def show_migrations() -> None:
 
 
 def find_state(settings: Settings) -> PairState:
-    """The state folder of the pair that ``settings`` names, else the most recently used one.
+    """The folder of the pair that ``settings`` names, else the most recently used one.
 
     The second choice is said in one line on standard error, so that nobody reads another pair's
     figures unawares (standard output stays clean for ``--json``).
@@ -48,21 +48,21 @@ def find_state(settings: Settings) -> PairState:
     from adaptive.state import PairState, existing_states
 
     show_migrations()
-    home = settings.state_dir
+    state_dir = settings.state_dir
     if settings.target is not None or settings.draft is not None:
         from adaptive.pair import pair_identity
 
-        state = PairState(home / pair_identity(settings).id)
+        state = PairState(state_dir / pair_identity(settings).id)
         if not state.root.is_dir():
             raise AdaptiveError(
-                f"this pair has left nothing in {home} yet; use it once with `adaptive chat` or `adaptive generate`, "
-                "or choose another folder with --state-dir"
+                f"this pair has left nothing in {state_dir} yet; use it once with `adaptive chat` or "
+                "`adaptive generate`, or choose another folder with --state-dir"
             )
         return state
-    found = existing_states(home)
+    found = existing_states(state_dir)
     if not found:
         raise AdaptiveError(
-            f"no pair has left anything in {home} yet; try `adaptive demo` or `adaptive chat`, "
+            f"no pair has left anything in {state_dir} yet; try `adaptive demo` or `adaptive chat`, "
             "or choose another folder with --state-dir"
         )
     others = f", the last used of {len(found)}; choose with --target and --draft" if len(found) > 1 else ""

@@ -78,7 +78,7 @@ def test_where_even_a_perfect_draft_does_not_pay_training_waits_and_says_so_once
         until(lambda: "training waits" in trainer.status.reason, trainer)
         let_it_look(trainer)
         assert trainer.status.activity == "waiting"
-        assert trainer.rounds == 0
+        assert trainer.runs == 0
         trainer.costs = lambda: COSTS
         until(lambda: trainer.status.activity == "training", trainer)
     assert sum("training waits" in record.getMessage() for record in caplog.records) == 1

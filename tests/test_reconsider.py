@@ -85,8 +85,8 @@ def test_a_trainer_judges_what_it_rolled_back_once_more_when_enough_was_said(tau
         trainer.idle()
         write_log(taught.state.records, speak(target(), 20, SAMPLED, seed=10))
         until(lambda: store.current_id() == learned.id, trainer)
-        until(lambda: "back in use" in str(trainer.status.last_round), trainer)
-        assert trainer.rounds == 0
+        until(lambda: "back in use" in str(trainer.status.last_run), trainer)
+        assert trainer.runs == 0
         # What was before is no measure for it now.
         live(trainer, learned.id, 0.3, 300, seed=3)
         let_it_look(trainer)

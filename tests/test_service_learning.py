@@ -60,10 +60,10 @@ def test_a_server_learns_while_idle_and_rolls_a_forced_bad_adapter_back(tmp_path
         with server.http() as http:
             before = [ask(http, prompt) for prompt in prompts]
             assert {answer["adapter"] for answer in before} == {None}
-            until(lambda: http.get("/adaptive/trainer").json()["rounds"] == 1, server)
+            until(lambda: http.get("/adaptive/trainer").json()["runs"] == 1, server)
             store = AdapterStore(next(server.home.glob("*/adapters")))
             learned = store.current_id()
-            assert learned is not None, http.get("/adaptive/trainer").json()["last_round"]
+            assert learned is not None, http.get("/adaptive/trainer").json()["last_run"]
             until(lambda: http.get("/props").json()["adapter"] == learned, server)
             assert ask(http, prompts[0])["adapter"] == learned
 

@@ -131,7 +131,7 @@ def test_what_is_in_doubt_is_judged_once_more_after_a_restart(taught: Taught) ->
     write_log(taught.state.records, said_under(learned.id, seed=10, count=20))
     with training(taught, distill_after=10**6) as trainer:
         trainer.idle()
-        until(lambda: "back in use" in str(trainer.status.last_round), trainer)
+        until(lambda: "back in use" in str(trainer.status.last_run), trainer)
     assert store.current_id() == learned.id
     assert Doubts.load(taught.state.doubts).adapter is None
     # Killed before it was noted, it is known by being in use.

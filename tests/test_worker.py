@@ -112,8 +112,8 @@ def test_a_round_waits_until_nobody_asks_pauses_for_a_request_and_is_judged(taug
         time.sleep(0.7)
         assert trainer.status.share == paused_at
         trainer.idle()
-        until(lambda: trainer.rounds == 1, trainer)
-        assert trainer.status.last_round
+        until(lambda: trainer.runs == 1, trainer)
+        assert trainer.status.last_run
         until(lambda: "0 new answers" in trainer.status.reason, trainer)
     manifests = AdapterStore(taught.state.adapters).list()
     assert [manifest.status for manifest in manifests] in (["promoted"], ["rejected"])
@@ -137,8 +137,8 @@ def test_a_worker_that_fails_says_why(taught: Taught) -> None:
     (Path(taught.settings.draft) / "model.safetensors").write_bytes(b"broken")
     with training(taught) as trainer:
         trainer.idle()
-        until(lambda: trainer.status.last_round is not None, trainer)
-        assert "model" in str(trainer.status.last_round)
+        until(lambda: trainer.status.last_run is not None, trainer)
+        assert "model" in str(trainer.status.last_run)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Metrics:
         self._adapter = gauge("adapter_info", "1 for the adapter in use", ["adapter"])
         self.running = gauge("num_requests_running", "Requests being answered")
         self.waiting = gauge("num_requests_waiting", "Requests in the queue")
-        self.training = gauge("trainer_running", "1 while a round of distillation runs")
+        self.training = gauge("trainer_running", "1 during a training run")
         self._log_writable = gauge("log_writable", "1 while the log can be written, 0 while answers wait in memory")
         self._log_waiting = gauge("log_waiting", "Answers that wait in memory for the log")
         self._log_stripped = gauge("log_stripped", "Answers since the start that lost their supervision, for memory")

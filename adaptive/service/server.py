@@ -1,4 +1,4 @@
-"""One server a state folder: the lock, the socket, the signals, and how it all comes down."""
+"""One server for each pair: the lock, the socket, the signals, and how it all comes down."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def with_key(settings: Settings) -> Settings:
 
 @contextlib.contextmanager
 def only_server(state: PairState, settings: Settings) -> Iterator[Callable[[str], None]]:
-    """Hold the state folder's ``server.lock``; yields what notes the address for others to find.
+    """Hold ``server.lock`` of the pair's folder; yields what notes the address for others to find.
 
     The system frees the lock of a killed server. Raises AdaptiveError naming who holds it.
     """

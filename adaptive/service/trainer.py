@@ -1,6 +1,6 @@
 """When to train: starts the training process, pauses it for a request, and says at any time what it does and why.
 
-In: what the engine does (``busy``, ``idle``, ``answered``) and the log. Out: a worker process a round, a
+In: what the engine does (``busy``, ``idle``, ``answered``) and the log. Out: a worker process a run, a
 ``TrainerStatus`` for people, and a rollback where live acceptance fell. Used by ``serve`` and ``chat``.
 """
 
@@ -59,7 +59,7 @@ Activity = Literal["off", "waiting", "training", "paused", "backing off"]
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """What the trainer does now, and why, in words; where the round stands; how the last one ended; and in words how
+    """What the trainer does now, and why, in words; where the run stands; how the last one ended; and in words how
     far live acceptance has judged the adapter in use."""
 
     activity: Activity
@@ -68,21 +68,21 @@ class TrainerStatus:
     new_generations: int
     share: float | None
     acceptance: float | None
-    last_round: str | None
-    rounds: int
+    last_run: str | None
+    runs: int
     crashes: int
     watch: str
 
 
 class Trainer:
-    """Starts rounds and watches over them on a thread of its own. ``busy`` and ``idle`` may come from any."""
+    """Starts training runs and watches over them on a thread of its own. ``busy`` and ``idle`` may come from any."""
 
     def __init__(self, settings: Settings, state: PairState, draft_bytes: int) -> None:
         """``draft_bytes`` is the size of the draft's float32 weights, 0 where there is no draft."""
         self.settings = settings
         self.state = state
         self.store = AdapterStore(state.adapters)
-        self.rounds = self.crashes = 0
+        self.runs = self.crashes = 0
         self._need = LIBRARY_BYTES + PER_WEIGHT_BYTE * draft_bytes
         self._has_draft = draft_bytes > 0
         self.costs: Callable[[], CostTable | None] = lambda: last_costs(state.controller)  # of a round, as last known
@@ -94,10 +94,10 @@ class Trainer:
         self._paused = self._stopping = False
         self._busy = True  # until the models are loaded
         self._quiet_since = time.monotonic()
-        self._last_round: str | None = None
+        self._last_run: str | None = None
         self._doubts = Doubts()
         self._reconsidering = False
-        self._seen = self._newest = self._read_until = 0  # ids of the log; the last is what this round may know
+        self._seen = self._newest = self._read_until = 0  # ids of the log; the last is what this run may know
         self._failures = 0
         self._not_before = 0.0
         self._reason = "starting"
@@ -152,8 +152,8 @@ class Trainer:
             new_generations=max(0, self._newest - self._seen),
             share=report.share if running and report else None,
             acceptance=report.acceptance if running and report else None,
-            last_round=self._last_round,
-            rounds=self.rounds,
+            last_run=self._last_run,
+            runs=self.runs,
             crashes=self.crashes,
             watch=self._judged,
         )
@@ -173,7 +173,7 @@ class Trainer:
 
     def _remember(self, log: Log) -> None:
         """What was trained on, and how the drafts in use did, before this start."""
-        # A round that was stopped goes on: what it left was not judged, and its records are still to be learned.
+        # A run that was stopped goes on: what it left was not judged, and its records are still to be learned.
         judged = [manifest for manifest in self.store.list() if manifest.recent is not None]
         trained = [manifest.trained_on.last_id or 0 for manifest in judged]
         self._seen = max(trained, default=0)
@@ -198,29 +198,29 @@ class Trainer:
             self._activity, self._reason = waits_for
 
     def _wait_for(self) -> tuple[Activity, str] | None:
-        """What training waits for, in words; None when a round can begin."""
+        """What training waits for, in words; None when a run can begin."""
         new, quiet = self._newest - self._seen, time.monotonic() - self._quiet_since
         if not self._has_draft:
             return "off", "there is no draft to train"
         if self.settings.distill == "off":
             return "off", "switched off (distill is off)"
         if time.monotonic() < self._not_before:
-            return "backing off", f"{self._last_round}; next try in {self._not_before - time.monotonic():.0f} s"
+            return "backing off", f"{self._last_run}; next try in {self._not_before - time.monotonic():.0f} s"
         useless = why_not(self.costs()) if self.settings.draft_length == "auto" else None
         if useless is not None:
             self._warn(useless)
             return "waiting", useless
         if new < self.settings.distill_after and not self._must_reconsider():
-            return "waiting", f"{new} new answers of the {self.settings.distill_after} that a round needs"
+            return "waiting", f"{new} new answers of the {self.settings.distill_after} that a training run needs"
         if not self._in_window():
-            return "waiting", f"{new} new answers; rounds run {self.settings.distill} only"
+            return "waiting", f"{new} new answers; training runs {self.settings.distill} only"
         if self.settings.distill != "always" and (self._busy or quiet < self.settings.distill_idle_seconds):
             return "waiting", f"{new} new answers; the assistant is in use"
         available = free_bytes(self.settings.draft_device or self.settings.device)
         if available < self._need:
             return (
                 "waiting",
-                f"{available / 1e6:.0f} MB of memory are available and a round needs {self._need / 1e6:.0f}",
+                f"{available / 1e6:.0f} MB of memory are available and a training run needs {self._need / 1e6:.0f}",
             )
         return None
 
@@ -237,7 +237,7 @@ class Trainer:
         return begin <= minute < end if begin <= end else minute >= begin or minute < end
 
     def _begin(self) -> None:
-        """Start a worker. Its standard error goes to ``trainer.log``, anew each round."""
+        """Start a worker. Its standard error goes to ``trainer.log``, anew each run."""
         settings = self.settings.model_dump(mode="json", exclude={"api_key", "api_key_file"})
         with (self.state.root / "trainer.log").open("w") as errors:
             process = subprocess.Popen(
@@ -256,7 +256,7 @@ class Trainer:
         if doubted is not None:
             logger.info("adapter %s is judged once more", doubted)
         else:
-            logger.info("a round begins: %d new answers", self._newest - self._seen)
+            logger.info("a training run begins: %d new answers", self._newest - self._seen)
         with self._lock:
             self._process, self._report, self._stopping = process, None, False
             self._paused = self._busy and self.settings.distill != "always"
@@ -295,25 +295,25 @@ class Trainer:
             self._process, self._report, self._paused = None, None, False
         if process.returncode == 0 and report is not None and report.stage in LAST:
             self._failures = 0
-            self._last_round = report.message
+            self._last_run = report.message
             if self._reconsidering and report.stage in ("done", "refused"):
                 settled = self._read_until if report.promoted else self._doubts.settled
                 self._doubt(Doubts(settled=settled))
                 if report.promoted:
                     self._watch.forgive()
             elif report.stage in ("done", "refused"):
-                self.rounds += report.stage == "done"
+                self.runs += report.stage == "done"
                 self._seen = self._read_until
             elif report.stage in ("memory", "taken"):
                 self._not_before = time.monotonic() + FIRST_BACKOFF_S
-            logger.info("round: %s", report.message)
+            logger.info("training run: %s", report.message)
             return
         self.crashes += 1
         self._failures += 1
         pause = min(FIRST_BACKOFF_S * 2 ** (self._failures - 1), LONGEST_BACKOFF_S)
         self._not_before = time.monotonic() + pause
-        self._last_round = f"the training process {self._why(process.returncode)}"
-        logger.warning("%s; next try in %.0f s", self._last_round, pause)
+        self._last_run = f"the training process {self._why(process.returncode)}"
+        logger.warning("%s; next try in %.0f s", self._last_run, pause)
 
     def _why(self, status: int) -> str:
         if status < 0:

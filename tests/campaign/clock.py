@@ -40,9 +40,9 @@ def run(campaign: Campaign) -> None:
             offset.write_text(f"{campaign.rng.choice(OFF):+d}", encoding="ascii")
             time.sleep(campaign.rng.uniform(1.0, 4.0))
     root, said = server.records.parent, server.said
-    rounds = said.count(" round: ")
+    runs = said.count(" training run: ")
     campaign.check(server.stop() == 0, "the server did not end by itself")
     check_said(campaign, said)
     dates = {line[:4] for line in said.splitlines() if line[:2].isdigit()}
     line = check_state(campaign, root, clients.given, said, "clock")
-    print(f"{campaign.times(JUMPS)} jumps, years in the server's log {sorted(dates)}, {rounds} training runs: {line}")
+    print(f"{campaign.times(JUMPS)} jumps, years in the server's log {sorted(dates)}, {runs} training runs: {line}")

@@ -37,6 +37,7 @@ def run(campaign: Campaign) -> None:
     check_said(campaign, said)
     line = check_state(campaign, root, clients.given, said, "soak")
     print(
-        f"{seconds / 60:.1f} minutes, {said.count(' round: ')} training runs, errors {dict(clients.errors)}; ", end=""
+        f"{seconds / 60:.1f} minutes, {said.count(' training run: ')} training runs, errors {dict(clients.errors)}; ",
+        end="",
     )
     print(f"{first:.0f} MB after the start, {last:.0f} MB at the end, {max(warm):.0f} MB at most: {line}")
