@@ -18,6 +18,7 @@ from adaptive.engines.cpu import kernels
 from adaptive.engines.cpu.forward import FEW
 from adaptive.engines.head.engine import HeadEngine, HeadSequence
 from adaptive.engines.head.module import Head
+from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.engine import PREFILL_CHUNK, TransformersEngine, TransformersSequence
 from adaptive.engines.protocol import ReadsFeatures, draft_sequence, sequences
 from adaptive.errors import AdaptiveError
@@ -73,10 +74,12 @@ def module_logits(head: Head, features: torch.Tensor, tokens: torch.Tensor) -> t
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
+@pytest.mark.parametrize("way", ["kernels", "transformers", "recorded"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_those_of_the_module_chained_over_its_own_features(name: str, ours: bool) -> None:
-    target, head = engines(name, ours)
+def test_logits_equal_those_of_the_module_chained_over_its_own_features(name: str, way: str) -> None:
+    target, head = engines(name, way == "kernels")
+    if way == "recorded":
+        head.passes.record()
     known, tokens = FEW + 30, text(FEW + 38)
     held, draft = bound(target, head)
     assert (draft.fused is not None) == (target.cpu_forward is not None and target.cpu_forward.fused)
@@ -91,6 +94,15 @@ def test_logits_equal_those_of_the_module_chained_over_its_own_features(name: st
         torch.testing.assert_close(got / scale, right[done : done + count] / scale, rtol=0, atol=1e-4)
         done += count
     assert draft.length == done == len(tokens)
+    if way == "recorded":
+        assert head.passes.recorded is not None
+        assert head.passes.recorded.problem is None
+        assert isinstance(draft.cache, RollbackCache)
+        assert {which[0] for which in draft.cache.recordings} == {1, 17}
+        draft.rollback(known - 3)
+        found = draft.extend(tokens[known - 3 : known + 1], 4)
+        assert {which[0] for which in draft.cache.recordings} == {1, 5, 17}
+        torch.testing.assert_close(found / scale, right[known - 3 : known + 1] / scale, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])

@@ -105,11 +105,11 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
         kind = forward_kind(name, config, dtype, torch.device(where))
         if kind == "fused" or (kind is not None and not source.head):
             return Choice(OWN[kind], where, dtype)
-    if source.head:
-        return Choice(Forward.TRANSFORMERS, where, dtype)
     # bitsandbytes' int8 waits for the device within a pass, which cannot be captured.
     graphs = settings.cuda_graphs == "auto" and where.startswith("cuda") and source.quantize != "int8"
     forward = Forward.CUDA_GRAPHS if graphs else Forward.TRANSFORMERS
+    if source.head:
+        return Choice(forward, where, dtype)
     return Choice(forward, where, dtype, quantize=source.quantize)
 
 
@@ -122,8 +122,8 @@ def forward_of(engine: Engine) -> Forward:
         return Forward.LLAMA_CPP
     if engine.cpu_forward is not None:
         return OWN[engine.cpu_forward.kind]
-    recorded = isinstance(engine, TransformersEngine) and engine.recorded is not None
-    return Forward.CUDA_GRAPHS if recorded else Forward.TRANSFORMERS
+    passes = engine if isinstance(engine, TransformersEngine) else engine.passes
+    return Forward.TRANSFORMERS if passes.recorded is None else Forward.CUDA_GRAPHS
 
 
 def choose_dtype(name: str, device: str, config: Any) -> torch.dtype:
@@ -244,6 +244,9 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
     asked = settings.draft_quantize == "int8"
     int8 = asked or (settings.draft_quantize == "auto" and settings.dtype == "auto" and fast_int8())
     engine = HeadEngine(head, target, int8=int8 and target.device.type == "cpu", grown=source is None)
+    if settings.cuda_graphs == "auto" and target.device.type == "cuda":
+        engine.passes.record()
+        engine.weights += "+graphs"
     name = "a head to be grown" if source is None else source.id
     logger.info("%s: %s, %s, on %s", name, forward_of(engine).value, engine.weights, engine.device)
     return engine

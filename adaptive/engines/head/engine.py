@@ -21,6 +21,7 @@ from adaptive.engines.cpu.layers import RmsNorm
 from adaptive.engines.cpu.plan import Fuse, Plan, read_plan
 from adaptive.engines.cpu.weights import PackedLinear, of_module
 from adaptive.engines.head.module import Head
+from adaptive.engines.head.passes import HeadPasses
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.engine import (
     FALLBACK_SAMPLING,
@@ -141,23 +142,12 @@ class HeadSequence:
 
     @torch.inference_mode()
     def _by_transformers(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
-        while len(tokens) - rows >= PREFILL_CHUNK:
-            self._hidden(tokens[:PREFILL_CHUNK])
-            tokens = tokens[PREFILL_CHUNK:]
-        hidden = self._hidden(tokens)
-        return self.engine.head.logits(hidden[len(hidden) - rows :])
-
-    def _hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append tokens (n,); their hidden states (n, width), which the cache keeps as well."""
         assert isinstance(self.cache, RollbackCache)
-        start, count = self.length, len(tokens)
-        self.cache.ensure_capacity(start + count)
-        places = torch.arange(start, start + count, device=tokens.device)
-        features = self._before(start, count)
-        hidden = self.engine.head(tokens[None], features[None], places[None], past_key_values=self.cache)
-        self.cache.keep(hidden)
-        states: torch.Tensor = hidden[0]
-        return states
+        passes = self.engine.passes
+        while len(tokens) - rows >= PREFILL_CHUNK:
+            passes(tokens[:PREFILL_CHUNK], self._before(self.length, PREFILL_CHUNK), 0, self.cache)
+            tokens = tokens[PREFILL_CHUNK:]
+        return passes(tokens, self._before(self.length, len(tokens)), rows, self.cache)
 
     def _before(self, start: int, count: int) -> torch.Tensor:
         """What tokens ``start`` on read: the features (count, width) of those before each."""
@@ -203,7 +193,8 @@ class HeadEngine:
     """A head on a loaded ``target``, whose embedding, norm and projection it shares, on the target's device.
 
     ``grown`` is one that is made here: it does not draft (``ready``) before weights have been trained for it.
-    ``cpu_forward`` computes its layer where the kernels do; ``int8`` asks for int8 linear layers there.
+    ``cpu_forward`` computes its layer where the kernels do, ``passes`` elsewhere; ``int8`` asks for int8 linear layers
+    of the kernels.
     """
 
     name = "head"
@@ -222,6 +213,7 @@ class HeadEngine:
         self.cpu_forward = (_forward(head, True, ()) if int8 else None) or _forward(head, False, packed)
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
         self.weights = "int8" if rounded else str(head.fuse.weight.dtype).removeprefix("torch.")
+        self.passes = HeadPasses(head, self.context_length)
         self._first: dict[str, torch.Tensor] | None = None  # its weights before others were taken over
 
     @property

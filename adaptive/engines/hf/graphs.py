@@ -42,7 +42,10 @@ class Recordable(Protocol):
     model: PreTrainedModel
     device: torch.device
     context_length: int
-    adapter: MergedAdapter
+
+    @property
+    def adapter(self) -> MergedAdapter | None:
+        """What changes its weights or hooks; None where only weights change, in place."""
 
     def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
         """Append tokens (n,) to the cache; logits (rows, vocab) of the last ones."""
@@ -62,7 +65,7 @@ class RecordedPasses:
         self._stream = torch.cuda.Stream(engine.device) if on_cuda else None
         self._newest: RecordedPass | None = None  # which keeps the pool, whatever caches go
         self._hooks = 0  # times that an adapter came or went as hooks
-        if getattr(engine.model, "quantization_method", None):
+        if engine.adapter is not None and getattr(engine.model, "quantization_method", None):
             engine.adapter.listeners.append(self._count)
 
     def _count(self, modules: frozenset[str]) -> None:

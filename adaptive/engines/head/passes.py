@@ -1,0 +1,62 @@
+"""A head's passes by transformers' own forward of its layer, recorded as CUDA graphs where that is wanted."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from adaptive.engines.head.module import Head
+from adaptive.engines.hf.cache import RollbackCache
+from adaptive.engines.hf.graphs import SIZES, RecordedPasses
+
+
+class HeadPasses:
+    """The passes of one ``head``, over all of its caches, which keep their features."""
+
+    adapter = None
+
+    def __init__(self, head: Head, context_length: int) -> None:
+        self.head = head
+        self.model: PreTrainedModel = head.body
+        self.context_length = context_length
+        weight = head.fuse.weight
+        self.device = weight.device
+        self.recorded: RecordedPasses | None = None
+        # What recorded passes read; and what the next pass does.
+        self._place = weight.new_zeros(SIZES[-1], head.width)
+        self._read = self._place
+
+    def record(self) -> None:
+        """From now on, record short passes and replay them (``hf/graphs.py``)."""
+        self.recorded = RecordedPasses(self)
+
+    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
+        """Append tokens (n,) that read ``features`` (n, width); logits (rows, vocab) of the last ones, which may be
+        overwritten by the next pass."""
+        if self.recorded is not None and len(tokens) <= len(self._place):
+            self._place[: len(tokens)] = features
+            self._read = self._place
+            logits = self.recorded(tokens, rows, cache)
+            if logits is not None:
+                return logits
+        self._read = features
+        return self.eager(tokens, rows, cache)
+
+    def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
+        """Append tokens (n,) to the cache; logits (rows, vocab) of the last ones."""
+        start, count = cache.length, len(tokens)
+        cache.ensure_capacity(start + count)
+        places = torch.arange(start, start + count, device=tokens.device)
+        hidden = self._hidden(tokens, places, cache)
+        return self.head.logits(hidden[count - rows :])
+
+    def run(self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache) -> torch.Tensor:
+        """The forward of tokens (n,) at ``places`` (n,), which may be recorded; logits (n, vocab)."""
+        return self.head.logits(self._hidden(tokens, places, cache))
+
+    def _hidden(self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache) -> torch.Tensor:
+        """Hidden states (n, width), which the cache takes, too."""
+        read = self._read[None, : len(tokens)]
+        hidden: torch.Tensor = self.head(tokens[None], read, places[None], past_key_values=cache)
+        cache.keep(hidden)
+        return hidden[0]
