@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
+from adaptive.engines.cpu import weights
 from adaptive.engines.cpu.weights import has_vnni, packs_int8
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.pair import BUNDLED, load_pair
@@ -22,6 +23,18 @@ pytestmark = pytest.mark.skipif(
     not packs_int8(torch.device("cpu")), reason="this build of torch has no int8 linear layers for this processor"
 )
 TEXTS = [json.loads(line) for line in (BUNDLED / "prompts" / "code.jsonl").read_text("utf-8").splitlines()[:40]]
+
+
+def test_a_large_weight_is_rounded_part_by_part_as_it_would_be_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(70, 24, dtype=torch.bfloat16)
+    weight[5] = 0
+    whole, _, scales = weights._rounded(weight, None)
+    monkeypatch.setattr(weights, "ROUNDED_ROWS", 16)
+    parts, _, others = weights._rounded(weight, None)
+    assert torch.equal(whole, parts)
+    assert torch.equal(scales, others)
+    torch.testing.assert_close(whole * scales[:, None], weight.float(), rtol=0, atol=float(scales.max()))
+    assert scales.dtype == torch.float32
 
 
 def draft(int8: bool) -> TransformersEngine:

@@ -30,6 +30,10 @@ PACKED_ROWS = 4
 # does eight times as much. Fewer rows wait for memory.
 AMX_ROWS = 32
 
+# Rows of a weight that are rounded at once. All of a vocabulary projection would for a moment take four times its
+# memory; with fewer rows than these nothing more is gained.
+ROUNDED_ROWS = 4096
+
 Weights = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -158,10 +162,14 @@ def _reordered(weight: torch.Tensor) -> torch.Tensor:
 
 def _rounded(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Weight (out, in) as int8, its bias, and the scales (out,) of its outputs."""
-    weight = weight.float()
-    # A row of zeros has no scale of its own; any will do.
-    scales = (weight.abs().amax(1) / 127).clamp_(min=1e-12)
-    return (weight / scales[:, None]).round_().to(torch.int8), bias, scales
+    whole, scales = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight), dtype=torch.float32)
+    for begin in range(0, len(weight), ROUNDED_ROWS):
+        some = slice(begin, begin + ROUNDED_ROWS)
+        rows = weight[some].float()
+        # A row of zeros has no scale of its own; any will do.
+        scales[some] = (rows.abs().amax(1) / 127).clamp_(min=1e-12)
+        whole[some] = (rows / scales[some, None]).round_()
+    return whole, bias, scales
 
 
 def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
