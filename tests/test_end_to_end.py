@@ -40,7 +40,7 @@ def accepted(rounds: list[Round]) -> npt.NDArray[np.float64]:
 def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_home: Path) -> None:
     prompts = read_prompts(BUNDLED / "prompts" / "math.jsonl")
     judged, learned = prompts[:24] + prompts[104:120], prompts[24:104] + prompts[120:200]
-    settings = load_settings({"draft_length": "4", "dtype": "float32"})
+    settings = load_settings({"draft_length": "4"})
     console = Console(file=io.StringIO())
     with open_pair(settings, console) as session:
         session.assistant.policy = FixedLength(4)

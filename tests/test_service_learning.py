@@ -55,7 +55,7 @@ def test_a_server_learns_while_idle_and_rolls_a_forced_bad_adapter_back(tmp_path
     prompts = [json.loads(line)["prompt"] for line in lines[:ANSWERS]]
     settings = tmp_path / "adaptive.toml"
     settings.write_text(f"distill_after = {ANSWERS}\ndistill_idle_seconds = 0.3\ndistill_nice = 0\n")
-    server = Server(tmp_path / "home", "--config", str(settings)).wait_until_ready()
+    server = Server(tmp_path / "home", "--config", str(settings), "--dtype", "auto").wait_until_ready()
     try:
         with server.http() as http:
             before = [ask(http, prompt) for prompt in prompts]
@@ -88,7 +88,7 @@ def test_a_server_learns_while_idle_and_rolls_a_forced_bad_adapter_back(tmp_path
 
 def test_an_adapter_promoted_in_the_middle_of_a_stream_is_used_in_it_and_the_text_stays(tmp_path: Path) -> None:
     server = Server(tmp_path / "home", "--distill", "off").wait_until_ready()
-    body = {"prompt": "Once upon a time", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": "Once upon a time", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
     try:
         with server.http() as http:
             expected = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
@@ -102,7 +102,7 @@ def test_an_adapter_promoted_in_the_middle_of_a_stream_is_used_in_it_and_the_tex
                     chunk = json.loads(line.removeprefix("data: "))
                     said += chunk["choices"][0]["text"]
                     lines += 1
-                    if lines in (5, 300):
+                    if lines in (5, 200):
                         promoted = httpx.post(
                             f"{server.url}/adaptive/adapters/{names[lines > 5]}/promote", headers=JSON, timeout=60
                         )
