@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,25 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
     return home
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def adaptive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command line in this process, as the console script does; gives exit status, output and errors."""
+    from cli.main import run
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["adaptive", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return call
 
 
 @pytest.fixture(scope="session")

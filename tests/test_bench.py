@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import save_random_pair
+from conftest import Command, save_random_pair
 
 from cli.contenders import repeated
-from cli.main import run
 
 
-def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit status, output and errors of the command."""
-    monkeypatch.setattr(sys, "argv", ["adaptive", "bench", *arguments])
-    code = 0
-    try:
-        run()
-    except SystemExit as end:
-        code = int(end.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def test_bench_lists_every_contender_with_the_same_greedy_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_lists_every_contender_with_the_same_greedy_answer(adaptive: Command, tmp_path: Path) -> None:
     target, draft = save_random_pair(tmp_path / "pair", "qwen2")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "One and two"}\n{"prompt": "Three"}\n')
-    code, out, err = bench(
-        monkeypatch,
-        capsys,
+    code, out, err = adaptive(
+        "bench",
         *("--target", str(target), "--draft", str(draft), "--dtype", "float32", "--prompts", str(prompts)),
         *("--tokens", "8", "--lengths", "2", "--json"),
     )
@@ -52,17 +35,15 @@ def test_bench_lists_every_contender_with_the_same_greedy_answer(
     assert rows["ours, plain"]["mean_acceptance_length"] == 1.0
 
 
-def test_a_peer_that_is_not_there_is_one_clear_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_peer_that_is_not_there_is_one_clear_line(adaptive: Command, tmp_path: Path) -> None:
     nowhere = ("--only-ours", "--peer", "http://127.0.0.1:1")
-    code, _, err = bench(monkeypatch, capsys, "--state-dir", str(tmp_path), "--count", "1", "--tokens", "4", *nowhere)
+    code, _, err = adaptive("bench", "--state-dir", str(tmp_path), "--count", "1", "--tokens", "4", *nowhere)
     assert code == 2
     assert "no llama.cpp server answers at http://127.0.0.1:1" in err
 
 
-def test_a_wrong_length_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = bench(monkeypatch, capsys, "--lengths", "two")
+def test_a_wrong_length_is_one_clear_line(adaptive: Command) -> None:
+    code, _, err = adaptive("bench", "--lengths", "two")
     assert code == 2
     assert "--lengths" in err
     assert len(err.strip().splitlines()) == 1

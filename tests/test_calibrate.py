@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import save_random_pair
+from conftest import Command, save_random_pair
 from spinning import spinning
 
 from adaptive.control.costs import UNMEASURED, CostModel, CostTable
 from cli import repeats
 from cli.forecast import speed_up_interval
-from cli.main import run
 from cli.repeats import typical, uncertainty
 
 ACCEPTED, ROUNDS = np.array([40.0, 52.0, 31.0, 66.0]), np.array([20.0, 24.0, 18.0, 30.0])
 TOKENS = 1 + ACCEPTED.sum() / ROUNDS.sum()
-
-
-def calibrate(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    """Exit status, output and errors of the command."""
-    monkeypatch.setattr(sys, "argv", ["adaptive", "calibrate", *arguments])
-    code = 0
-    try:
-        run()
-    except SystemExit as end:
-        code = int(end.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +30,11 @@ def test_beside_other_programs_nothing_is_promised_and_nothing_kept(
     pair: tuple[str, ...],
     own_home: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    adaptive: Command,
 ) -> None:
     monkeypatch.setattr(repeats, "PATIENCE_S", 1.0)
     with spinning(3):
-        code, out, err = calibrate(monkeypatch, capsys, *pair, "--answers", "2")
+        code, out, err = adaptive("calibrate", *pair, "--answers", "2")
     assert code == 1
     assert "this machine is busy (" in err
     assert "again when it is quiet, or with --busy" in err
@@ -59,13 +43,10 @@ def test_beside_other_programs_nothing_is_promised_and_nothing_kept(
 
 
 def test_figures_beside_other_programs_are_bounded_marked_and_not_kept(
-    pair: tuple[str, ...],
-    own_home: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    pair: tuple[str, ...], own_home: Path, adaptive: Command
 ) -> None:
     with spinning(3):
-        code, out, err = calibrate(monkeypatch, capsys, *pair, "--answers", "2", "--busy", "--json")
+        code, out, err = adaptive("calibrate", *pair, "--answers", "2", "--busy", "--json")
     assert code == 0, err
     report = json.loads(out)
     assert report["busy"] is True

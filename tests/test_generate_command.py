@@ -9,27 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BUNDLED, save_random_pair
-
-from cli.main import run
-
-
-@pytest.fixture
-def adaptive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> object:
-    """Runs the command line as the console script does; returns (exit status, output, errors)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["adaptive", *arguments])
-        capsys.readouterr()
-        try:
-            run()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+from conftest import BUNDLED, Command, save_random_pair
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +30,7 @@ def prompt_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_json_objects_agree_with_the_history(adaptive, pair: tuple[str, str], prompt_file: Path) -> None:
+def test_json_objects_agree_with_the_history(adaptive: Command, pair: tuple[str, str], prompt_file: Path) -> None:
     models = ("--target", pair[0], "--draft", pair[1], "--dtype", "float32")
     code, out, err = adaptive(
         "generate", *models, "--prompts", str(prompt_file), "--json", "--draft-length", "4", "--max-new-tokens", "30"
@@ -81,7 +61,7 @@ def test_json_objects_agree_with_the_history(adaptive, pair: tuple[str, str], pr
     assert totals["mean_acceptance_length"] == pytest.approx(1 + accepted / rounds)
 
 
-def test_no_record_leaves_no_log(adaptive, pair: tuple[str, str], own_home: Path) -> None:
+def test_no_record_leaves_no_log(adaptive: Command, pair: tuple[str, str], own_home: Path) -> None:
     code, _, err = adaptive(
         "generate", "Hi", "--target", pair[0], "--draft", pair[1], "--no-record", "--max-new-tokens", "5"
     )
@@ -98,7 +78,7 @@ def one_line(err: str) -> str:
 
 
 def test_a_broken_line_is_named_and_nothing_is_half_done(
-    adaptive, pair: tuple[str, str], tmp_path: Path, own_home: Path
+    adaptive: Command, pair: tuple[str, str], tmp_path: Path, own_home: Path
 ) -> None:
     file = tmp_path / "broken.jsonl"
     file.write_text('{"prompt": "fine"}\n{"prompt": \n', encoding="utf-8")
@@ -108,7 +88,7 @@ def test_a_broken_line_is_named_and_nothing_is_half_done(
     assert not list(own_home.rglob("records.db"))
 
 
-def test_missing_and_empty_folders_are_named(adaptive, tmp_path: Path) -> None:
+def test_missing_and_empty_folders_are_named(adaptive: Command, tmp_path: Path) -> None:
     code, _, err = adaptive("generate", "Hi", "--target", str(tmp_path / "nowhere"))
     assert code == 2
     assert "nowhere does not exist" in one_line(err)
@@ -118,7 +98,7 @@ def test_missing_and_empty_folders_are_named(adaptive, tmp_path: Path) -> None:
     assert "holds no model" in one_line(err)
 
 
-def test_a_damaged_checkpoint_is_one_line(adaptive, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_one_line(adaptive: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     import shutil
 
     broken = tmp_path / "broken"
@@ -131,7 +111,7 @@ def test_a_damaged_checkpoint_is_one_line(adaptive, pair: tuple[str, str], tmp_p
 
 
 def test_tokenizers_that_differ_are_refused_with_the_first_difference(
-    adaptive, pair: tuple[str, str], tmp_path: Path
+    adaptive: Command, pair: tuple[str, str], tmp_path: Path
 ) -> None:
     import shutil
 
@@ -147,7 +127,7 @@ def test_tokenizers_that_differ_are_refused_with_the_first_difference(
     assert "token 300 is" in one_line(err)
 
 
-def test_padded_embedding_tables_of_one_family_pass(adaptive, tmp_path: Path) -> None:
+def test_padded_embedding_tables_of_one_family_pass(adaptive: Command, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     size = len(AutoTokenizer.from_pretrained(BUNDLED / "target"))
@@ -162,13 +142,15 @@ def test_padded_embedding_tables_of_one_family_pass(adaptive, tmp_path: Path) ->
             assert code == 0, err
 
 
-def test_a_draft_larger_than_the_target_is_warned_about(adaptive, pair: tuple[str, str]) -> None:
+def test_a_draft_larger_than_the_target_is_warned_about(adaptive: Command, pair: tuple[str, str]) -> None:
     code, _, err = adaptive("generate", "Hi", "--target", pair[1], "--draft", pair[0], "--max-new-tokens", "3")
     assert code == 0
     assert "larger than the target" in " ".join(err.split())
 
 
-def test_a_state_folder_that_cannot_be_written_is_named(adaptive, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_state_folder_that_cannot_be_written_is_named(
+    adaptive: Command, pair: tuple[str, str], tmp_path: Path
+) -> None:
     if os.geteuid() == 0:
         closed = Path("/sys/adaptive-state")  # even root cannot write there
     else:
@@ -192,20 +174,20 @@ def test_a_state_folder_that_cannot_be_written_is_named(adaptive, pair: tuple[st
     ],
 )
 def test_nonsense_options_are_one_clear_line(
-    adaptive, pair: tuple[str, str], option: str, value: str, word: str
+    adaptive: Command, pair: tuple[str, str], option: str, value: str, word: str
 ) -> None:
     code, _, err = adaptive("generate", "Hi", "--target", pair[0], "--draft", pair[1], option, value)
     assert code == 2
     assert word in one_line(err)
 
 
-def test_a_prompt_past_the_context_ends_in_one_line(adaptive, pair: tuple[str, str]) -> None:
+def test_a_prompt_past_the_context_ends_in_one_line(adaptive: Command, pair: tuple[str, str]) -> None:
     code, _, err = adaptive("generate", "word " * 3000, "--target", pair[0], "--draft", pair[1])
     assert code == 2
     assert "context holds 2048" in one_line(err)
 
 
-def test_an_answer_that_meets_the_end_of_the_context_finishes_clearly(adaptive, pair: tuple[str, str]) -> None:
+def test_an_answer_that_meets_the_end_of_the_context_finishes_clearly(adaptive: Command, pair: tuple[str, str]) -> None:
     code, out, err = adaptive(
         "generate", "word " * 1000, "--target", pair[0], "--draft", pair[1], "--json", "--max-new-tokens", "5000",
         "--raw",
@@ -216,13 +198,15 @@ def test_an_answer_that_meets_the_end_of_the_context_finishes_clearly(adaptive, 
     assert answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"] <= 2048
 
 
-def test_a_seed_that_is_no_number_of_64_bits_is_refused_before_anything_is_loaded(adaptive) -> None:
+def test_a_seed_that_is_no_number_of_64_bits_is_refused_before_anything_is_loaded(adaptive: Command) -> None:
     code, _, err = adaptive("generate", "Hi", "--seed", str(2**64))
     assert code == 2
     assert "64 bits" in one_line(err)
 
 
-def test_text_that_is_no_unicode_is_one_line(adaptive, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_is_no_unicode_is_one_line(
+    adaptive: Command, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, _, err = adaptive("generate", "--raw", "half of a pair: \ud83d", "--target", pair[0], "--draft", pair[1])
     assert code == 2
     assert "not valid Unicode" in one_line(err)
@@ -232,7 +216,7 @@ def test_text_that_is_no_unicode_is_one_line(adaptive, pair: tuple[str, str], mo
     assert "standard input is not UTF-8" in one_line(err)
 
 
-def test_a_line_of_a_file_ends_at_a_line_feed_alone(adaptive, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_line_of_a_file_ends_at_a_line_feed_alone(adaptive: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "one\u2028line\x85"}, ensure_ascii=False) + "\r\n", encoding="utf-8")
     arguments = ("--target", pair[0], "--draft", pair[1], "--prompts", str(file), "--json", "--max-new-tokens", "2")
@@ -242,7 +226,7 @@ def test_a_line_of_a_file_ends_at_a_line_feed_alone(adaptive, pair: tuple[str, s
 
 
 def test_what_cannot_be_kept_for_next_time_is_said_and_the_answer_stands(
-    adaptive, pair: tuple[str, str], own_home: Path
+    adaptive: Command, pair: tuple[str, str], own_home: Path
 ) -> None:
     arguments = ("generate", "Hi", "--target", pair[0], "--draft", pair[1], "--max-new-tokens", "4", "--seed", "1")
     assert adaptive(*arguments)[0] == 0
@@ -256,7 +240,7 @@ def test_what_cannot_be_kept_for_next_time_is_said_and_the_answer_stands(
     assert not list(own_home.glob("*/controller.json.*"))
 
 
-def test_options_that_a_command_would_not_heed_are_none_of_its(adaptive, tmp_path: Path) -> None:
+def test_options_that_a_command_would_not_heed_are_none_of_its(adaptive: Command, tmp_path: Path) -> None:
     assert adaptive("demo", "--state-dir", str(tmp_path))[0] == 2
     assert adaptive("bench", "--draft-length", "4")[0] == 2
     assert adaptive("calibrate", "--no-record")[0] == 2

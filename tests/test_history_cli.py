@@ -11,19 +11,16 @@ import shutil
 import sqlite3
 import stat
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Command
 from records_factory import generation
 
 from adaptive.records.log import Log
 from adaptive.records.stats import speculative_stats
 from adaptive.records.writer import LogWriter
 from adaptive.types import Round
-from cli import main
-
-Run = Callable[..., tuple[int, str, str]]
 
 SAID = [
     generation(
@@ -40,20 +37,10 @@ SAID = [
 ROUNDS = [r for g in SAID for r in g.rounds]
 
 
-@pytest.fixture
-def adaptive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line here; gives exit status, standard output and standard error."""
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of eighty columns."""
     monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr("sys.argv", ["adaptive", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main.run()
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
-
-    return run
 
 
 @pytest.fixture
@@ -66,7 +53,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_json_figures_are_those_of_the_rounds(records: Path, adaptive: Run) -> None:
+def test_json_figures_are_those_of_the_rounds(records: Path, adaptive: Command) -> None:
     status, out, err = adaptive("history", "--json")
     assert (status, "big--small-1234" in err) == (0, True)
     value = json.loads(out)
@@ -89,7 +76,7 @@ def test_json_figures_are_those_of_the_rounds(records: Path, adaptive: Run) -> N
 
 
 @pytest.mark.parametrize("by", ["adapter", "day", "session", "position"])
-def test_table_and_plot_fit_eighty_columns(records: Path, adaptive: Run, by: str) -> None:
+def test_table_and_plot_fit_eighty_columns(records: Path, adaptive: Command, by: str) -> None:
     status, out, _ = adaptive("history", "--by", by)
     assert status == 0
     assert max(len(line) for line in out.splitlines()) <= 80
@@ -100,7 +87,7 @@ def test_table_and_plot_fit_eighty_columns(records: Path, adaptive: Run, by: str
 
 
 @pytest.mark.parametrize("by", ["adapter", "day", "session", "position"])
-def test_a_log_without_drafts_is_shown(tmp_path: Path, adaptive: Run, by: str) -> None:
+def test_a_log_without_drafts_is_shown(tmp_path: Path, adaptive: Command, by: str) -> None:
     path = tmp_path / "home" / "big--none-1234" / "records.db"
     with LogWriter(path) as writer:
         for number in range(12):
@@ -111,7 +98,7 @@ def test_a_log_without_drafts_is_shown(tmp_path: Path, adaptive: Run, by: str) -
     assert "tokens per second" in out
 
 
-def test_names_from_outside_stay_on_their_line_of_the_table(tmp_path: Path, adaptive: Run) -> None:
+def test_names_from_outside_stay_on_their_line_of_the_table(tmp_path: Path, adaptive: Command) -> None:
     path = tmp_path / "home" / "big--small-1234" / "records.db"
     with LogWriter(path) as writer:
         writer.write(generation(1, session="a\x1b]0;owned\x07\nb", domain="c\x1b[2Jd"))
@@ -123,7 +110,7 @@ def test_names_from_outside_stay_on_their_line_of_the_table(tmp_path: Path, adap
     assert "c␛[2Jd" in out
 
 
-def test_csv_has_a_line_for_every_row(records: Path, adaptive: Run) -> None:
+def test_csv_has_a_line_for_every_row(records: Path, adaptive: Command) -> None:
     _, out, _ = adaptive("history", "--by", "session", "--csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [row["session"] for row in rows] == ["[s]0", "[s]1", "[s]2"]
@@ -132,7 +119,7 @@ def test_csv_has_a_line_for_every_row(records: Path, adaptive: Run) -> None:
     assert [row["position"] for row in csv.DictReader(io.StringIO(out))] == ["1", "2", "3", "4"]
 
 
-def test_the_html_report_needs_no_network(records: Path, adaptive: Run, tmp_path: Path) -> None:
+def test_the_html_report_needs_no_network(records: Path, adaptive: Command, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     assert adaptive("history", "--html", str(report))[0] == 0
     page = report.read_text(encoding="utf-8")
@@ -144,7 +131,7 @@ def test_the_html_report_needs_no_network(records: Path, adaptive: Run, tmp_path
     assert (status, len(err.strip().splitlines())) == (2, 2)  # the pair, and the error
 
 
-def test_an_empty_log_says_what_to_do(records: Path, adaptive: Run) -> None:
+def test_an_empty_log_says_what_to_do(records: Path, adaptive: Command) -> None:
     assert adaptive("records", "purge", "--all", "--yes")[0] == 0
     for command in (("history",), ("records", "stats")):
         status, out, _ = adaptive(*command)
@@ -152,14 +139,14 @@ def test_an_empty_log_says_what_to_do(records: Path, adaptive: Run) -> None:
     assert json.loads(adaptive("history", "--json")[1])["totals"]["generations"] == 0
 
 
-def test_without_any_state_history_says_what_to_do(adaptive: Run) -> None:
+def test_without_any_state_history_says_what_to_do(adaptive: Command) -> None:
     status, _, err = adaptive("history")
     assert status == 2
     assert "adaptive demo" in err
     assert len(err.strip().splitlines()) == 1
 
 
-def test_stats_in_json_count_the_log(records: Path, adaptive: Run) -> None:
+def test_stats_in_json_count_the_log(records: Path, adaptive: Command) -> None:
     value = json.loads(adaptive("records", "stats", "--json")[1])
     assert (value["generations"], value["tokens"], value["positions"]) == (12, 12 * 18, 12 * 18)
     assert value["by_adapter"] == [
@@ -168,7 +155,7 @@ def test_stats_in_json_count_the_log(records: Path, adaptive: Run) -> None:
     ]
 
 
-def test_export_names_its_format_by_the_file(records: Path, adaptive: Run, tmp_path: Path) -> None:
+def test_export_names_its_format_by_the_file(records: Path, adaptive: Command, tmp_path: Path) -> None:
     assert adaptive("records", "export", str(tmp_path / "a.jsonl"))[0] == 0
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 12
     assert len(adaptive("records", "export", "-")[1].splitlines()) == 12
@@ -177,7 +164,7 @@ def test_export_names_its_format_by_the_file(records: Path, adaptive: Run, tmp_p
 
 
 def test_purge_asks_first_and_deletes_what_was_named(
-    records: Path, adaptive: Run, monkeypatch: pytest.MonkeyPatch
+    records: Path, adaptive: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     assert adaptive("records", "purge", "--session", "[s]1")[0] == 1
@@ -190,7 +177,7 @@ def test_purge_asks_first_and_deletes_what_was_named(
 
 
 def test_purge_of_a_pair_that_nobody_named_says_which_it_is_and_asks(
-    records: Path, adaptive: Run, monkeypatch: pytest.MonkeyPatch
+    records: Path, adaptive: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     another = records.parent.parent / "other--pair-5678" / "records.db"
     with LogWriter(another) as writer:
@@ -210,12 +197,14 @@ def test_purge_of_a_pair_that_nobody_named_says_which_it_is_and_asks(
     "arguments",
     [(), ("--all", "--session", "x"), ("--older-than", "soon"), ("--older-than", "30")],
 )
-def test_purge_without_a_clear_choice_deletes_nothing(records: Path, adaptive: Run, arguments: tuple[str, ...]) -> None:
+def test_purge_without_a_clear_choice_deletes_nothing(
+    records: Path, adaptive: Command, arguments: tuple[str, ...]
+) -> None:
     assert adaptive("records", "purge", "--yes", *arguments)[0] == 2
     assert Log(records).count() == 12
 
 
-def test_a_damaged_log_is_one_line_and_status_2(records: Path, adaptive: Run) -> None:
+def test_a_damaged_log_is_one_line_and_status_2(records: Path, adaptive: Command) -> None:
     records.write_bytes(b"no database, whatever its name may say" * 50)
     for command in (("history",), ("records", "stats"), ("records", "purge", "--session", "s", "--yes")):
         status, out, err = adaptive(*command)

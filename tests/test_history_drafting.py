@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import BUNDLED
+from conftest import BUNDLED, Command
 from records_factory import generation as make_generation
 from test_lossless_sampled import PARAMS, PROMPT, RUNS, VOCAB, NoText, exact_distribution, models, p_value  # noqa: F401
 
@@ -32,7 +32,6 @@ from adaptive.records.writer import LogWriter
 from adaptive.sampling import Penalties
 from adaptive.settings import load_settings
 from adaptive.types import Message, Round, SamplingParams, StopParams
-from cli.main import run
 
 GREEDY = SamplingParams(temperature=0.0)
 TOKENS = 200
@@ -321,19 +320,14 @@ def test_rounds_of_history_say_nothing_of_an_adapter(pair: Pair, prompts: list[s
 
 
 @pytest.mark.parametrize("history", ["auto", "session", "off"])
-def test_generate_names_who_drafted(
-    history: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_names_who_drafted(history: str, tmp_path: Path, adaptive: Command) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "Say hello."}) + "\n")
-    command = ["adaptive", "generate", "--prompts", str(file), "--json", "--history", history, "--draft-length", "4"]
-    command += ["--max-new-tokens", "60", "--state-dir", str(tmp_path / "state")]
-    monkeypatch.setattr(sys, "argv", command)
+    command = ("generate", "--prompts", str(file), "--json", "--history", history, "--draft-length", "4")
     drafters: list[dict[str, Any]] = []
     for _ in range(2):
-        with pytest.raises(SystemExit) as ended:
-            run()
-        assert not ended.value.code
-        drafters.append(json.loads(capsys.readouterr().out)["drafters"])
+        code, out, err = adaptive(*command, "--max-new-tokens", "60", "--state-dir", str(tmp_path / "state"))
+        assert code == 0, err
+        drafters.append(json.loads(out)["drafters"])
     assert (HISTORY in drafters[1]) == (history == "auto") or history == "session"
     assert all(set(one) == {"rounds", "drafted", "accepted"} for found in drafters for one in found.values())
