@@ -22,7 +22,9 @@ from cli.waiting import wait
 if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
+    from transformers import PreTrainedModel
 
+    from adaptive.engines.head.module import Head
     from adaptive.settings import Settings
     from checkpoints.manifest import HeldOut, Interval
     from cli.prompts import PromptLine
@@ -151,7 +153,6 @@ def run(
     from trainers import processes
     from trainers.dataset import read_log
     from trainers.lock import only_trainer
-    from trainers.lora import width_of
     from trainers.run import distill as train
     from trainers.worker import spool_of
 
@@ -174,9 +175,18 @@ def run(
                 extra=extra,
                 promotion=promotion,
                 state=state.training,
-                rivals=recipe.rivals(width_of(draft)) if compare else (),
+                rivals=_rivals(recipe, draft) if compare else (),
                 spool=spool_of(settings, state),
             )
+
+
+def _rivals(recipe: Recipe, draft: PreTrainedModel | Head) -> tuple[Recipe, ...]:
+    """What else is tried: of a head only another loss, since all of it learns, from where it stands."""
+    from adaptive.engines.head.module import Head
+    from trainers.lora import width_of
+
+    found = recipe.rivals(width_of(draft))
+    return tuple(r for r in found if r.loss != recipe.loss) if isinstance(draft, Head) else found
 
 
 def _prompts(file: Path) -> list[PromptLine]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,50 @@ def test_a_head_grows_from_nothing_is_promoted_and_goes_on(tmp_path: Path, spoke
     assert second.manifest.parent == first.manifest.id
     assert second.manifest.recent is not None
     assert second.manifest.recent.acceptance_after.mean == pytest.approx(acceptance_rate(replays), abs=0.02)
+
+
+def test_a_head_that_was_given_is_what_is_judged_against_and_gone_on_from(
+    tmp_path: Path, spoken: list[Generation]
+) -> None:
+    spool, given = keep(tmp_path, spoken), new_head(tmp_path)
+    (tmp_path / "given").mkdir()
+    given.write(tmp_path / "given")  # untrained, and yet not nothing
+    again = Head.read(tmp_path / "given", parts_of_folder(tmp_path / "target"), torch.float32)
+    short = Recipe(epochs=0.05, evaluations=1, learning_rate=1e-5)
+    store = AdapterStore(tmp_path / "adapters")
+    outcome = distill(tmp_path / "records.db", store, BASE, again, short, spool=spool, promotion="never")
+    assert outcome.manifest is not None
+    assert outcome.manifest.recent is not None
+    before, after = outcome.manifest.recent.acceptance_before.mean, outcome.manifest.recent.acceptance_after.mean
+    assert before > 0.01
+    assert after == pytest.approx(before, abs=0.02)
+
+
+def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, spoken: list[Generation]) -> None:
+    spool, head, store = keep(tmp_path, spoken), new_head(tmp_path), AdapterStore(tmp_path / "adapters")
+    log, state, seen, short = tmp_path / "records.db", tmp_path / "state", [0], replace(SHORT, epochs=2, evaluations=8)
+
+    def stopped_after_six() -> bool:
+        return seen[-1] >= 6
+
+    first = distill(
+        log, store, BASE, head, short, lambda at: seen.append(at.step), stopped_after_six, spool=spool, state=state
+    )
+    assert first.stopped
+    steps: list[int] = []
+    again = distill(
+        log, store, BASE, new_head(tmp_path), short, lambda at: steps.append(at.step), spool=spool, state=state
+    )
+    assert steps[0] > 1
+    assert any("going on with the run that was interrupted" in note for note in again.notes)
+    assert not again.stopped
+
+
+def test_chat_messages_teach_no_head(tmp_path: Path, spoken: list[Generation]) -> None:
+    spool, head = keep(tmp_path, spoken[:2]), new_head(tmp_path)
+    extra = read_log(tmp_path / "records.db", 10)
+    with pytest.raises(AdaptiveError, match="hidden states, which a file of chat messages does not hold"):
+        distill(None, AdapterStore(tmp_path / "adapters"), BASE, head, SHORT, extra=extra, spool=spool)
 
 
 def test_only_records_with_features_are_learned_from(tmp_path: Path, spoken: list[Generation]) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from adaptive.errors import AdaptiveError
 from checkpoints.manifest import BaseDraft, HeldOut, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 from trainers import processes
@@ -110,9 +111,13 @@ def distill(
     current = store.current_id()  # which may be an adapter of other weights, that nobody uses
     kept = TrainingState(state) if state is not None and not rivals else None
     school = school_of(draft)
-    sets, resumed = gather(
-        log, extra, in_use, recipe, base, school.longest_output, kept, spool if school.kind == "head" else None
-    )
+    spool = spool if school.kind == "head" else None
+    if extra is not None and school.kind == "head":
+        raise AdaptiveError(
+            "a head learns from the target's hidden states, which a file of chat messages does not hold; let the "
+            "target answer prompts with --prompts, or learn from the log"
+        )
+    sets, resumed = gather(log, extra, in_use, recipe, base, school.longest_output, kept, spool)
     # With no adapter in use, going on from it is starting from zero: one of the two is enough.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     attempts, stopped = _attempts(school, store, in_use, sets, recipes, on_progress, should_stop, kept)

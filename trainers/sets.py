@@ -76,7 +76,8 @@ def gather(
             return sets, True
     newest = _newest(log)
     sets = _read(log, extra, in_use, recipe, longest, newest, spool)
-    _check_enough(sets, in_use is None, "the log" if extra is None else "the data")
+    where = "the log" if extra is None else "the data"
+    _check_enough(sets, in_use is None, where if spool is None else f"{where}, where hidden states were kept,")
     if kept is not None:
         kept.begin(made_of, sets.train + sets.validation, newest)
     return sets, False

@@ -214,7 +214,7 @@ class DraftSchool:
 
 
 class HeadSchool:
-    """A head, which goes on growing from the one that was promoted last."""
+    """A head, which goes on growing from the one that was promoted last; one that was given, from what it was."""
 
     kind: Literal["lora", "head"] = "head"
 
@@ -230,6 +230,7 @@ class HeadSchool:
     @contextmanager
     def in_use(self, folder: Path | None, recipe: Recipe) -> Iterator[Student]:
         """See the protocol. With no folder nothing has been promoted, and decoding is plain."""
+        folder = folder or self.head.came_from
         if folder is None:
             yield NoHead(self.head, recipe)
             return
@@ -239,6 +240,7 @@ class HeadSchool:
     @contextmanager
     def trainable(self, parent: Path | None, recipe: Recipe) -> Iterator[Student]:
         """See the protocol."""
+        parent = parent or self.head.came_from
         if parent is None:
             self.head.reset()
         else:

@@ -63,6 +63,7 @@ class Head(nn.Module):
         self.token_norm = nn.RMSNorm(self.width, eps=eps, dtype=dtype, device=device)
         self.feature_norm = nn.RMSNorm(self.width, eps=eps, dtype=dtype, device=device)
         self.fuse = nn.Linear(2 * self.width, self.width, bias=False, dtype=dtype, device=device)
+        self.came_from: Path | None = None  # the folder that it was read from
         self._first = parts.layer
         self.reset()
 
@@ -76,6 +77,7 @@ class Head(nn.Module):
         """The head in ``folder``. Raises AdaptiveError where it does not fit the target."""
         head = cls(parts, dtype)
         head.load(folder)
+        head.came_from = folder
         return head
 
     @property
