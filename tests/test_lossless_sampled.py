@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -137,20 +138,23 @@ def run_loop(
     length: int,
     runs: int = RUNS,
     certain: Certain | None = None,
+    seeded: bool = False,
 ) -> Counter[tuple[int, ...]]:
-    """The first three of four tokens of ``runs`` generations by the whole loop (so that two are drafted at once)."""
+    """The first three of four tokens of ``runs`` generations by the whole loop (so that two are drafted at once), where
+    they are ``seeded`` each under a seed of its own."""
     target, draft = models
     one, other = sequences(target, draft)
     assert other is not None
     generator = torch.Generator().manual_seed(11)
     counts: Counter[tuple[int, ...]] = Counter()
-    for _ in range(runs):
+    for number in range(runs):
         one.rollback(len(PROMPT) - 1)
         other.rollback(len(PROMPT) - 1)
-        penalties = Penalties(params, VOCAB, torch.device("cpu"))
-        request = Request(PROMPT, params, StopParams(max_new_tokens=4), frozenset(), record=False)
-        drafter = certain or ModelDrafter(other, draft, VOCAB, params, penalties, generator)
-        verifier = Verifier(params, penalties, generator)
+        under = replace(params, seed=number) if seeded else params
+        penalties = Penalties(under, VOCAB, torch.device("cpu"))
+        request = Request(PROMPT, under, StopParams(max_new_tokens=4), frozenset(), record=False)
+        drafter = certain or ModelDrafter(other, draft, VOCAB, under, penalties, generator)
+        verifier = Verifier(under, penalties, generator)
         decoding = Decoding(request, one, 64, drafter, verifier, FixedLength(length), NoText())  # type: ignore[arg-type]
         for _ in decoding.steps():
             pass

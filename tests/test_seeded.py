@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,55 +10,22 @@ import pytest
 import torch
 from conftest import BUNDLED, save_random_adapter
 from scipy.stats import chisquare, kstest
-from test_lossless_sampled import IDS, PARAMS, PROMPT, VOCAB, NoText, exact_distribution, models, p_value
+from test_lossless_sampled import IDS, PARAMS, RUNS, VOCAB, exact_distribution, models, p_value, run_loop
 
 from adaptive import noise as noise_module
 from adaptive.assistant import Assistant, length_policy
 from adaptive.control.policy import FixedLength
 from adaptive.decoding import verify
-from adaptive.decoding.loop import Decoding, Request, Verifier
-from adaptive.drafting.model import ModelDrafter
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.engines.load import sampling_kernels
-from adaptive.engines.protocol import Engine, sequences
 from adaptive.errors import AdaptiveError
 from adaptive.noise import noise, race
 from adaptive.pair import Pair, load_pair
-from adaptive.sampling import Penalties
 from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 
 assert models  # a fixture
 CPU = torch.device("cpu")
-RUNS = 4000
-
-
-def seeded(params: SamplingParams, seed: int) -> SamplingParams:
-    return SamplingParams(**{**params.__dict__, "seed": seed})
-
-
-def run_loop(
-    models: tuple[Engine, Engine], params: SamplingParams, length: int, runs: int = RUNS
-) -> Counter[tuple[int, ...]]:
-    """The first three of four tokens of generations by the whole loop, each under a seed of its own."""
-    target, draft = models
-    one, other = sequences(target, draft)
-    assert other is not None
-    generator = torch.Generator().manual_seed(11)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(runs):
-        one.rollback(len(PROMPT) - 1)
-        other.rollback(len(PROMPT) - 1)
-        under = seeded(params, seed)
-        penalties = Penalties(under, VOCAB, CPU)
-        request = Request(PROMPT, under, StopParams(max_new_tokens=4), frozenset(), record=False)
-        drafter = ModelDrafter(other, draft, VOCAB, under, penalties, generator)
-        verifier = Verifier(under, penalties, generator)
-        decoding = Decoding(request, one, 64, drafter, verifier, FixedLength(length), NoText())  # type: ignore[arg-type]
-        for _ in decoding.steps():
-            pass
-        counts[tuple(decoding.output[:3])] += 1
-    return counts
 
 
 @pytest.mark.parametrize("way", ["fused", "tensors"])
@@ -75,7 +41,7 @@ def test_over_all_seeds_the_whole_loop_samples_from_the_target(
         monkeypatch.setattr(TransformersSequence, "fused", None)
         monkeypatch.setattr("adaptive.sampling.sampling_kernels", lambda: None)
         runs //= 2  # eight times as slow; the kernels are held to the very choices of these tensors below
-    assert p_value(run_loop(models, params, 2, runs), exact_distribution(models[0], params)) > 0.001
+    assert p_value(run_loop(models, params, 2, runs, seeded=True), exact_distribution(models[0], params)) > 0.001
 
 
 def always_the_drafts(p: torch.Tensor, drafted: list[int], seed: int, position: int) -> verify.Verdict:
@@ -103,7 +69,10 @@ def test_a_broken_coupling_fails_the_same_test(
     else:
         monkeypatch.setattr(noise_module, "keys_of", without_positions)
     # What is so wrong shows in a quarter of the runs.
-    assert p_value(run_loop(models, PARAMS[1], 2, RUNS // 4), exact_distribution(models[0], PARAMS[1])) < 0.001
+    assert (
+        p_value(run_loop(models, PARAMS[1], 2, RUNS // 4, seeded=True), exact_distribution(models[0], PARAMS[1]))
+        < 0.001
+    )
 
 
 def test_noise_is_exponential_and_that_of_two_places_is_independent() -> None:
