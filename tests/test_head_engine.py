@@ -147,6 +147,27 @@ def test_a_copy_reads_the_sequence_that_it_is_bound_to(ours: bool) -> None:
     assert draft.length == 44
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_our_kernels_it_reads_a_target_that_transformers_runs(dtype: torch.dtype) -> None:
+    """As of a quantised target; features are then in the target's dtype."""
+    model = made("qwen3", dtype)
+    target = TransformersEngine(model)
+    module = randomised(Head.from_target(model))
+    head, alike = HeadEngine(module, target), HeadEngine(module, target)
+    alike.cpu_forward = target.cpu_forward = None
+    tokens = text(50)
+    held, draft = bound(target, head)
+    held.extend(tokens[:40], 1)
+    other = alike.sequence_of(held)
+    assert (draft.fused is not None) == (kernels.library() is not None)
+    for begin, end in ((0, 1), (1, 20), (20, 44), (44, 45)):
+        one, theirs = (sequence.extend(tokens[begin:end], end - begin).float() for sequence in (draft, other))
+        tolerance = 1e-4 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(one / theirs.abs().max(), theirs / theirs.abs().max(), rtol=0, atol=tolerance)
+    draft.rollback(45)
+    assert draft.length == 41
+
+
 def test_a_long_text_is_caught_up_with_in_parts() -> None:
     for ours in (True, False):
         target, head = engines("llama", ours)

@@ -135,6 +135,37 @@ def as_if_new(pair: Pair, conversation: Conversation) -> None:
     torch.testing.assert_close(found, right, rtol=0, atol=1e-3 * float(right.abs().max()))
 
 
+def test_a_head_that_is_promoted_within_an_answer_drafts_the_rest_of_it(
+    targets: dict[str, Path], prompts: list[str], tmp_path: Path
+) -> None:
+    target = targets["bundled"]
+    settings = load_settings({"target": str(target), "draft": "auto", "dtype": "float32"})
+    pair, trained = load_pair(settings), save_head(target, tmp_path / "head")
+    assert isinstance(pair.draft, HeadEngine)
+    assert not pair.draft.ready
+    assistant, looks = Assistant(pair, FixedLength(4), None), 0
+
+    def between() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 5:
+            assistant.begin_swap("0001", trained)
+        return assistant.finish_swap(0.0)
+
+    assistant.between_rounds = between
+    assert said(assistant, prompts[4:5]) == alone(pair, prompts[4:5])
+    assert assistant.last is not None
+    drafters = [outcome.drafter for outcome in assistant.last.rounds]
+    begins = drafters.index("head")
+    assert begins >= 4
+    assert set(drafters[:begins]) == {"none"}
+    assert drafters[begins:].count("head") > len(drafters[begins:]) // 2
+    assert [adapter for adapter, _ in assistant.drafted_by] == [None, "0001"]
+    assistant.use_adapter(None, None)
+    said(assistant, prompts[4:5], most=20)
+    assert {outcome.drafter for outcome in assistant.last.rounds} == {"none"}
+
+
 @pytest.fixture(scope="module")
 def models() -> tuple[TransformersEngine, HeadEngine]:
     """A tiny target over eight tokens, and a head that disagrees with it, but not everywhere."""
