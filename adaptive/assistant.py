@@ -9,6 +9,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +19,18 @@ from adaptive.caches import Conversation, Conversations
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import Memory
 from adaptive.control.policy import FixedLength, LengthPolicy, Scope
-from adaptive.decoding.loop import Decoding, Request, Step, Verifier
+from adaptive.decoding.loop import FREE, Decoding, Request, Step, Verifier
 from adaptive.decoding.text import TextStream
 from adaptive.drafting.archive import History
-from adaptive.drafting.history import HISTORY
 from adaptive.drafting.model import ModelDrafter
 from adaptive.encoding import encode_text, render_chat
 from adaptive.engines.protocol import ReadsFeatures
 from adaptive.errors import AdaptiveError, ContextFullError
+from adaptive.grammar import Constraint, Grammar, Grammars
 from adaptive.pair import Pair
 from adaptive.records.features import LONGEST, Features
 from adaptive.records.writer import LogWriter
-from adaptive.sampling import Penalties
+from adaptive.sampling import LogitsProcessor
 from adaptive.settings import Settings
 from adaptive.types import Generation, Message, Round, SamplingParams, StopParams
 
@@ -80,6 +81,7 @@ class Assistant:
         self.session = uuid.uuid4().hex[:12]
         self.conversations = Conversations(pair.target, pair.draft, cache_bytes)
         self._ends = _end_tokens(pair)
+        self.grammars = Grammars(pair.tokenizer, pair.target.vocab_size, self._ends)
 
     def use_adapter(self, adapter: str | None, folder: Path | None) -> None:
         """Swap the draft's adapter now, wholly. Raises AdaptiveError if it does not fit."""
@@ -110,7 +112,7 @@ class Assistant:
         rounds = self.last.rounds
         ends = [first for _, first in self.drafted_by[1:]] + [len(rounds)]
         return [
-            (adapter, tuple(r for r in rounds[first:end] if r.drafter != HISTORY))
+            (adapter, tuple(r for r in rounds[first:end] if r.drafter not in FREE))
             for (adapter, first), end in zip(self.drafted_by, ends, strict=True)
         ]
 
@@ -155,10 +157,11 @@ class Assistant:
         session: str | None = None,
         domain: str | None = None,
         record: bool = True,
+        grammar: Grammar | None = None,
     ) -> Iterator[Step]:
         """Answer a chat; the part of it that the caches already hold is not computed again."""
         prompt = encode_chat(self.pair, messages)
-        return self.answer(prompt, tuple(messages), "", sampling, stop, session, domain, record)
+        return self.answer(prompt, tuple(messages), "", sampling, stop, session, domain, record, grammar=grammar)
 
     def complete(
         self,
@@ -169,10 +172,11 @@ class Assistant:
         session: str | None = None,
         domain: str | None = None,
         record: bool = True,
+        grammar: Grammar | None = None,
     ) -> Iterator[Step]:
         """Continue a raw text, without the chat template."""
         prompt = encode_text(self.pair.tokenizer, text, self.pair.target.context_length)
-        return self.answer(prompt, (), text, sampling, stop, session, domain, record)
+        return self.answer(prompt, (), text, sampling, stop, session, domain, record, grammar=grammar)
 
     def answer(
         self,
@@ -188,10 +192,12 @@ class Assistant:
         client: str = "",
         owner: str = "",
         goes_on: bool = False,
+        grammar: Grammar | None = None,
     ) -> Iterator[Step]:
         """Answer a prompt of token ids, which came from ``messages`` or from a raw ``text``.
 
-        ``goes_on`` is a prompt that ends within an answer, which this one continues.
+        ``goes_on`` is a prompt that ends within an answer, which this one continues. The answer keeps to the
+        ``grammar``, if there is one, unless a limit cuts it.
 
         Without a ``session``, where several conversations are kept, how it began and ``client`` tell which one
         this is. ``owner`` is whom the record belongs to, and whose records are drafted from.
@@ -205,6 +211,9 @@ class Assistant:
                 f"the prompt has {len(prompt)} tokens and the target's context holds {context}; "
                 "shorten it or start anew"
             )
+        constraint = None
+        if grammar is not None:
+            constraint, sampling = self.grammars.constraint(grammar), replace(sampling, constrained=True)
         created = time.time()
         record = record and self.log is not None
         conversation = self.conversations.take(prompt, messages, client, session)
@@ -212,7 +221,7 @@ class Assistant:
         self.policy.begin(Scope(session, sampling.temperature, sampling.seeded))
         request = Request(prompt, sampling, stop, self._end_set(stop), record or supervise)
         stream = TextStream(self.pair.tokenizer, stop.stop, () if messages and not goes_on else prompt)
-        decoding = self.last = self._decoding(request, conversation, stream, owner)
+        decoding = self.last = self._decoding(request, conversation, stream, owner, constraint)
         adapter = self.adapter
         self.drafted_by = [(adapter, 0)]
         try:
@@ -258,10 +267,17 @@ class Assistant:
         """Random numbers for an answer without a seed."""
         return torch.Generator(device).manual_seed(self.chance.getrandbits(63))
 
-    def _decoding(self, request: Request, conversation: Conversation, stream: TextStream, owner: str) -> Decoding:
+    def _decoding(
+        self,
+        request: Request,
+        conversation: Conversation,
+        stream: TextStream,
+        owner: str,
+        constraint: Constraint | None,
+    ) -> Decoding:
         """Wire caches, drafter, verifier and text stream for one request."""
         target, sampling = self.pair.target, request.sampling
-        penalties = Penalties(sampling, target.vocab_size, target.device)
+        processor = LogitsProcessor(sampling, target.vocab_size, target.device, constraint)
         conversation.target.keep_prefix_of(request.prompt)
         drafter = None
         if conversation.draft is not None and self.pair.draft is not None:
@@ -271,10 +287,10 @@ class Assistant:
                 self.pair.draft,
                 target.vocab_size,
                 sampling,
-                penalties,
+                processor,
                 self._generator(self.pair.draft.device),
             )
-        verifier = Verifier(sampling, penalties, self._generator(target.device))
+        verifier = Verifier(sampling, processor, self._generator(target.device))
         return Decoding(
             request,
             conversation.target.sequence,

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from adaptive.engines.load import sampling_kernels
+from adaptive.grammar import Constraint
 from adaptive.tokens import Rows
 from adaptive.types import SamplingParams
 
@@ -159,45 +160,56 @@ def pick(probs: npt.NDArray[np.float32], share: float, less: npt.NDArray[np.floa
     return begins + int(mass.searchsorted(share * mass[-1], side="right"))
 
 
-class Penalties:
-    """Repetition, presence and frequency penalties and logit bias, as a function of what came before.
+class LogitsProcessor:
+    """Repetition, presence and frequency penalties, logit bias and the mask of a grammar, as a function of what came
+    before.
 
     Holds a count of every token of the text; the rows of one verification see, beyond the committed
-    text, the drafted tokens before their own position.
+    text, the drafted tokens before their own position. ``active`` says whether logits are changed at all.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, device: torch.device, constraint: Constraint | None = None
+    ) -> None:
         self.params = params
+        self.constraint = constraint
         self.vocab_size = vocab_size
-        self.active = params.penalised
+        self.penalised = params.penalised
         self.bias: torch.Tensor | None = None
         bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
         if bias:
             self.bias = torch.zeros(vocab_size, device=device)
             self.bias[torch.tensor(list(bias), device=device)] = torch.tensor(list(bias.values()), device=device)
-        if self.active:
+        self.active = self.penalised or self.bias is not None or constraint is not None
+        if self.penalised:
             self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.output = torch.zeros(vocab_size, device=device)
 
     def start(self, prompt: torch.Tensor) -> None:
         """Begin a text: prompt (n,) int64."""
-        if self.active:
+        if self.penalised:
             self.prompt[prompt.to(self.prompt.device)] = True
 
     def commit(self, tokens: list[int]) -> None:
-        """Count tokens that became part of the output."""
-        if self.active:
+        """These tokens became part of the output."""
+        if self.constraint is not None:
+            self.constraint.commit(tokens)
+        if self.penalised:
             counted = torch.tensor(tokens, dtype=torch.long, device=self.output.device)
             self.output.index_add_(0, counted, torch.ones(len(tokens), device=self.output.device))
 
     def apply(self, logits: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-        """Penalised float32 logits (n, vocab), the last row of which follows all of ``drafted`` (k,) and
+        """Processed float32 logits (n, vocab), the last row of which follows all of ``drafted`` (k,) and
         each row before it one token less: a verification has k + 1 rows, a draft step one.
         """
-        logits, device = logits.float(), logits.device
+        logits = self._penalise(logits.float(), drafted)
+        return logits if self.constraint is None else self.constraint.mask(logits, drafted.tolist())
+
+    def _penalise(self, logits: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+        device = logits.device
         if self.bias is not None:
             logits = logits + self.bias[: logits.shape[-1]].to(device)
-        if not self.active:
+        if not self.penalised:
             return logits
         rows, vocab = logits.shape
         output = self.output[:vocab].to(device).expand(rows, vocab)

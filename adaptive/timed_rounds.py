@@ -22,7 +22,7 @@ from adaptive.decoding.text import TextStream
 from adaptive.drafting.model import ModelDrafter
 from adaptive.engines.protocol import sequences
 from adaptive.pair import Pair
-from adaptive.sampling import Penalties
+from adaptive.sampling import LogitsProcessor
 from adaptive.types import Round, SamplingParams, StopParams
 
 # Lengths that are measured; between them costs are taken as linear. Kernels change their ways at a
@@ -120,7 +120,7 @@ class TimedRounds:
 
     def __init__(self, pair: Pair, params: SamplingParams, context: int, attentive: bool) -> None:
         assert pair.draft is not None
-        penalties = Penalties(params, pair.target.vocab_size, pair.target.device)
+        processor = LogitsProcessor(params, pair.target.vocab_size, pair.target.device)
         self.committed = [1 + i * 7919 % (pair.target.vocab_size - 1) for i in range(context)]
         self.target, draft = sequences(pair.target, pair.draft)
         assert draft is not None
@@ -129,10 +129,10 @@ class TimedRounds:
             sequence.reserve(context + LONGEST + 2)
         generator = torch.Generator(pair.draft.device)
         self.drafter = ModelDrafter(
-            self.draft, pair.draft, pair.target.vocab_size, params, penalties, generator, untrained=True
+            self.draft, pair.draft, pair.target.vocab_size, params, processor, generator, untrained=True
         )
-        penalties.start(torch.tensor(self.committed))
-        self.verifier = Verifier(params, penalties, torch.Generator(pair.target.device))
+        processor.start(torch.tensor(self.committed))
+        self.verifier = Verifier(params, processor, torch.Generator(pair.target.device))
         self.advise = Stopping(LONGEST) if attentive else None  # which never stops
         self._choices = [engine.threads for engine in (pair.target, pair.draft) if engine.threads is not None]
         self._own_clock, self._given = own_clock(pair), torch.get_num_threads()

@@ -29,6 +29,7 @@ class SamplingParams:
     logits of every token of prompt and output (CTRL, 1 = off); ``presence`` and ``frequency`` subtract from
     tokens of the output (OpenAI, 0 = off). ``logit_bias`` maps token id to an addend. ``seed`` fixes the text,
     whoever proposes (``adaptive/noise.py``); None draws tokens by chance, and accepts more of what is drafted.
+    ``constrained`` says that a grammar masked the logits, which the stored distributions do not show.
     """
 
     temperature: float = 0.0
@@ -40,6 +41,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    constrained: bool = False
 
     def __post_init__(self) -> None:
         """Raise AdaptiveError, naming the parameter, for a value outside its range."""

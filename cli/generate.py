@@ -15,8 +15,11 @@ from cli.options import shared_options
 if TYPE_CHECKING:
     from adaptive.assistant import Assistant
     from adaptive.decoding.loop import Decoding, Step
+    from adaptive.grammar import Grammar
     from adaptive.settings import Settings
     from cli.prompts import PromptLine
+
+FORMAT = "Format of the answer"
 
 
 @shared_options()
@@ -28,12 +31,23 @@ def generate(
     stop: Annotated[Optional[list[str]], typer.Option(help="End at this text; may be repeated.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     domain: Annotated[Optional[str], typer.Option(help="Label of this kind of text in the log.")] = None,
+    json_schema: Annotated[
+        Optional[Path], typer.Option(help="JSON schema that answers keep to.", rich_help_panel=FORMAT)
+    ] = None,
+    grammar: Annotated[
+        Optional[Path], typer.Option(help="Grammar that answers keep to: Lark or GBNF.", rich_help_panel=FORMAT)
+    ] = None,
+    regex: Annotated[
+        Optional[str], typer.Option(help="Regular expression that answers match.", rich_help_panel=FORMAT)
+    ] = None,
 ) -> None:
     """Answer one prompt, or every prompt of a file.
 
     Example: adaptive generate "Write a haiku about rain" --temperature 0.7
 
     Example: adaptive generate --prompts prompts.jsonl --json --draft-length 4
+
+    Example: adaptive generate "Name a fruit and its colour" --json-schema fruit.json
     """
     from rich.console import Console
 
@@ -48,6 +62,7 @@ def generate(
 
     from cli.opened import open_pair
 
+    keeps_to = _grammar(json_schema, grammar, regex)
     console = Console(stderr=True)
     with open_pair(settings, console) as session:
         from adaptive.assistant import sampling_params
@@ -55,11 +70,12 @@ def generate(
 
         sampling = sampling_params(settings, session.pair)
         limits = StopParams(settings.max_new_tokens, tuple(stop or ()))
+        given: dict[str, Any] = {"domain": domain, "grammar": keeps_to}
         for one in asked:
             if raw:
-                steps = session.assistant.complete(one.messages[-1].content, sampling, limits, domain=domain)
+                steps = session.assistant.complete(one.messages[-1].content, sampling, limits, **given)
             else:
-                steps = session.assistant.chat(one.messages, sampling, limits, domain=domain)
+                steps = session.assistant.chat(one.messages, sampling, limits, **given)
             if as_json:
                 for _ in steps:
                     pass
@@ -69,6 +85,25 @@ def generate(
                 show(steps)
                 keep(session.assistant)
                 console.print(f"[dim]{figures(session.assistant)}[/]", highlight=False)
+
+
+def _grammar(json_schema: Path | None, grammar: Path | None, regex: str | None) -> Grammar | None:
+    """What answers keep to. Raises AdaptiveError for a file that cannot be read, or for several at once."""
+    from adaptive.grammar import Grammar, notation
+
+    if sum(given is not None for given in (json_schema, grammar, regex)) > 1:
+        raise AdaptiveError("--json-schema, --grammar and --regex: an answer keeps to one of them")
+    if regex is not None:
+        return Grammar("regex", regex)
+    file = json_schema or grammar
+    if file is None:
+        return None
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise AdaptiveError(f"{file} cannot be read: {reason}") from error
+    return notation(text) if json_schema is None else Grammar("json_schema", text)
 
 
 def _standard_input() -> str:

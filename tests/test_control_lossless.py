@@ -23,7 +23,7 @@ from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.pair import load_pair
-from adaptive.sampling import Penalties
+from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
 from adaptive.types import Message, Round, SamplingParams, StopParams
 
@@ -74,7 +74,7 @@ def run_loop(
     for _ in range(runs):
         one.rollback(0)
         other.rollback(0)
-        penalties = Penalties(params, VOCAB, torch.device("cpu"))
+        penalties = LogitsProcessor(params, VOCAB, torch.device("cpu"))
         request = Request(PROMPT, params, StopParams(max_new_tokens=5), frozenset(), record=False)
         drafter = kind(other, draft, VOCAB, params, penalties, generator)
         verifier = Verifier(params, penalties, generator)

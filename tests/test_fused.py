@@ -24,7 +24,7 @@ from adaptive.engines.cpu.forward import cpu_forward
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.errors import AdaptiveError
-from adaptive.sampling import Penalties, Transform, Uniform
+from adaptive.sampling import LogitsProcessor, Transform, Uniform
 from adaptive.types import SamplingParams
 
 VOCAB = 300
@@ -61,7 +61,7 @@ def engine() -> TransformersEngine:
 
 def drafter(engine: TransformersEngine, params: SamplingParams, target_vocab: int = VOCAB) -> ModelDrafter:
     """With the same random numbers each time."""
-    penalties = Penalties(params, target_vocab, torch.device("cpu"))
+    penalties = LogitsProcessor(params, target_vocab, torch.device("cpu"))
     generator = torch.Generator().manual_seed(7)
     return ModelDrafter(engine.sequence(), engine, target_vocab, params, penalties, generator)
 
@@ -216,7 +216,7 @@ def test_penalties_and_biases_are_asked_for_token_by_token(engine: TransformersE
 
 def verifier(params: SamplingParams) -> Verifier:
     """With the same random numbers each time."""
-    penalties = Penalties(params, VOCAB, torch.device("cpu"))
+    penalties = LogitsProcessor(params, VOCAB, torch.device("cpu"))
     return Verifier(params, penalties, torch.Generator().manual_seed(11))
 
 

@@ -22,7 +22,7 @@ from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.engine import PREFILL_CHUNK, TransformersEngine, TransformersSequence
 from adaptive.engines.protocol import ReadsFeatures, draft_sequence, sequences
 from adaptive.errors import AdaptiveError
-from adaptive.sampling import Penalties
+from adaptive.sampling import LogitsProcessor
 from adaptive.types import SamplingParams
 
 VOCAB = 97
@@ -193,8 +193,8 @@ def drafter(
 ) -> tuple[TransformersSequence, ModelDrafter]:
     """With the same random numbers each time."""
     held, draft = bound(target, head)
-    penalties = Penalties(params, VOCAB, torch.device("cpu"))
-    made = ModelDrafter(draft, head, VOCAB, params, penalties, torch.Generator().manual_seed(7))
+    processor = LogitsProcessor(params, VOCAB, torch.device("cpu"))
+    made = ModelDrafter(draft, head, VOCAB, params, processor, torch.Generator().manual_seed(7))
     if not fused:
         made._fused = None
     return held, made
@@ -244,7 +244,8 @@ def test_other_weights_are_taken_over_and_given_back(ours: bool, tmp_path: Path)
     target, head = engines("gemma3", ours, grown=True)
     assert not head.ready
     held, draft = bound(target, head)
-    assert ModelDrafter(draft, head, VOCAB, PARAMS[0], Penalties(PARAMS[0], VOCAB, head.device), None).limit(5) == 0  # type: ignore[arg-type]
+    processor = LogitsProcessor(PARAMS[0], VOCAB, head.device)
+    assert ModelDrafter(draft, head, VOCAB, PARAMS[0], processor, None).limit(5) == 0  # type: ignore[arg-type]
     tokens = text(30)
     held.extend(tokens[:-1], 1)
 

@@ -29,7 +29,7 @@ from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.pair import Pair, load_pair
 from adaptive.records.log import Log
 from adaptive.records.writer import LogWriter
-from adaptive.sampling import Penalties
+from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
 from adaptive.types import Message, Round, SamplingParams, StopParams
 
@@ -151,7 +151,7 @@ def test_sampled_text_has_the_targets_distribution(
     for _ in range(RUNS):
         one.rollback(len(PROMPT) - 1)
         request = Request(PROMPT, params, StopParams(max_new_tokens=4), frozenset(), record=False)
-        penalties = Penalties(params, VOCAB, torch.device("cpu"))
+        penalties = LogitsProcessor(params, VOCAB, torch.device("cpu"))
         history = HistoryDrafter(RunningText(), source, Matches(), params.temperature)
         verifier = Verifier(params, penalties, generator)
         text: Any = NoText()

@@ -31,7 +31,7 @@ from adaptive.sampling import (
     BLOCK,
     LARGE,
     MOST,
-    Penalties,
+    LogitsProcessor,
     Transform,
     Uniform,
     draw_on_device,
@@ -96,7 +96,7 @@ def exact_distribution(target: Engine, params: SamplingParams) -> dict[tuple[int
     for continuation in product(range(VOCAB), repeat=3):
         probability = 1.0
         for place, token in enumerate(continuation):
-            penalties = Penalties(params, VOCAB, torch.device("cpu"))
+            penalties = LogitsProcessor(params, VOCAB, torch.device("cpu"))
             penalties.start(torch.tensor(PROMPT))
             penalties.commit(list(continuation[:place]))
             context = torch.tensor([*PROMPT, *continuation[:place]])
@@ -151,7 +151,7 @@ def run_loop(
         one.rollback(len(PROMPT) - 1)
         other.rollback(len(PROMPT) - 1)
         under = replace(params, seed=number) if seeded else params
-        penalties = Penalties(under, VOCAB, torch.device("cpu"))
+        penalties = LogitsProcessor(under, VOCAB, torch.device("cpu"))
         request = Request(PROMPT, under, StopParams(max_new_tokens=4), frozenset(), record=False)
         drafter = certain or ModelDrafter(other, draft, VOCAB, under, penalties, generator)
         verifier = Verifier(under, penalties, generator)

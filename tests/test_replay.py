@@ -229,9 +229,9 @@ def test_replay_works_for_an_architecture_with_absolute_positions() -> None:
 def test_penalties_apply_to_the_draft_as_they_did_when_the_text_was_made() -> None:
     draft = llama(1)
     params = SamplingParams(repetition_penalty=3.0, frequency_penalty=0.5, logit_bias={4: 2.0})
-    from adaptive.sampling import Penalties
+    from adaptive.sampling import LogitsProcessor
 
-    penalties = Penalties(params, VOCAB, torch.device("cpu"))
+    penalties = LogitsProcessor(params, VOCAB, torch.device("cpu"))
     prompt, ids = [1, 2, 3], [1, 2, 3]
     penalties.start(torch.tensor(prompt))
     for _ in range(15):

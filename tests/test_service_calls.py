@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from typing import Any
 
 import pytest
+import torch
 from conftest import BUNDLED
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from adaptive.service.calls import Call, parser_for
+from adaptive.errors import AdaptiveError
+from adaptive.grammar import Grammars
+from adaptive.service.calls import Call, forced_call, parser_for
 from adaptive.service.jobs import Answer, Ask, Done, Event, Job, Piece
 from adaptive.service.responses import Shape
 from adaptive.service.schemas import ChatMessage
@@ -85,6 +89,37 @@ def test_what_is_no_call_stays_text(text: str, size: int) -> None:
 def test_no_text_without_a_whole_mark_is_changed(text: str) -> None:
     if "<tool_call>" not in text:
         assert parsed(text, WITH_JSON, 3) == (text, [])
+
+
+def calls_at_random(several: bool, rng: random.Random) -> tuple[str, list[Call]]:
+    """What a model says that knows nothing and may only call."""
+    place = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": place}} for name in ("weather", "time")]
+    said, known = [], tokenizer(WITH_JSON)
+    grammar = forced_call(known, tools, several)
+    constraint = Grammars(known, len(known), frozenset([known.eos_token_id])).constraint(grammar)
+    while not said or said[-1] != known.eos_token_id:
+        may = constraint.mask(torch.zeros(1, len(known)), [])[0].isfinite().nonzero()[:, 0].tolist()
+        wanted = known.eos_token_id if known.eos_token_id in may and rng.random() < 0.3 else rng.choice(may)
+        constraint.commit([wanted])
+        said.append(wanted)
+    return parsed(known.decode(said, skip_special_tokens=True), WITH_JSON, 7)
+
+
+def test_a_model_that_has_to_call_calls() -> None:
+    rng = random.Random(4)
+    found = [calls_at_random(several, rng) for several in (False, False, *[True] * 8)]
+    assert all(not text.strip() for text, _ in found)
+    assert all(len(calls) == 1 for _, calls in found[:2])
+    assert any(len(calls) > 1 for _, calls in found[2:])
+    for _, calls in found:
+        for call in calls:
+            assert call.name in ("weather", "time")
+            assert json.loads(call.arguments)["place"] in ("Rome", "Oslo")
+    with pytest.raises(AdaptiveError, match="not known"):
+        forced_call(tokenizer(WITH_TAGS), TOOLS, several=True)
+    with pytest.raises(AdaptiveError, match="needs a function"):
+        forced_call(tokenizer(WITH_JSON), [{"type": "function"}], several=True)
 
 
 def test_without_tools_or_a_known_way_of_calling_the_text_is_left_alone() -> None:

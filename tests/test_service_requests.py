@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,3 +146,68 @@ def test_a_client_cannot_forge_a_line_of_the_log(server: Server, client: openai.
     assert "me␊2026-01-01" in line
     assert "\x1b" not in server.said
     assert "\x07" not in server.said
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"enum": ["Rome", "Oslo"]}},
+                "required": ["place"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("weather", "time")
+]
+
+
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    asked = [{"role": "user", "content": "What is the weather in Rome?"}]
+    return client.chat.completions.create(**{"model": "any", "messages": asked, "max_tokens": 60, **options})
+
+
+def test_an_answer_keeps_to_what_was_asked_for(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
+    wrapped = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema, "strict": True}}
+    for options in (
+        {"response_format": wrapped},
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"extra_body": {"json_schema": {**schema, "additionalProperties": False}}},
+    ):
+        said = chat(client, **options).choices[0]
+        if said.finish_reason == "stop":
+            assert json.loads(said.message.content)["place"] in ("Rome", "Oslo")
+        assert said.message.content.startswith("{")
+    streamed = chat(client, stream=True, extra_body={"grammar": 'root ::= "yes" | "no"'})
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) in ("yes", "no")
+    assert re.fullmatch(r"[0-9]{3}-[0-9]{4}", ask(client, extra_body={"regex": "[0-9]{3}-[0-9]{4}"}).choices[0].text)
+    assert chat(client, response_format={"type": "json_object"}).choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"extra_body": {"regex": "(a"}}, "regular expression cannot be used"),
+        ({"extra_body": {"grammar": "start: nowhere"}}, "unknown name"),
+        ({"extra_body": {"grammar": "start: x", "regex": "a"}}, "grammar and regex are given"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}},
+            "cannot be",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"tool_choice": "required"}, "no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no tool 'x'"),
+        ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"regex": "a"}}, "cannot be a call"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "how this model writes calls is not known"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused_before_anything_is_decoded(
+    client: openai.OpenAI, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=said):
+        chat(client, **options)

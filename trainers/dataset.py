@@ -96,8 +96,10 @@ class Example:
 
     @property
     def replayable(self) -> bool:
-        """Whether acceptance can be computed from it: a sampled token needs the target's probability of it."""
-        return len(self.output) >= 2 and (self.sampling.greedy or self.supervision is not None)
+        """Whether acceptance can be computed from it: a sampled token needs the target's probability of it, and what a
+        grammar forbade is not known."""
+        known = self.sampling.greedy or self.supervision is not None
+        return len(self.output) >= 2 and known and not self.sampling.constrained
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,8 @@ def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] |
         wanted = reader.newest(size, until)
         for logged in reader.generations(wanted[0] - 1, len(wanted), with_supervision=True) if wanted else ():
             g = logged.generation
+            if g.sampling.constrained and g.supervision is None:
+                continue  # what the target would have said is not known
             limited = g.finish_reason == "length"
             key = prompt_key(g)
             made.append(row(logged.id, key, g.domain, g.prompt, g.output, g.sampling, g.supervision, limited))

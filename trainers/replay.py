@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 
 from adaptive.engines.protocol import Engine
-from adaptive.sampling import Penalties, transform_logits
+from adaptive.sampling import LogitsProcessor, transform_logits
 from trainers.batches import collate, longest_text, passes, supervised_logits
 from trainers.dataset import Example
 
@@ -156,9 +156,9 @@ def position_acceptance(logits: torch.Tensor, example: Example) -> torch.Tensor:
     output = torch.from_numpy(example.output).long().to(logits.device)
     sampling = example.sampling
     if sampling.penalised or sampling.logit_bias:
-        penalties = Penalties(sampling, logits.shape[-1], logits.device)
-        penalties.start(torch.from_numpy(example.prompt).long())
-        logits = penalties.apply(logits, output[:-1])
+        processor = LogitsProcessor(sampling, logits.shape[-1], logits.device)
+        processor.start(torch.from_numpy(example.prompt).long())
+        logits = processor.apply(logits, output[:-1])
     if sampling.greedy:
         return (logits.argmax(-1) == output).float()
     assert example.supervision is not None, "a sampled record without supervision cannot be replayed"

@@ -17,11 +17,12 @@ from adaptive.control.policy import Adviser, LengthPolicy
 from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verify import Verdict, verify_fused, verify_greedy, verify_logits
-from adaptive.drafting.history import HistoryDrafter
+from adaptive.drafting.forced import GRAMMAR, ForcedDrafter
+from adaptive.drafting.history import HISTORY, HistoryDrafter
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import Drafter
 from adaptive.engines.protocol import Sequence
-from adaptive.sampling import Penalties, Transform, Uniform
+from adaptive.sampling import LogitsProcessor, Transform, Uniform
 from adaptive.tokens import as_tensor, join
 from adaptive.types import Round, SamplingParams, StopParams, Supervision, Timings
 
@@ -32,6 +33,8 @@ BURST_S = 0.016
 # Tokens of an answer that the caches are reserved for at first, and at least so many more each time; most answers are
 # shorter, whatever they may be at most. Fewer copies a long answer's cache more often, more takes memory in vain.
 ANSWER_RESERVE = 1024
+# Drafters that take no forward, of which the draft-length policy learns nothing.
+FREE = frozenset({HISTORY, GRAMMAR})
 # Tokens behind the committed ones that are always reserved too: a recorded pass writes up to 17.
 AHEAD = 32
 
@@ -65,12 +68,12 @@ class Request:
 class Verifier:
     """Turns target logits into a verdict on a proposal, under one set of sampling parameters."""
 
-    def __init__(self, params: SamplingParams, penalties: Penalties, generator: torch.Generator) -> None:
+    def __init__(self, params: SamplingParams, processor: LogitsProcessor, generator: torch.Generator) -> None:
         self.params = params
         self.transform = Transform(params)
-        self.penalties = penalties
+        self.processor = processor
         self.uniform = Uniform(generator)
-        self.adjusts = penalties.active or penalties.bias is not None
+        self.adjusts = processor.active
 
     def verify(self, target: Sequence, fed: list[int], proposal: Proposal | None) -> tuple[Verdict, torch.Tensor]:
         """Feed the target ``fed`` and the K tokens of a proposal in one pass. What stands of them, and the target's raw
@@ -81,7 +84,7 @@ class Verifier:
         held = target.length + len(fed)
         raw = logits = target.extend(join([fed, drafted]), 1 + len(drafted))
         if self.adjusts:
-            logits = self.penalties.apply(logits, as_tensor(drafted).to(logits.device))
+            logits = self.processor.apply(logits, as_tensor(drafted).to(logits.device))
         if self.params.greedy:
             return verify_greedy(logits, drafted), raw
         q = None if proposal is None else proposal.probs
@@ -120,7 +123,7 @@ def speculative_round(
         target.rollback(held + verdict.accepted)
         drafter.rollback(held + verdict.accepted)
     if verifier.adjusts:
-        verifier.penalties.commit(verdict.tokens)
+        verifier.processor.commit(verdict.tokens)
     verified = clock()
     who, drafted = ("none", 0) if proposal is None else (proposal.drafter, len(proposal.tokens))
     return Round(who, drafted, verdict.accepted, proposed - began, verified - proposed), verdict, logits
@@ -159,6 +162,8 @@ class Decoding:
         self.stream = stream
         self.between = between or (lambda: True)
         self.history = history
+        constraint = verifier.processor.constraint
+        self.forced = None if constraint is None else ForcedDrafter(constraint)
         self.committed = list(request.prompt)
         self.cached = target.length
         self.most_tokens = min(request.stop.max_new_tokens, context_length - len(request.prompt))
@@ -178,7 +183,7 @@ class Decoding:
     def steps(self) -> Iterator[Step]:
         """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
         self._reserve(0)
-        self.verifier.penalties.start(torch.tensor(self.committed))
+        self.verifier.processor.start(torch.tensor(self.committed))
         self.buffer = SupervisionBuffer() if self.request.record else None
         began = self.clock()
         try:
@@ -227,14 +232,15 @@ class Decoding:
                 self._keep(verdict, logits)
                 self.rounds.append(outcome)
                 times -= 1
-                if self.history is not None and drafter is self.history:
-                    self.history.observe(outcome)
+                if drafter is not None and drafter is not self.drafter:
                     times = 0  # it may have committed more than the policy reckoned with
+                    if drafter is self.history:
+                        self.history.observe(outcome)
                 late = clock() >= until
                 if late or self._ended or times <= 0:
                     break
             for outcome in self.rounds[begins:]:
-                if self.history is not None and outcome.drafter == self.history.name:
+                if outcome.drafter in FREE:
                     policy.passed(outcome)
                 else:
                     policy.observe(outcome)
@@ -243,8 +249,12 @@ class Decoding:
                 return
 
     def _who_drafts(self, length: int) -> tuple[Drafter | None, int]:
-        """The drafter of the next round and the most that it drafts: the model ``length`` tokens, as the policy chose,
-        or history where what it has found promises more."""
+        """The drafter of the next round and the most that it drafts: the grammar what it leaves no choice about; else
+        the model ``length`` tokens, as the policy chose, or history where what it has found promises more."""
+        if self.forced is not None:
+            certain = self.forced.look(min(AHEAD, self._left) - 1)
+            if certain > length:
+                return self.forced, certain
         if self.history is not None:
             # A round commits one token more than it accepts.
             most = self.policy.worth(self.history.look(self.committed), self._left - 1)

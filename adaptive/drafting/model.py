@@ -11,7 +11,7 @@ from adaptive.control.policy import Advice, Adviser
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.protocol import Engine, FusedCalls, ProposalCall, ReadsFeatures, Sequence
 from adaptive.noise import race
-from adaptive.sampling import Penalties, Transform, Uniform, draw_on_device, pick
+from adaptive.sampling import LogitsProcessor, Transform, Uniform, draw_on_device, pick
 from adaptive.tokens import Ids, argmax, as_array, as_tensor, join, known, likeliest
 from adaptive.types import SamplingParams
 
@@ -25,7 +25,7 @@ class ModelDrafter:
         engine: Engine,
         target_vocab: int,
         params: SamplingParams,
-        penalties: Penalties,
+        processor: LogitsProcessor,
         generator: torch.Generator,
         untrained: bool = False,
     ) -> None:
@@ -37,9 +37,9 @@ class ModelDrafter:
         self.target_vocab = target_vocab
         self.params = params
         self.transform = Transform(params)
-        self.penalties = penalties
+        self.processor = processor
         self.uniform = Uniform(generator)
-        self._adjusts = penalties.active or penalties.bias is not None
+        self._adjusts = processor.active
         self._vocab = min(engine.vocab_size, target_vocab)
         # The engine's own way of making a whole proposal in one call, where it has one for this.
         self._fused = None if self._adjusts else sequence.fused
@@ -89,7 +89,7 @@ class ModelDrafter:
             if self.engine.vocab_size > self.target_vocab:
                 logits = logits[:, : self.target_vocab]
             if self._adjusts:
-                logits = self.penalties.apply(logits, as_tensor(join(tokens)))
+                logits = self.processor.apply(logits, as_tensor(join(tokens)))
             q, rows, advice = None, None, Advice.MORE
             if not self.params.greedy:
                 q = self.transform(logits, position - 1)

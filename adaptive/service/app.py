@@ -21,7 +21,9 @@ from adaptive.assistant import sampling_params
 from adaptive.drafting.archive import owner_name
 from adaptive.encoding import encode_text, render_chat
 from adaptive.errors import AdaptiveError
+from adaptive.grammar import Grammar
 from adaptive.installation import version
+from adaptive.service.calls import forced_call
 from adaptive.service.dashboard import add_dashboard
 from adaptive.service.engine import EngineThread, Opened
 from adaptive.service.guard import Guard
@@ -92,13 +94,19 @@ class Api:
         ids = await asyncio.to_thread(render_chat, self.tokenizer, chat, context, tools)
         prompt = Prompt(ids, tuple(message.for_log() for message in body.messages), "")
         top = (body.top_logprobs or 0) if body.logprobs else None
-        return await self._serve(body, (prompt,), body.max_completion_tokens or body.max_tokens, top, request, tools)
+        limit, grammar = body.max_completion_tokens or body.max_tokens, body.constrained()
+        if forced := body.must_call():
+            if grammar is not None:
+                raise AdaptiveError("tool_choice: an answer that keeps to a format cannot be a call")
+            grammar = forced_call(self.tokenizer, forced, several=body.tool_choice == "required")
+        return await self._serve(body, (prompt,), limit, top, request, tools, grammar)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continue one text or several."""
         body.refuse_unbuilt()
         prompts = [await asyncio.to_thread(self._raw, text) for text in body.prompts()]
-        return await self._serve(body, tuple(prompts), body.max_tokens, body.logprobs, request)
+        limit, grammar = body.max_tokens, body.constrained()
+        return await self._serve(body, tuple(prompts), limit, body.logprobs, request, None, grammar)
 
     def _raw(self, given: str | list[int]) -> Prompt:
         """Raises AdaptiveError for what the tokenizer or the model does not know."""
@@ -115,9 +123,12 @@ class Api:
         limit: int | None,
         top: int | None,
         request: Request,
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None,
+        grammar: Grammar | None,
     ) -> Response:
         pair = self.session().pair
+        if grammar is not None:
+            await asyncio.to_thread(self.session().assistant.grammars.check, grammar)
         check_prompts(prompts, pair.target.context_length)
         ask = Ask(
             prompts=prompts,
@@ -130,6 +141,7 @@ class Api:
             record=body.store is not False,
             supervise=top is not None,
             stream=bool(body.stream),
+            grammar=grammar,
         )
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
         job = Job(ask, lambda event: _hand_over(loop, events, event))

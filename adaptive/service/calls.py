@@ -13,7 +13,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from adaptive.errors import AdaptiveError
+from adaptive.grammar import Grammar
+from adaptive.service.schemas import function_of
+
 MARK = "<tool_call>"
+# In a grammar, behind a call.
+MORE_CALLS = r' ("\n" call)*'
 # What transformers' parser has to know: how a call begins and ends, and what stands in it.
 _CONTENT = {"content": "text"}
 _JSON = {
@@ -56,6 +62,28 @@ def call_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
         return None  # the mark would not be in the text
     calls = _TAGS if "<function=" in template else _JSON
     return {"start_anchor": "\n", "fields": {"tool_calls": calls, "content": _CONTENT}}
+
+
+def forced_call(tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], several: bool) -> Grammar:
+    """The grammar of an answer that is a call of one of ``tools``, or ``several`` calls.
+
+    Raises AdaptiveError for a model whose calls are not known, or not JSON.
+    """
+    template = call_template(tokenizer)
+    if template is None or template["fields"]["tool_calls"] is not _JSON:
+        raise AdaptiveError("tool_choice: how this model writes calls is not known, so that none can be forced")
+    calls: list[str] = []
+    for tool in tools:
+        function = function_of(tool)
+        if not isinstance(function.get("name"), str):
+            raise AdaptiveError("tools: every tool needs a function with a name")
+        arguments = function.get("parameters") or {"type": "object"}
+        properties = {"name": {"const": function["name"]}, "arguments": arguments}
+        call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        calls.append(f"call_{len(calls)}: %json {json.dumps(call)}")
+    names = " | ".join(f"call_{number}" for number in range(len(calls)))
+    start = f"start: call{MORE_CALLS if several else ''}\n" + r'call: "<tool_call>\n" any "\n</tool_call>"'
+    return Grammar("lark", "\n".join([start, f"any: {names}", *calls]))
 
 
 class CallParser:

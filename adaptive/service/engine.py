@@ -240,6 +240,7 @@ class EngineThread:
             supervise=ask.supervise,
             client=ask.client,
             owner=ask.owner,
+            grammar=ask.grammar,
         )
         began = last = time.perf_counter()
         count = 0

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from adaptive.grammar import Grammar
 from adaptive.types import Message, Round, SamplingParams, StopParams, Supervision, Timings
 
 
@@ -24,7 +25,7 @@ class Ask:
     """One request: ``n`` answers to each of ``prompts``, made one after the other.
 
     ``client`` is who asks, for fairness; ``owner`` whose the record is, where people are told apart.
-    ``supervise`` keeps the target's distribution for logprobs.
+    ``supervise`` keeps the target's distribution for logprobs. ``grammar`` is what answers keep to, if anything.
     ``stream`` asks for ``Piece`` events.
     """
 
@@ -38,6 +39,7 @@ class Ask:
     supervise: bool
     stream: bool
     owner: str = ""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from adaptive.errors import AdaptiveError
+from adaptive.grammar import Grammar, json_schema, notation
 from adaptive.types import Message, SamplingParams, StopParams
 
 # Answers a request may ask for in all: they are made one after the other, and others wait.
@@ -21,7 +22,15 @@ Text = Annotated[str, StringConstraints(max_length=10_000_000)]
 # -1 is what llama.cpp calls no limit: until the model ends, or its context is full.
 MOST_TOKENS = 2**31 - 1
 MaxTokens = Literal[-1] | Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+# A schema or a grammar of more is compiled for seconds, and is no schema any more.
+GrammarText = Annotated[str, StringConstraints(max_length=200_000)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def function_of(tool: dict[str, Any]) -> dict[str, Any]:
+    """The function of a tool, empty for what is none."""
+    function = tool.get("function")
+    return function if isinstance(function, dict) else {}
 
 
 class _Model(BaseModel):
@@ -91,6 +100,31 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
         return call
 
 
+class JsonSchema(_Model):
+    """A schema as OpenAI's clients wrap it. Whether it is ``strict`` or not, the answer keeps to it."""
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(_Model):
+    """What the text of an answer is to be. llama.cpp takes a ``schema`` with ``json_object``, too."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    def wanted(self) -> dict[str, Any] | None:
+        """The JSON schema that is asked for, None for text. Raises AdaptiveError where it is missing."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return self.schema_ or {"type": "object"}
+        if self.json_schema is None:
+            raise AdaptiveError("response_format: json_schema is missing, with a name and a schema in it")
+        return self.json_schema.schema_
+
+
 class Common(_Model):
     """What chat and text completions have in common."""
 
@@ -113,12 +147,28 @@ class Common(_Model):
     logit_bias: dict[str, float] | None = None
     store: bool | None = None
     user: str | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: GrammarText | None = None
+    regex: GrammarText | None = None
 
     def refuse_unbuilt(self) -> None:
         """Raise AdaptiveError for what is known and not served."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise AdaptiveError("response_format: only text is served; constrained output is not built yet")
+
+    def constrained(self) -> Grammar | None:
+        """What answers keep to. Raises AdaptiveError where several things are asked for at once."""
+        wanted: dict[str, Grammar] = {}
+        if self.response_format is not None and (schema := self.response_format.wanted()) is not None:
+            wanted["response_format"] = json_schema(schema)
+        if self.json_schema is not None:
+            wanted["json_schema"] = json_schema(self.json_schema)
+        if self.grammar:
+            wanted["grammar"] = notation(self.grammar)
+        if self.regex:
+            wanted["regex"] = Grammar("regex", self.regex)
+        if len(wanted) > 1:
+            raise AdaptiveError(f"{' and '.join(wanted)} are given; an answer keeps to one of them")
+        return next(iter(wanted.values()), None)
 
     def sampling(self, default: SamplingParams, vocab_size: int) -> SamplingParams:
         """The parameters given, and the server's own where none is. Raises AdaptiveError naming a wrong one."""
@@ -168,11 +218,25 @@ class ChatRequest(Common):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
 
+    def must_call(self) -> list[dict[str, Any]]:
+        """The tools one of which has to be called; none where that is left to the model. Raises AdaptiveError for a
+        choice that is none of the tools."""
+        if self.tool_choice in (None, "none", "auto"):
+            return []
+        if not self.tools:
+            raise AdaptiveError("tool_choice: there are no tools to choose from")
+        if self.tool_choice == "required":
+            return self.tools
+        chosen = self.tool_choice.get("function") if isinstance(self.tool_choice, dict) else None
+        name = chosen.get("name") if isinstance(chosen, dict) else None
+        found = [tool for tool in self.tools if function_of(tool).get("name") == name]
+        if not found:
+            raise AdaptiveError(f"tool_choice: there is no tool {str(name)[:64]!r}")
+        return found
+
     def refuse_unbuilt(self) -> None:
         """Raise AdaptiveError for what is known and not served."""
         super().refuse_unbuilt()
-        if self.tool_choice not in (None, "none", "auto"):
-            raise AdaptiveError("tool_choice: only auto and none are served; a call cannot be forced yet")
         if self.top_logprobs and not self.logprobs:
             raise AdaptiveError("top_logprobs needs logprobs to be true")
 

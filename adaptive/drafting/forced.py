@@ -1,0 +1,47 @@
+"""A grammar as a drafter: where only one text may come next, its tokens are proposed without a forward.
+
+Another way of cutting the same text into tokens may stand there too, so that the target still has its say: what is
+proposed is verified as point masses, and the answer is that of masked decoding alone.
+"""
+
+from __future__ import annotations
+
+from adaptive.control.policy import Adviser
+from adaptive.drafting.proposal import Proposal
+from adaptive.grammar import Constraint
+
+# Who proposed, in rounds, records and figures.
+GRAMMAR = "grammar"
+
+
+class ForcedDrafter:
+    """Proposes what the ``constraint`` of an answer leaves no choice about."""
+
+    name = GRAMMAR
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+        self._tokens: list[int] = []
+
+    def look(self, most: int) -> int:
+        """How many tokens, at most so many, can only come next."""
+        self._tokens = self._constraint.forced(most)
+        return len(self._tokens)
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        """What ``look`` has found."""
+        return Proposal(self.name, self._tokens[:length], None) if self._tokens else None
+
+    def limit(self, committed: int) -> int:
+        """Any number: there is no cache."""
+        return len(self._tokens)
+
+    def catch_up(self, committed: int) -> int:
+        """Nothing is fed to anybody."""
+        return 0
+
+    def reserve(self, length: int) -> None:
+        """Nothing to reserve."""
+
+    def rollback(self, length: int) -> None:
+        """What did not stand was never taken in."""

@@ -1,0 +1,172 @@
+"""Answers that keep to a JSON schema, a grammar or a regular expression: which tokens may come next.
+
+In: a ``Grammar`` as a request names it. Out: a ``Constraint`` for one answer, which masks logits by what stands before
+each of them, the drafted tokens among it. The engine behind it is llguidance, which compiles a schema in milliseconds
+and lets a state be taken back, as drafted tokens are (docs/constraints.md says why this one).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from adaptive.errors import AdaptiveError, first_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["json_schema", "lark", "gbnf", "regex"]
+# White space between the parts of JSON, where a schema does not say otherwise. More lets a small model write spaces
+# for ever; none keeps larger ones from the lines that they are used to.
+WHITESPACE = r"[ ]?|\n[ ]{0,16}"
+# Bits of one number of a mask.
+WORD = 32
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer may be. ``text`` is the schema as JSON, the grammar (Lark's or llama.cpp's notation) or the
+    regular expression."""
+
+    kind: Kind
+    text: str
+
+    def source(self) -> str:
+        """As llguidance takes it. Raises AdaptiveError for what cannot be read."""
+        from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        try:
+            if self.kind == "json_schema":
+                return str(LLMatcher.grammar_from_json_schema(self.text, defaults={"whitespace_pattern": WHITESPACE}))
+            if self.kind == "regex":
+                return str(LLMatcher.grammar_from_regex(self.text))
+            lark = gbnf_to_lark(self.text) if self.kind == "gbnf" else self.text
+            return str(LLMatcher.grammar_from_lark(lark))
+        except Exception as error:  # a parser raises whatever its author chose
+            raise AdaptiveError(f"the {self.name} cannot be used: {first_line(error)}") from error
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.kind, "grammar")
+
+
+def notation(text: str) -> Grammar:
+    """A grammar in whichever notation it is written: llama.cpp's defines ``root ::=``, Lark's ``start:``."""
+    return Grammar("gbnf" if "::=" in text else "lark", text)
+
+
+def json_schema(schema: dict[str, Any]) -> Grammar:
+    """The grammar of a schema."""
+    return Grammar("json_schema", json.dumps(schema))
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer; safe for several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_tokens: frozenset[int]) -> None:
+        """``vocab_size`` is the target's, ``end_tokens`` what may stand where an answer may end."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._ends = sorted(end_tokens)
+        self._known: LLTokenizer | None = None
+        self._lock = threading.Lock()
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise AdaptiveError, saying why, for a grammar that cannot be used."""
+        from llguidance import LLMatcher
+
+        failed, said = LLMatcher.validate_grammar_with_warnings(grammar.source(), self._made())
+        if failed:
+            raise AdaptiveError(f"the {grammar.name} cannot be used: {' '.join(' '.join(said).split())[:500]}")
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """For a new answer. Raises AdaptiveError as ``check``."""
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._made(), grammar.source(), log_level=0)
+        if matcher.is_error():
+            raise AdaptiveError(f"the {grammar.name} cannot be used: {' '.join(matcher.get_error().split())[:500]}")
+        return Constraint(matcher, self._vocab_size)
+
+    def _made(self) -> LLTokenizer:
+        with self._lock:
+            if self._known is None:
+                import llguidance.hf
+
+                try:
+                    self._known = llguidance.hf.from_tokenizer(
+                        self._tokenizer,  # type: ignore[arg-type]  # one without a fast twin is refused there
+                        n_vocab=self._vocab_size,
+                        eos_token=self._ends or None,
+                    )
+                except Exception as error:
+                    raise AdaptiveError(f"this tokenizer cannot be constrained: {first_line(error)}") from error
+            return self._known
+
+
+class Constraint:
+    """Where one answer stands in its grammar. Not for several threads."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._words = -(-vocab_size // WORD)
+        self._ahead: list[int] = []  # drafted tokens that the matcher has been led along
+        self._stands = True  # what was committed keeps to the grammar; behind a stop string, say, it need not
+
+    def mask(self, logits: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
+        """Logits (n, vocab), -inf where a token may not stand; rows as in ``LogitsProcessor.apply``.
+
+        A row behind a drafted token that may not stand is left as it is: it is never reached. So is one of a draft that
+        knows none of the tokens that may.
+        """
+        rows, vocab = logits.shape
+        bits = np.full((rows, self._words), -1, dtype=np.int32)
+        first = len(drafted) - rows + 1
+        for row in range(rows):
+            if not self._lead_to(drafted[: first + row]):
+                break
+            self._matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits[row].nbytes)
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, :vocab].astype(bool)
+        allowed[~allowed.any(1)] = True
+        return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """These tokens became part of the answer."""
+        self._stands = self._stands and self._lead_to(tokens)
+        if not self._stands:
+            self._take_back(0)
+        self._ahead = []
+
+    def forced(self, most: int) -> list[int]:
+        """At most so many of the tokens that a tokenizer makes of what must come next."""
+        if not self._stands or most <= 0:
+            return []
+        self._take_back(0)
+        return list(self._matcher.compute_ff_tokens()[:most])
+
+    def _lead_to(self, tokens: Sequence[int]) -> bool:
+        """Have the matcher stand behind ``tokens``; False where one of them may not stand."""
+        if not self._stands:
+            return False
+        same = 0
+        while same < min(len(self._ahead), len(tokens)) and self._ahead[same] == tokens[same]:
+            same += 1
+        self._take_back(same)
+        wanted = list(tokens[same:])
+        taken = self._matcher.try_consume_tokens(wanted) if wanted else 0
+        self._ahead += wanted[:taken]
+        return taken == len(wanted)
+
+    def _take_back(self, length: int) -> None:
+        if len(self._ahead) > length:
+            self._matcher.rollback(len(self._ahead) - length)
+            del self._ahead[length:]

@@ -1,0 +1,229 @@
+"""Answers that keep to a grammar: what may stand where, and that speculation changes nothing about it."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import BUNDLED
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from rich.console import Console
+from test_lossless_sampled import PROMPT, VOCAB, NoText, models, p_value  # noqa: F401 - a fixture
+from transformers import AutoTokenizer
+
+from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.decoding.loop import Decoding, Request, Verifier
+from adaptive.drafting.model import ModelDrafter
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.protocol import sequences
+from adaptive.errors import AdaptiveError
+from adaptive.grammar import Constraint, Grammar, Grammars, json_schema, notation
+from adaptive.records.log import Log
+from adaptive.sampling import LogitsProcessor, transform_logits
+from adaptive.settings import load_settings
+from adaptive.types import Message, SamplingParams, StopParams
+from cli.opened import OpenedPair, open_pair
+from trainers.dataset import examples, read_log
+
+PERSON = json_schema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"enum": [1, 22, 333]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+LINES = notation('root ::= line line line\nline ::= [a-z]{1,9} "=" [0-9]{2} "\\n"')
+NO_REGEX, NO_RULE = Grammar("regex", "(a"), notation("start: nowhere")
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    return Grammars(tokenizer, len(tokenizer), frozenset([tokenizer.eos_token_id]))
+
+
+def allowed(constraint: Constraint, drafted: list[int], rows: int, vocab: int) -> list[set[int]]:
+    masked = constraint.mask(torch.zeros(rows, vocab), drafted)
+    return [set(row.isfinite().nonzero()[:, 0].tolist()) for row in masked]
+
+
+def test_rows_see_the_drafted_tokens_before_them_and_what_did_not_stand_is_taken_back(grammars: Grammars) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    rng, vocab, ends = random.Random(3), len(tokenizer), tokenizer.eos_token_id
+    one, said = grammars.constraint(PERSON), []
+    while not said or said[-1] != ends:
+        drafted: list[int] = []
+        for _ in range(rng.randrange(5)):  # a draft takes one step after the other
+            (may,) = allowed(one, drafted, 1, vocab)
+            drafted.append(rng.choice(sorted(may)))
+            if drafted[-1] == ends:
+                break
+        if drafted and rng.random() < 0.2:
+            drafted[-1] = 5 if drafted[-1] != 5 else 6  # which may not stand there, most likely
+        found = allowed(one, drafted, len(drafted) + 1, vocab)
+        reached = True
+        for row, may in enumerate(found):
+            anew = grammars.constraint(PERSON)
+            anew.commit([*said, *drafted[:row]])
+            if reached:
+                assert allowed(anew, [], 1, vocab) == [may]
+            reached = reached and row < len(drafted) and drafted[row] in may
+        stands = next((i for i, token in enumerate(drafted) if token not in found[i]), len(drafted))
+        kept = drafted[: rng.randint(0, stands)]
+        if ends not in kept:
+            kept = [*kept, rng.choice(sorted(found[len(kept)]))]
+        one.commit(kept)
+        said += kept
+    value = json.loads(tokenizer.decode(said, skip_special_tokens=True))
+    assert set(value) == {"name", "age"}
+    assert value["age"] in (1, 22, 333)
+
+
+def test_what_only_one_text_may_follow_is_known(grammars: Grammars) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    one = grammars.constraint(Grammar("regex", "the only answer there is(!|[.])"))
+    forced = one.forced(99)
+    assert "the only answer there is".startswith(tokenizer.decode(forced))
+    assert len(forced) > 2
+    one.commit(forced[:2])
+    assert tokenizer.decode(forced[:2]) + tokenizer.decode(one.forced(1)) == tokenizer.decode(forced[:3])
+
+
+@pytest.mark.parametrize(
+    "grammar", [NO_REGEX, NO_RULE, json_schema({"type": "nonsense"}), notation("root ::= missing")]
+)
+def test_what_cannot_be_used_is_refused_with_the_reason(grammars: Grammars, grammar: Grammar) -> None:
+    for use in (grammars.check, grammars.constraint):
+        with pytest.raises(AdaptiveError, match=r"cannot be used: .{5}") as refused:
+            use(grammar)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def opened() -> OpenedPair:
+    with open_pair(load_settings({"dtype": "float32"}), Console(file=io.StringIO())) as one:
+        yield one
+
+
+@pytest.mark.parametrize("grammar", [PERSON, LINES], ids=["schema", "gbnf"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculation_changes_no_token_of_a_constrained_answer(
+    opened: OpenedPair, grammar: Grammar, temperature: float, prompts: list[str]
+) -> None:
+    assistant, auto = opened.assistant, opened.assistant.policy
+    policies: list[LengthPolicy] = [FixedLength(0), FixedLength(1), FixedLength(4), FixedLength(9), auto]
+    seed = None if temperature == 0 else 11  # with which sampled text is the same, too
+    sampling = SamplingParams(temperature=temperature, seed=seed)
+    for prompt in prompts[:3]:
+        texts = set()
+        for policy in policies:
+            assistant.policy = policy
+            for _ in assistant.chat([Message("user", prompt)], sampling, StopParams(60), grammar=grammar):
+                pass
+            assert assistant.last is not None
+            texts.add(assistant.last.text)
+        assert len(texts) == 1
+        if assistant.last.finish_reason == "stop":
+            text = texts.pop()
+            assert (
+                json.loads(text)["age"] in (1, 22, 333)
+                if grammar is PERSON
+                else re.fullmatch(r"([a-z]+=\d\d\n){3}", text)
+            )
+
+
+def test_the_log_keeps_the_distribution_without_the_mask_and_says_that_there_was_one(
+    opened: OpenedPair, own_home: Path
+) -> None:
+    sampling, stop = SamplingParams(temperature=0.7), StopParams(8)
+    for grammar in (None, Grammar("regex", "[0-9]+")):
+        for _ in opened.assistant.chat([Message("user", "Hello")], sampling, stop, grammar=grammar):
+            pass
+    assert opened.assistant.log is not None
+    opened.assistant.log.flush()
+    with Log(opened.state.records) as log:
+        free, bound = (logged.generation for logged in log.generations(with_supervision=True))
+    assert (free.sampling.constrained, bound.sampling.constrained) == (False, True)
+    assert free.supervision is not None
+    assert bound.supervision is not None
+    # The same prompt has the same distribution; no digit is among the likeliest there.
+    assert bound.supervision.ids[0].tolist() == free.supervision.ids[0].tolist()
+    assert bound.text.isdigit()
+    first, second = examples(read_log(opened.state.records, 10), 100)
+    assert first.replayable
+    assert not second.replayable
+
+
+class Toy:
+    """A tokenizer of eight letters, the last of which ends a text."""
+
+    eos_token_id, bos_token_id = VOCAB - 1, None
+    special_token_ids = (VOCAB - 1,)
+    tokens = (*(bytes([ord("a") + i]) for i in range(VOCAB - 1)), b"<end>")
+
+    def __call__(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+
+TOY = "[abcd][bcde][acdf][a-g]"
+
+
+def test_sampled_answers_follow_masked_decoding_of_the_target(
+    models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811
+) -> None:
+    tokenizer = LLTokenizer(TokenizerWrapper(Toy()), n_vocab=VOCAB)
+    grammar, params = LLMatcher.grammar_from_regex(TOY), SamplingParams(temperature=1.3)
+
+    def processor() -> LogitsProcessor:
+        constraint = Constraint(LLMatcher(tokenizer, grammar, log_level=0), VOCAB)
+        return LogitsProcessor(params, VOCAB, torch.device("cpu"), constraint)
+
+    target, draft = models
+    exact = {}
+    for continuation in product(range(VOCAB), repeat=3):
+        probability = 1.0
+        for place, token in enumerate(continuation):
+            made = processor()
+            made.commit(list(continuation[:place]))
+            context = torch.tensor([*PROMPT, *continuation[:place]])
+            logits = made.apply(target.sequence().extend(context, 1), context[:0])
+            probability *= float(transform_logits(logits, params).softmax(-1)[0, token])
+            if not probability:
+                break
+        exact[continuation] = probability
+    assert sum(probability > 0 for probability in exact.values()) == 4 * 4 * 4
+
+    one, other = sequences(target, draft)
+    assert other is not None
+    generator, counts = torch.Generator().manual_seed(5), Counter[tuple[int, ...]]()
+    for _ in range(2000):
+        one.rollback(len(PROMPT) - 1)
+        other.rollback(len(PROMPT) - 1)
+        made = processor()
+        request = Request(PROMPT, params, StopParams(max_new_tokens=4), frozenset(), record=False)
+        drafter = ModelDrafter(other, draft, VOCAB, params, made, generator)
+        verifier = Verifier(params, made, generator)
+        decoding = Decoding(request, one, 64, drafter, verifier, FixedLength(2), NoText())  # type: ignore[arg-type]
+        for _ in decoding.steps():
+            pass
+        counts[tuple(decoding.output[:3])] += 1
+    assert p_value(counts, exact) > 0.001
+    unmasked = SimpleNamespace(mask=lambda logits, drafted: logits, commit=lambda tokens: None, forced=lambda most: [])
+    free = LogitsProcessor(params, VOCAB, torch.device("cpu"), unmasked)  # type: ignore[arg-type]
+    drafter = ModelDrafter(other, draft, VOCAB, params, free, generator)
+    one.rollback(0)
+    other.rollback(0)
+    request = Request(PROMPT, params, StopParams(max_new_tokens=40), frozenset(), record=False)
+    decoding = Decoding(request, one, 64, drafter, Verifier(params, free, generator), FixedLength(2), NoText())  # type: ignore[arg-type]
+    for _ in decoding.steps():
+        pass
+    assert not re.match(TOY, "".join("abcdefgh"[token] for token in decoding.output)), "the mask is what keeps to it"
