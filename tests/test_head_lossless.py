@@ -3,17 +3,14 @@ noise."""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_lossless_sampled
-import test_seeded
 import torch
 from conftest import BUNDLED, save_head, save_random_pair
 from test_head_module import randomised
-from test_lossless_sampled import IDS, PARAMS, VOCAB, exact_distribution, p_value
+from test_lossless_sampled import IDS, PARAMS, VOCAB, exact_distribution, p_value, run_loop
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive.assistant import Assistant, length_policy
@@ -194,15 +191,14 @@ def test_the_whole_loop_samples_from_the_target(
     if way == "by-token":
         monkeypatch.setattr(TransformersSequence, "fused", None)
         monkeypatch.setattr(HeadSequence, "fused", None)
-    counts: Counter[tuple[int, ...]] = test_lossless_sampled.run_loop(models, params, length=2)
-    assert p_value(counts, exact_distribution(models[0], params)) > 0.001
+    assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) > 0.001
 
 
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[4]], ids=[IDS[1], IDS[4]])
 def test_over_all_seeds_the_whole_loop_samples_from_the_target(
     models: tuple[TransformersEngine, HeadEngine], params: SamplingParams
 ) -> None:
-    counts = test_seeded.run_loop(models, params, length=2)
+    counts = run_loop(models, params, length=2, seeded=True)
     assert p_value(counts, exact_distribution(models[0], params)) > 0.001
 
 
