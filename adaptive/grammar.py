@@ -2,7 +2,7 @@
 
 In: a ``Grammar`` as a request names it. Out: a ``Constraint`` for one answer, which masks logits by what stands before
 each of them, the drafted tokens among it. The engine behind it is llguidance, which compiles a schema in milliseconds
-and lets a state be taken back, as drafted tokens are (docs/constraints.md says why this one).
+and lets a state be taken back, as drafted tokens are (docs/notes/2026-11-constraints.md says why this one).
 """
 
 from __future__ import annotations
