@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from adaptive.records.history import By, History
+    from adaptive.records.stats import Drafted
     from adaptive.settings import Settings
     from adaptive.state import PairState
 
@@ -75,6 +76,7 @@ def history(
     with Log(state.records) as log:
         found = history_of(log.figures(), by.of_rows)
         saved, training_s = time_saved(log.spent()), training_seconds(AdapterStore(state.adapters))
+        drafters = log.by_drafter()
     if html is not None:
         from cli.report import write_report
 
@@ -83,6 +85,7 @@ def history(
     if as_json:
         known = [asdict(one) for one in load(state.promotions)]
         spent = {"saved": None if saved is None else asdict(saved), "training_seconds": training_s, "promotions": known}
+        spent["drafters"] = {name: asdict(one) for name, one in drafters.items()}
         _print_json(found, state.root.name, by, spent)
     elif as_csv:
         _print_csv(found, by)
@@ -92,6 +95,7 @@ def history(
         console = Console(highlight=False)
         _show(found, state.root.name, by, console)
         if found.totals.generations:
+            console.print(drafters_in_words(drafters), markup=False)
             console.print(saved_in_words(saved, training_s))
             for promotion in load(state.promotions)[-SHOWN_PROMOTIONS:]:
                 console.print(f"adapter {promotion.adapter}: {promotion.text}", markup=False)
@@ -106,7 +110,7 @@ def print_summary(state: PairState, console: Console, session: str | None = None
     from checkpoints.store import AdapterStore, training_seconds
 
     with Log(state.records) as log:
-        figures, spent = log.figures(), log.spent()
+        figures, spent, drafters = log.figures(), log.spent(), log.by_drafter()
     if session is not None:
         of_session = [g for g in figures if g.session == session]
         if of_session:
@@ -116,7 +120,14 @@ def print_summary(state: PairState, console: Console, session: str | None = None
             console.print("this session has no answers in the log yet")
     if figures:
         print_table(console, _table_of_rows(history_of(figures), "the whole log", Grouping.adapter), *LEAST)
+        console.print(drafters_in_words(drafters), markup=False)
         console.print(saved_in_words(time_saved(spent), training_seconds(AdapterStore(state.adapters))))
+
+
+def drafters_in_words(drafters: dict[str, Drafted]) -> str:
+    """Who drafted how much, in a line."""
+    said = (f"{who} {one.drafted} tokens, {one.accepted / one.drafted:.0%} accepted" for who, one in drafters.items())
+    return f"drafted by: {'; '.join(said)}" if drafters else "drafted by: nobody"
 
 
 def _show(found: History, pair: str, by: Grouping, console: Console) -> None:

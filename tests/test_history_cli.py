@@ -86,6 +86,22 @@ def test_table_and_plot_fit_eighty_columns(records: Path, adaptive: Command, by:
     assert {"session": "[s]2", "adapter": "base draft"}.get(by, "") in out
 
 
+def test_who_drafted_is_said(records: Path, adaptive: Command) -> None:
+    with LogWriter(records) as writer:
+        writer.write(generation(20, rounds=(Round("head", 4, 3, 0.01, 0.02), Round("none", 0, 0, 0.0, 0.02))))
+    value = json.loads(adaptive("history", "--json")[1])
+    stats = speculative_stats(ROUNDS)
+    assert value["drafters"] == {
+        "model": {
+            "rounds": len(ROUNDS),
+            "drafted": stats.num_draft_tokens,
+            "accepted": stats.num_accepted_draft_tokens,
+        },
+        "head": {"rounds": 1, "drafted": 4, "accepted": 3},
+    }
+    assert "head 4 tokens, 75% accepted" in adaptive("history")[1]
+
+
 @pytest.mark.parametrize("by", ["adapter", "day", "session", "position"])
 def test_a_log_without_drafts_is_shown(tmp_path: Path, adaptive: Command, by: str) -> None:
     path = tmp_path / "home" / "big--none-1234" / "records.db"

@@ -105,7 +105,7 @@ class HeadStudent:
     """A head; all of its own weights learn."""
 
     # Peak learning rate of AdamW at width 256 (docs/notes/2026-11-heads.md); it falls with the width as LoRA's does.
-    RATE, AT = 1e-3, 256
+    RATE, AT = 3e-3, 256
 
     def __init__(self, head: Head, recipe: Recipe) -> None:
         self.head = head

@@ -41,6 +41,7 @@ from adaptive.records.schema import (
     is_disk_full,
     transaction,
 )
+from adaptive.records.stats import Drafted
 from adaptive.types import Generation, Message, Round
 
 # Generations read at a time: each page is one short read, so that a slow reader never keeps the
@@ -263,6 +264,15 @@ class Log:
                 "SELECT id FROM generations WHERE ? IS NULL OR id <= ? ORDER BY id DESC LIMIT ?", (until, until, count)
             ).fetchall()
         return tuple(sorted(row[0] for row in rows))
+
+    def by_drafter(self) -> dict[str, Drafted]:
+        """What each drafter did, apart, the one that drafted first before the others."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                """SELECT drafter, count(*), sum(drafted), sum(accepted) FROM rounds WHERE drafted > 0
+                GROUP BY drafter ORDER BY min(generation)"""
+            ).fetchall()
+        return {str(name): Drafted(*figures) for name, *figures in rows}
 
     def spent(self) -> tuple[Spent, ...]:
         """What ``adaptive.records.saved`` needs of every generation that took a round, oldest first."""
