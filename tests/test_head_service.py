@@ -41,10 +41,10 @@ def test_a_server_on_a_target_alone_grows_a_head_and_decodes_with_it(tmp_path: P
             for prompt in asked:
                 assert ask(http, prompt)["drafters"] == {}  # nothing is drafted before there is something to draft with
             assert "has not been trained yet" in http.get("/props").json()["speculation"]["sentence"]
-            until(lambda: http.get("/adaptive/trainer").json()["rounds"] == 1, server)
+            until(lambda: http.get("/adaptive/trainer").json()["runs"] == 1, server)
             store = AdapterStore(next(server.home.glob("*/adapters")))
             grown = store.current()
-            assert grown is not None, http.get("/adaptive/trainer").json()["last_round"]
+            assert grown is not None, http.get("/adaptive/trainer").json()["last_run"]
             assert grown.kind == "head"
             until(lambda: http.get("/props").json()["adapter"] == grown.id, server)
             assert http.get("/health").json()["drafter"] == {"name": "head", "growing": False, "adapter": grown.id}
