@@ -37,7 +37,7 @@ def _run(campaign: Campaign, disk: Path, settings: Path) -> None:
         clients.url = server.url
         for number in range(campaign.times(FILLS)):
             time.sleep(campaign.rng.uniform(0.2, 4.0))
-            resize(disk, shutil.disk_usage(disk).used + campaign.rng.randrange(0, 200_000))
+            fill(disk, campaign.rng.randrange(0, 200_000))
             time.sleep(campaign.rng.uniform(1.0, 4.0))
             log = httpx.get(f"{server.url}/health", timeout=60).json()["log"]
             seen, most = seen + (not log["writable"]), max(most, log["waiting"])
@@ -50,7 +50,7 @@ def _run(campaign: Campaign, disk: Path, settings: Path) -> None:
                     clients.given.pop(name)
                 server = started(campaign, disk / "state", "--config", str(settings))
                 clients.url = server.url
-            resize(disk, SIZE)
+            assert resize(disk, SIZE)
     until(lambda: httpx.get(f"{server.url}/health", timeout=60).json()["log"]["waiting"] == 0, lambda: server.said)
     said = server.said
     campaign.check(server.stop() == 0, "the server did not end by itself")
@@ -66,6 +66,13 @@ def _logged(root: Path, name: str) -> bool:
         return log.count(session=name) == 1
 
 
-def resize(disk: Path, size: int) -> None:
-    """Let the file system hold so many bytes and no more."""
-    subprocess.run(["mount", "-o", f"remount,size={max(size, 4096)}", str(disk)], check=True)
+def fill(disk: Path, room: int) -> None:
+    """Leave room for so many bytes. The kernel refuses where more has been written meanwhile."""
+    while not resize(disk, shutil.disk_usage(disk).used + room):
+        pass
+
+
+def resize(disk: Path, size: int) -> bool:
+    """Let the file system hold so many bytes and no more; False where it holds more already."""
+    command = ["mount", "-o", f"remount,size={max(size, 4096)}", str(disk)]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
