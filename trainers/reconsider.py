@@ -23,7 +23,7 @@ from trainers.dataset import Example, examples, held, read_log
 from trainers.gate import held_out, judge
 from trainers.recipe import Recipe
 from trainers.replay import Replay
-from trainers.students import School, school_of
+from trainers.students import Students, students_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,14 +55,14 @@ def reconsider(
         raise AdaptiveError(f"adapter {name} is in use again; there is nothing to reconsider")
     since = Log(log).first_id(name)
     rows = read_log(log, Recipe().buffer)
-    school = school_of(draft)
-    known = examples(rows, school.longest_output, spool if school.kind == "head" else None)
+    students = students_of(draft)
+    known = examples(rows, students.longest_output, spool if students.kind == "head" else None)
     said = [e for e in known if e.replayable and since is not None and e.id >= since]
     if not said:
         raise AdaptiveError(f"nothing was said since adapter {name} came into use")
     said = held(said[-MOST:])
-    before = _replayed(school, store, None if in_use is None else in_use.id, said, should_stop)
-    after = _replayed(school, store, name, said, should_stop)
+    before = _replayed(students, store, None if in_use is None else in_use.id, said, should_stop)
+    after = _replayed(students, store, name, said, should_stop)
     verdict = judge(held_out(before, after, Recipe().draft_length), None, streak=1)
     if not verdict.promote:
         return store.show(name), f"Adapter {name} stays rolled back: {verdict.reason}."
@@ -74,12 +74,12 @@ def reconsider(
 
 
 def _replayed(
-    school: School,
+    students: Students,
     store: AdapterStore,
     name: str | None,
     said: Sequence[Example],
     should_stop: Callable[[], bool] | None,
 ) -> list[Replay]:
     """The replay of ``said`` by the draft with this adapter, or by the plain one."""
-    with school.in_use(None if name is None else store.path(name), Recipe()) as student:
+    with students.in_use(None if name is None else store.path(name), Recipe()) as student:
         return student.replay(said, should_stop)

@@ -27,7 +27,7 @@ from trainers.recipe import Recipe
 from trainers.replay import Replay, Stopped
 from trainers.resume import TrainingState
 from trainers.sets import Sets, gather
-from trainers.students import School, Student, school_of
+from trainers.students import Student, Students, students_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -110,23 +110,23 @@ def distill(
     in_use, notes = store.usable(base) if store.root.is_dir() else (None, [])
     current = store.current_id()  # which may be an adapter of other weights, that nobody uses
     kept = TrainingState(state) if state is not None and not rivals else None
-    school = school_of(draft)
-    spool = spool if school.kind == "head" else None
-    if extra is not None and school.kind == "head":
+    students = students_of(draft)
+    spool = spool if students.kind == "head" else None
+    if extra is not None and students.kind == "head":
         raise AdaptiveError(
             "a head learns from the target's hidden states, which a file of chat messages does not hold; let the "
             "target answer prompts with --prompts, or learn from the log"
         )
-    sets, resumed = gather(log, extra, in_use, recipe, base, school.longest_output, kept, spool)
+    sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool)
     # With no adapter in use, going on from it is starting from zero: one of the two is enough.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
-    attempts, stopped = _attempts(school, store, in_use, sets, recipes, on_progress, should_stop, kept)
+    attempts, stopped = _attempts(students, store, in_use, sets, recipes, on_progress, should_stop, kept)
     manifest, verdict = None, None
     best = max(attempts, key=lambda a: a.fit.acceptance, default=Attempt(recipe, Fit(None, 0.0, 0, 0, 0.0, stopped)))
     result = replace(best.fit, seconds=sum(a.fit.seconds for a in attempts), stopped=stopped)
     if result.best is not None and processes.first():
-        figures, result = _figures(school, store, in_use, sets, best.recipe, result, should_stop)
-        manifest = _publish(school, store, base, result, figures, sets, best.recipe, in_use)
+        figures, result = _figures(students, store, in_use, sets, best.recipe, result, should_stop)
+        manifest = _publish(students, store, base, result, figures, sets, best.recipe, in_use)
         if figures is not None:
             verdict = judge(*figures, streak=_streak(store, manifest, in_use))
         manifest = _settle(store, manifest, verdict, promotion, current)
@@ -161,7 +161,7 @@ def _notes(resumed: bool, damaged: int, unkept: str | None) -> list[str]:
 
 
 def _attempts(
-    school: School,
+    students: Students,
     store: AdapterStore,
     in_use: Manifest | None,
     sets: Sets,
@@ -173,12 +173,12 @@ def _attempts(
     """Train by each recipe, one after the other; also whether that was stopped early."""
     attempts: list[Attempt] = []
     try:
-        with school.in_use(_folder(store, in_use), recipes[0]) as student:
+        with students.in_use(_folder(store, in_use), recipes[0]) as student:
             in_use_acceptance = _shared_acceptance(student, sets.validation, should_stop)
     except Stopped:
         return attempts, True
     for tried in recipes:
-        with school.trainable(_parent(school, store, in_use, tried), tried) as student:
+        with students.trainable(_parent(students, store, in_use, tried), tried) as student:
             evaluate = partial(_shared_acceptance, student, sets.validation, should_stop)
             found = fit(student, sets.train, evaluate, tried, on_progress, should_stop, kept)
         worse = found.acceptance < in_use_acceptance - VALIDATION_SLACK
@@ -192,9 +192,9 @@ def _folder(store: AdapterStore, in_use: Manifest | None) -> Path | None:
     return None if in_use is None else store.path(in_use.id)
 
 
-def _parent(school: School, store: AdapterStore, in_use: Manifest | None, recipe: Recipe) -> Path | None:
+def _parent(students: Students, store: AdapterStore, in_use: Manifest | None, recipe: Recipe) -> Path | None:
     """What the run goes on from. A head always does: it starts from nothing, and what it knows takes long to learn."""
-    return _folder(store, in_use) if recipe.start == "parent" or school.kind == "head" else None
+    return _folder(store, in_use) if recipe.start == "parent" or students.kind == "head" else None
 
 
 def _shared_acceptance(student: Student, sets: Sequence[Example], should_stop: Callable[[], bool] | None) -> float:
@@ -214,7 +214,7 @@ def _shared_acceptance(student: Student, sets: Sequence[Example], should_stop: C
 
 
 def _figures(
-    school: School,
+    students: Students,
     store: AdapterStore,
     in_use: Manifest | None,
     sets: Sets,
@@ -227,9 +227,9 @@ def _figures(
     if result.stopped:
         return None, result
     try:
-        with school.in_use(_folder(store, in_use), recipe) as student:
+        with students.in_use(_folder(store, in_use), recipe) as student:
             before = student.replay(sets.gate, should_stop)
-        with school.trainable(_parent(school, store, in_use, recipe), recipe) as student:
+        with students.trainable(_parent(students, store, in_use, recipe), recipe) as student:
             student.restore(result.best)
             after = student.replay(sets.gate, should_stop)
     except Stopped:
@@ -240,7 +240,7 @@ def _figures(
 
 
 def _publish(
-    school: School,
+    students: Students,
     store: AdapterStore,
     base: BaseDraft,
     result: Fit,
@@ -253,7 +253,7 @@ def _publish(
     state = result.best
     assert state is not None
     ids = [e.id for e in sets.train if e.id > 0]
-    parent = _parent(school, store, in_use, recipe)
+    parent = _parent(students, store, in_use, recipe)
     new = NewAdapter(
         base=base,
         trained_on=TrainedOn(
@@ -263,16 +263,16 @@ def _publish(
             tokens=sum(len(e.output) for e in sets.train),
             domains=domains(sets.train),
         ),
-        kind=school.kind,
+        kind=students.kind,
         parent=in_use.id if in_use and parent else None,
         hyperparameters={**recipe.to_json(), "steps": result.steps, "best_step": result.best_step},
         train_seconds=result.seconds,
-        device=str(school.device),
+        device=str(students.device),
         recent=figures[0] if figures else None,
         older=figures[1] if figures else None,
         reason="not judged yet" if figures else f"stopped at step {result.steps}, not judged",
     )
-    with school.trainable(parent, recipe) as student:
+    with students.trainable(parent, recipe) as student:
         return store.publish(lambda folder: student.write(state, folder), new)
 
 

@@ -1,6 +1,6 @@
 """What can be trained, behind one face: a draft with LoRA, all of a draft, or a head.
 
-A ``Student`` is a model while it is trained or judged. A ``School`` makes them for a run: the one in use, and the one
+A ``Student`` is a model while it is trained or judged. ``Students`` makes them for a run: the one in use, and the one
 to train, each from the weights of an adapter folder or from none.
 """
 
@@ -160,7 +160,7 @@ class NoHead(HeadStudent):
         return [Replay(e.id, e.domain, zeros, e.limited) for e, zeros in zip(examples, nothing, strict=True)]
 
 
-class School(Protocol):
+class Students(Protocol):
     """What a run trains."""
 
     kind: Literal["lora", "head"]
@@ -177,7 +177,7 @@ class School(Protocol):
         """What is to be trained: a copy of ``parent``, or a new one."""
 
 
-class DraftSchool:
+class DraftStudents:
     """A plain draft, for which adapters are trained; afterwards it is as it was."""
 
     kind: Literal["lora", "head"] = "lora"
@@ -213,7 +213,7 @@ class DraftSchool:
             lora.remove(model)
 
 
-class HeadSchool:
+class HeadStudents:
     """A head, which goes on growing from the one that was promoted last; one that was given, from what it was."""
 
     kind: Literal["lora", "head"] = "head"
@@ -248,9 +248,9 @@ class HeadSchool:
         yield HeadStudent(self.head, recipe)
 
 
-def school_of(draft: PreTrainedModel | Head) -> School:
+def students_of(draft: PreTrainedModel | Head) -> Students:
     """What trains ``draft``."""
-    return HeadSchool(draft) if isinstance(draft, Head) else DraftSchool(draft)
+    return HeadStudents(draft) if isinstance(draft, Head) else DraftStudents(draft)
 
 
 def student_of(model: PeftModel | PreTrainedModel | Head, recipe: Recipe) -> Student:
