@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import Command
 from records_factory import generation
-from test_history_cli import Run, adaptive  # noqa: F401 - a fixture
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
@@ -66,7 +66,7 @@ def test_a_server_that_fails_at_its_start_leaves_no_note(tmp_path: Path) -> None
     assert not (state.root / "server.json").exists()
 
 
-def test_a_purge_takes_what_was_set_aside_and_the_training_state(tmp_path: Path, adaptive: Run) -> None:  # noqa: F811
+def test_a_purge_takes_what_was_set_aside_and_the_training_state(tmp_path: Path, adaptive: Command) -> None:
     state = open_state(tmp_path / "home", "big--small-1234")
     with LogWriter(state.records) as writer:
         for number in range(4):

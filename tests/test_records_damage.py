@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Command
 from records_factory import generation, same
-from test_history_cli import Run, adaptive  # noqa: F401 - a fixture
 
 from adaptive.records.log import Log
 from adaptive.records.recover import open_for_writing
@@ -81,7 +81,7 @@ def test_rounds_that_are_gone_make_a_damaged_record(path: Path) -> None:
     assert 9 not in whole(path)
 
 
-def test_what_is_damaged_is_named_and_repaired(path: Path, adaptive: Run) -> None:  # noqa: F811
+def test_what_is_damaged_is_named_and_repaired(path: Path, adaptive: Command) -> None:
     assert adaptive("records", "check")[0] == 0
     damage_column(path, 7, "supervision")
     damage_column(path, 8, "text", "TEXT")
@@ -102,7 +102,7 @@ def test_what_is_damaged_is_named_and_repaired(path: Path, adaptive: Run) -> Non
     assert now[7].text == said(7).text
 
 
-def test_an_export_leaves_damaged_records_out_and_says_so(path: Path, adaptive: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_an_export_leaves_damaged_records_out_and_says_so(path: Path, adaptive: Command, tmp_path: Path) -> None:
     damage_column(path, 7, "text", "TEXT")
     status, _, err = adaptive("records", "export", str(tmp_path / "out.jsonl"))
     assert status == 0
