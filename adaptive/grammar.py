@@ -65,8 +65,16 @@ def notation(text: str) -> Grammar:
 
 
 def json_schema(schema: dict[str, Any]) -> Grammar:
-    """The grammar of a schema."""
-    return Grammar("json_schema", json.dumps(schema))
+    """The grammar of a schema. Raises AdaptiveError as ``as_json``."""
+    return Grammar("json_schema", as_json(schema))
+
+
+def as_json(schema: dict[str, Any]) -> str:
+    """A schema as text. Raises AdaptiveError for one that is nested beyond reason."""
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise AdaptiveError("the JSON schema cannot be used: it is nested too deeply") from error
 
 
 class Grammars:

@@ -108,6 +108,15 @@ def test_what_cannot_be_used_is_refused_with_the_reason(grammars: Grammars, gram
         assert "\n" not in str(refused.value)
 
 
+def test_a_schema_that_is_nested_beyond_reason_is_refused(grammars: Grammars) -> None:
+    for depth in (300, 100_000):
+        schema: dict[str, object] = {"type": "integer"}
+        for _ in range(depth):
+            schema = {"type": "array", "items": schema}
+        with pytest.raises(AdaptiveError, match="JSON schema cannot be used"):
+            grammars.check(json_schema(schema))
+
+
 @pytest.fixture
 def opened() -> OpenedPair:
     with open_pair(load_settings({"dtype": "float32"}), Console(file=io.StringIO())) as one:

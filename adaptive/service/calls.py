@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from adaptive.errors import AdaptiveError
-from adaptive.grammar import Grammar
+from adaptive.grammar import Grammar, as_json
 from adaptive.service.schemas import function_of
 
 MARK = "<tool_call>"
@@ -80,7 +80,7 @@ def forced_call(tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, An
         arguments = function.get("parameters") or {"type": "object"}
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
         call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        calls.append(f"call_{len(calls)}: %json {json.dumps(call)}")
+        calls.append(f"call_{len(calls)}: %json {as_json(call)}")
     names = " | ".join(f"call_{number}" for number in range(len(calls)))
     start = f"start: call{MORE_CALLS if several else ''}\n" + r'call: "<tool_call>\n" any "\n</tool_call>"'
     return Grammar("lark", "\n".join([start, f"any: {names}", *calls]))
