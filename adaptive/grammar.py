@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,8 @@ Kind = Literal["json_schema", "lark", "gbnf", "regex"]
 # White space between the parts of JSON, where a schema does not say otherwise. More lets a small model write spaces
 # for ever; none keeps larger ones from the lines that they are used to.
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
+# Grammars that stay compiled: agents send the same few with every request. One takes up to some megabytes.
+COMPILED = 16
 # Bits of one number of a mask.
 WORD = 32
 
@@ -86,39 +89,43 @@ class Grammars:
         self._vocab_size = vocab_size
         self._ends = sorted(end_tokens)
         self._known: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # at their beginnings, the latest used last
         self._lock = threading.Lock()
 
-    def check(self, grammar: Grammar) -> None:
-        """Raise AdaptiveError, saying why, for a grammar that cannot be used."""
-        from llguidance import LLMatcher
-
-        failed, said = LLMatcher.validate_grammar_with_warnings(grammar.source(), self._made())
-        if failed:
-            raise AdaptiveError(f"the {grammar.name} cannot be used: {' '.join(' '.join(said).split())[:500]}")
+    def compile(self, grammar: Grammar) -> None:
+        """Have a grammar ready. Raises AdaptiveError, saying why, for one that cannot be used."""
+        self.constraint(grammar)
 
     def constraint(self, grammar: Grammar) -> Constraint:
-        """For a new answer. Raises AdaptiveError as ``check``."""
+        """For a new answer. Raises AdaptiveError as ``compile``."""
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._made(), grammar.source(), log_level=0)
-        if matcher.is_error():
-            raise AdaptiveError(f"the {grammar.name} cannot be used: {' '.join(matcher.get_error().split())[:500]}")
-        return Constraint(matcher, self._vocab_size)
-
-    def _made(self) -> LLTokenizer:
         with self._lock:
-            if self._known is None:
-                import llguidance.hf
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                matcher = LLMatcher(self._tokens(), grammar.source(), log_level=0)
+                if matcher.is_error():
+                    said = " ".join(matcher.get_error().split())[:500]
+                    raise AdaptiveError(f"the {grammar.name} cannot be used: {said}")
+                self._compiled[grammar] = matcher
+                if len(self._compiled) > COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return Constraint(matcher.deep_copy(), self._vocab_size)
 
-                try:
-                    self._known = llguidance.hf.from_tokenizer(
-                        self._tokenizer,  # type: ignore[arg-type]  # one without a fast twin is refused there
-                        n_vocab=self._vocab_size,
-                        eos_token=self._ends or None,
-                    )
-                except Exception as error:
-                    raise AdaptiveError(f"this tokenizer cannot be constrained: {first_line(error)}") from error
-            return self._known
+    def _tokens(self) -> LLTokenizer:
+        if self._known is None:
+            import llguidance.hf
+
+            try:
+                self._known = llguidance.hf.from_tokenizer(
+                    self._tokenizer,  # type: ignore[arg-type]  # one without a fast twin is refused there
+                    n_vocab=self._vocab_size,
+                    eos_token=self._ends or None,
+                )
+            except Exception as error:
+                raise AdaptiveError(f"this tokenizer cannot be constrained: {first_line(error)}") from error
+        return self._known
 
 
 class Constraint:

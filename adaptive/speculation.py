@@ -105,13 +105,6 @@ def growing(pair: Pair) -> bool:
     return isinstance(pair.draft, ReadsFeatures) and not pair.draft.ready
 
 
-def drafter_name(pair: Pair) -> str | None:
-    """Who drafts beside history: as in the rounds of a record."""
-    if pair.draft is None:
-        return None
-    return "head" if isinstance(pair.draft, ReadsFeatures) else "model"
-
-
 def of_counts(
     counts: Iterable[RoundCount],
     *,

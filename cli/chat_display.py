@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from adaptive.printable import printable
 
 if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.markdown import Markdown
     from rich.text import Text
@@ -100,7 +102,8 @@ def last_block(text: str) -> int:
     return sum(len(line) + 1 for line in lines[: begins[-1]]) if begins else 0
 
 
-def _parser():  # type: ignore[no-untyped-def]
+@cache
+def _parser() -> MarkdownIt:
     from markdown_it import MarkdownIt
 
     return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cli.chat_display import Display
     from cli.chat_input import Keyboard
     from cli.opened import OpenedPair
+    from cli.talk import Talk
 
 # Of the context, what the conversation may take after its oldest turns were forgotten: the rest is for what comes.
 FORGET_TO = 0.5
@@ -68,15 +69,15 @@ class Chat:
 
     def greet(self) -> None:
         """What drafts, which session this is, and where an earlier one stands."""
-        from adaptive.engines.protocol import ReadsFeatures
+        from adaptive.speculation import growing
+        from cli.chat_display import titled
 
         pair, assistant = self.opened.pair, self.opened.assistant
         drafting = f"adapter {assistant.adapter}" if assistant.adapter else "no adapter yet"
         if pair.draft is None:
             drafting = "no draft model: plain decoding"
-        elif isinstance(pair.draft, ReadsFeatures) and not pair.draft.ready:
+        elif growing(pair):
             drafting = "plain decoding, until a head has been grown from what is said"
-        from cli.chat_display import titled
 
         self.console.print(titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))
         if self.talk.turns:
@@ -128,28 +129,33 @@ class Chat:
 
     def _makes_room(self, text: str) -> bool:
         """Forget the oldest turns, if a person agrees, until the conversation and ``text`` fit."""
-        from adaptive.assistant import encode_chat
-        from adaptive.errors import ContextFullError
-        from adaptive.types import Message
         from cli.talk import Talk
 
-        pair, shorter = self.opened.pair, Talk(None, tuple(self.talk.messages))
-        most, before = FORGET_TO * pair.target.context_length, len(shorter.turns)
-        while True:
-            with contextlib.suppress(ContextFullError):
-                if len(encode_chat(pair, [*shorter.messages, Message("user", text)])) <= most:
-                    break
+        shorter = Talk(None, tuple(self.talk.messages))
+        while shorter.turns and not self._fits(shorter, text):
             if not shorter.forget_oldest():
                 shorter.take_back()
-                if len(shorter.turns) == 0:
-                    break
-        forgotten = before - len(shorter.turns)
+        forgotten = len(self.talk.turns) - len(shorter.turns)
         assert self.keyboard is not None
-        if not forgotten or not self.keyboard.agrees(f"Forget the oldest {forgotten} messages and ask again?"):
+        helps = forgotten and self._fits(shorter, text)
+        if not helps or not self.keyboard.agrees(f"Forget the oldest {forgotten} messages and ask again?"):
             self.note("/reset begins anew, /forget drops the oldest question and its answer")
             return False
         self.talk = shorter
         return True
+
+    def _fits(self, talk: Talk, text: str) -> bool:
+        """Whether a conversation and one more question leave room for what comes."""
+        from adaptive.assistant import encode_chat
+        from adaptive.errors import ContextFullError
+        from adaptive.types import Message
+
+        pair = self.opened.pair
+        try:
+            prompt = encode_chat(pair, [*talk.messages, Message("user", text)])
+        except ContextFullError:
+            return False
+        return len(prompt) <= FORGET_TO * pair.target.context_length
 
     def go_on(self) -> None:
         """Go on with the last answer, which was cut. Raises AdaptiveError where it was not."""

@@ -148,13 +148,13 @@ def run(
     # PEFT imports it unasked; without an optional 4-bit kernel it complains, and nothing here is in 4 bit.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from adaptive.pair import load_draft_for_training, pair_identity
+    from adaptive.records.features import spool_of
     from adaptive.state import open_state
     from checkpoints.store import AdapterStore
     from trainers import processes
     from trainers.dataset import read_log
     from trainers.lock import only_trainer
     from trainers.run import distill as train
-    from trainers.worker import spool_of
 
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
@@ -176,7 +176,7 @@ def run(
                 promotion=promotion,
                 state=state.training,
                 rivals=_rivals(recipe, draft) if compare else (),
-                spool=spool_of(settings, state),
+                spool=spool_of(state, settings.feature_gb),
             )
 
 

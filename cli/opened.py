@@ -71,7 +71,7 @@ def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Ite
     from adaptive.control.policy import FixedLength
     from adaptive.drafting.archive import Archive, History
     from adaptive.measure import attentive_on
-    from adaptive.records.features import FeatureSpool
+    from adaptive.records.features import spool_of
     from adaptive.records.retention import Keep
     from adaptive.records.writer import LogWriter
     from adaptive.swapper import Swapper
@@ -82,8 +82,7 @@ def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Ite
     policy = length_policy(settings, memory, attentive_on(pair))
     store = AdapterStore(state.adapters)
     keep = Keep(settings.keep_days, settings.keep_gb)
-    spool = FeatureSpool(state.features, int(1e9 * settings.feature_gb))
-    after = store.last_record()
+    spool, after = spool_of(state, settings.feature_gb), store.last_record()
     log = LogWriter(state.records, after=after, keep=keep, spool=spool) if settings.record else None
     archive = None
     if settings.history == "auto" and log is not None:

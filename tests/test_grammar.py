@@ -102,7 +102,7 @@ def test_what_only_one_text_may_follow_is_known(grammars: Grammars) -> None:
     "grammar", [NO_REGEX, NO_RULE, json_schema({"type": "nonsense"}), notation("root ::= missing")]
 )
 def test_what_cannot_be_used_is_refused_with_the_reason(grammars: Grammars, grammar: Grammar) -> None:
-    for use in (grammars.check, grammars.constraint):
+    for use in (grammars.compile, grammars.constraint):
         with pytest.raises(AdaptiveError, match=r"cannot be used: .{5}") as refused:
             use(grammar)
         assert "\n" not in str(refused.value)
@@ -114,7 +114,7 @@ def test_a_schema_that_is_nested_beyond_reason_is_refused(grammars: Grammars) ->
         for _ in range(depth):
             schema = {"type": "array", "items": schema}
         with pytest.raises(AdaptiveError, match="JSON schema cannot be used"):
-            grammars.check(json_schema(schema))
+            grammars.compile(json_schema(schema))
 
 
 @pytest.fixture

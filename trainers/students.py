@@ -17,7 +17,7 @@ import torch
 from adaptive.engines.head.module import Head
 from trainers import lora
 from trainers.batches import collate, longest_output, longest_text, passes, supervised_logits
-from trainers.dataset import Example
+from trainers.dataset import Example, held
 from trainers.heads import head_losses, replay_head
 from trainers.lora import AdapterState, default_learning_rate, width_of
 from trainers.per_position import position_losses
@@ -126,7 +126,7 @@ class HeadStudent:
 
     def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
         """See the protocol. Examples whose features have gone from the spool meanwhile count as learned."""
-        there = [e for e in group if e.features is not None and e.features.read() is not None]
+        there = [e for e in held(group) if e.features is not None]
         if not there:
             return self.head.fuse.weight.sum()[None] * 0.0
         return head_losses(self.head, there, recipe.loss, recipe.unroll)

@@ -26,7 +26,6 @@ from adaptive.settings import Settings
 from adaptive.state import PairState
 
 if TYPE_CHECKING:
-    from adaptive.records.features import FeatureSpool
     from trainers.fit import Progress
     from trainers.run import DistillOutcome
 
@@ -142,6 +141,7 @@ def train(order: Order, brake: Brake, report: IO[str]) -> Report:
 
 def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[Report], None]) -> DistillOutcome:
     from adaptive.pair import load_draft_for_training, pair_identity
+    from adaptive.records.features import spool_of
     from checkpoints.store import AdapterStore
     from trainers.recipe import Recipe
     from trainers.run import distill
@@ -161,19 +161,13 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         on_progress=progress,
         should_stop=brake.should_stop,
         state=state.training,
-        spool=spool_of(settings, state),
+        spool=spool_of(state, settings.feature_gb),
     )
-
-
-def spool_of(settings: Settings, state: PairState) -> FeatureSpool:
-    """Where the target's hidden states of the log are."""
-    from adaptive.records.features import FeatureSpool
-
-    return FeatureSpool(state.features, int(1e9 * settings.feature_gb))
 
 
 def _reconsider(settings: Settings, state: PairState, brake: Brake, name: str) -> Report:
     from adaptive.pair import load_draft_for_training, pair_identity
+    from adaptive.records.features import spool_of
     from checkpoints.store import AdapterStore
     from trainers.reconsider import reconsider
     from trainers.replay import Stopped
@@ -187,7 +181,7 @@ def _reconsider(settings: Settings, state: PairState, brake: Brake, name: str) -
             draft,
             name,
             brake.should_stop,
-            spool_of(settings, state),
+            spool_of(state, settings.feature_gb),
         )
     except Stopped:
         return _ended(brake, None)

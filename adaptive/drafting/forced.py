@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
+from adaptive.drafting.protocol import WithoutForward
 from adaptive.grammar import Constraint
 
 # Who proposed, in rounds, records and figures.
 GRAMMAR = "grammar"
 
 
-class ForcedDrafter:
+class ForcedDrafter(WithoutForward):
     """Proposes what the ``constraint`` of an answer leaves no choice about."""
 
     name = GRAMMAR
@@ -35,13 +36,3 @@ class ForcedDrafter:
     def limit(self, committed: int) -> int:
         """Any number: there is no cache."""
         return len(self._tokens)
-
-    def catch_up(self, committed: int) -> int:
-        """Nothing is fed to anybody."""
-        return 0
-
-    def reserve(self, length: int) -> None:
-        """Nothing to reserve."""
-
-    def rollback(self, length: int) -> None:
-        """What did not stand was never taken in."""

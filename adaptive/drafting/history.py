@@ -8,6 +8,7 @@ from __future__ import annotations
 from adaptive.control.matches import Bins, Matches, reach
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
+from adaptive.drafting.protocol import WithoutForward
 from adaptive.drafting.suffixes import LONGEST, Suffixes, suffixes
 from adaptive.types import Round
 
@@ -52,7 +53,7 @@ def _common(one: list[int], other: list[int]) -> int:
     return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
 
 
-class HistoryDrafter:
+class HistoryDrafter(WithoutForward):
     """Proposes what ``look`` has found. One serves one answer; texts, records and calibration outlive it."""
 
     name = HISTORY
@@ -106,13 +107,3 @@ class HistoryDrafter:
     def limit(self, committed: int) -> int:
         """Any number: there is no cache."""
         return len(self._tokens)
-
-    def catch_up(self, committed: int) -> int:
-        """Nothing is fed to anybody."""
-        return 0
-
-    def reserve(self, length: int) -> None:
-        """Nothing to reserve."""
-
-    def rollback(self, length: int) -> None:
-        """What did not stand was never taken in."""

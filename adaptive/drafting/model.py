@@ -16,6 +16,11 @@ from adaptive.tokens import Ids, argmax, as_array, as_tensor, join, known, likel
 from adaptive.types import SamplingParams
 
 
+def drafter_name(engine: Engine) -> str:
+    """What a draft is called in rounds, records and figures."""
+    return "head" if isinstance(engine, ReadsFeatures) else "model"
+
+
 class ModelDrafter:
     """A small model or a head (``name``) drafts token by token, under the target's own sampling transforms."""
 
@@ -33,7 +38,7 @@ class ModelDrafter:
         self.sequence = sequence
         self.engine = engine
         self.head = engine if isinstance(engine, ReadsFeatures) and not untrained else None
-        self.name = "head" if isinstance(engine, ReadsFeatures) else "model"
+        self.name = drafter_name(engine)
         self.target_vocab = target_vocab
         self.params = params
         self.transform = Transform(params)

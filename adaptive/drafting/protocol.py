@@ -38,3 +38,17 @@ class Drafter(Protocol):
 
     def rollback(self, length: int) -> None:
         """Tokens after the first ``length`` committed ones did not stand."""
+
+
+class WithoutForward:
+    """What a drafter has no need of that takes no forward: it has no cache, and nothing to catch up with."""
+
+    def catch_up(self, committed: int) -> int:
+        """Nothing is fed to anybody."""
+        return 0
+
+    def reserve(self, length: int) -> None:
+        """Nothing to reserve."""
+
+    def rollback(self, length: int) -> None:
+        """What did not stand was never taken in."""

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from adaptive.records.recover import overwrite_and_remove
 from adaptive.records.schema import transaction
+from adaptive.state import PairState
 from checkpoints import files
 
 # Numbers of a hidden state that share a scale (float16). Some models have a few numbers a thousand times as large as
@@ -187,6 +188,11 @@ class FeatureSpool:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}{ENDING}"
+
+
+def spool_of(state: PairState, gigabytes: float) -> FeatureSpool:
+    """The spool of a pair, of at most so many gigabytes."""
+    return FeatureSpool(state.features, int(1e9 * gigabytes))
 
 
 def tokens_hash(prompt: npt.NDArray[np.int32], output: npt.NDArray[np.int32]) -> str:

@@ -19,10 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from adaptive.assistant import sampling_params
 from adaptive.drafting.archive import owner_name
+from adaptive.drafting.model import drafter_name
 from adaptive.encoding import encode_text, render_chat
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar
 from adaptive.installation import version
+from adaptive.pair import Pair
 from adaptive.service.calls import forced_call
 from adaptive.service.dashboard import add_dashboard
 from adaptive.service.engine import EngineThread, Opened
@@ -47,7 +49,7 @@ from adaptive.service.schemas import (
 from adaptive.service.streams import Wanted, chunks
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
-from adaptive.speculation import drafter_name, growing
+from adaptive.speculation import growing
 
 # Seconds that a client told 429 or 503 is asked to wait: about one answer.
 RETRY_AFTER = {"Retry-After": "2"}
@@ -128,7 +130,7 @@ class Api:
     ) -> Response:
         pair = self.session().pair
         if grammar is not None:
-            await asyncio.to_thread(self.session().assistant.grammars.check, grammar)
+            await asyncio.to_thread(self.session().assistant.grammars.compile, grammar)
         check_prompts(prompts, pair.target.context_length)
         ask = Ask(
             prompts=prompts,
@@ -255,7 +257,7 @@ def _state(app: FastAPI, api: Api) -> None:
         if engine.state != "ready":
             return _not_ready(engine)
         pair = api.session().pair
-        drafter = {"name": drafter_name(pair), "growing": growing(pair), "adapter": engine.adapter}
+        drafter = {"name": _drafter(pair), "growing": growing(pair), "adapter": engine.adapter}
         return JSONResponse({"status": "ok", "log": _log_state(api), "drafter": drafter})
 
     @app.get("/v1/models")
@@ -284,7 +286,7 @@ def _state(app: FastAPI, api: Api) -> None:
         return {
             "model": pair.identity.id,
             "draft": pair.identity.base.id if pair.draft else None,
-            "drafter": drafter_name(pair),
+            "drafter": _drafter(pair),
             "adapter": engine.adapter,
             "draft_length": api.settings.draft_length,
             "speculation": engine.speculation.as_object(),
@@ -308,6 +310,11 @@ def _state(app: FastAPI, api: Api) -> None:
                 "conversations_cached": len(api.session().assistant.conversations),
             }
         ]
+
+
+def _drafter(pair: Pair) -> str | None:
+    """Who drafts beside history and grammars."""
+    return None if pair.draft is None else drafter_name(pair.draft)
 
 
 def _model(api: Api) -> dict[str, Any]:

@@ -152,9 +152,6 @@ class Common(_Model):
     grammar: GrammarText | None = None
     regex: GrammarText | None = None
 
-    def refuse_unbuilt(self) -> None:
-        """Raise AdaptiveError for what is known and not served."""
-
     def constrained(self) -> Grammar | None:
         """What answers keep to. Raises AdaptiveError where several things are asked for at once."""
         wanted: dict[str, Grammar] = {}
@@ -236,7 +233,6 @@ class ChatRequest(Common):
 
     def refuse_unbuilt(self) -> None:
         """Raise AdaptiveError for what is known and not served."""
-        super().refuse_unbuilt()
         if self.top_logprobs and not self.logprobs:
             raise AdaptiveError("top_logprobs needs logprobs to be true")
 
@@ -252,7 +248,6 @@ class CompletionRequest(Common):
 
     def refuse_unbuilt(self) -> None:
         """Raise AdaptiveError for what is known and not served."""
-        super().refuse_unbuilt()
         if self.echo or self.suffix:
             raise AdaptiveError("echo and suffix are not served")
         if self.best_of is not None and self.best_of != (self.n or 1):
