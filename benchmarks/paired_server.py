@@ -19,6 +19,7 @@ from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
 from adaptive.engines.protocol import Engine
 from adaptive.engines.threads import ThreadChoice
+from adaptive.machine import LoadMeter
 from adaptive.records.writer import LogWriter
 from adaptive.service import server
 from adaptive.service.engine import EngineThread
@@ -48,7 +49,9 @@ class PairedEngine(EngineThread):
         engines = [engine for engine in (assistant.pair.target, assistant.pair.draft) if engine is not None]
         if not hasattr(self, "log"):
             self.log = LogWriter(Path(tempfile.mkdtemp()) / "records.db")
-            self.choices = {i: ThreadChoice(e.threads.most) for i, e in enumerate(engines) if e.threads is not None}
+            self.choices = {
+                i: ThreadChoice(e.threads.most, LoadMeter()) for i, e in enumerate(engines) if e.threads is not None
+            }
         kept = assistant.policy, assistant.log, assistant.last, self.speculation, self._listeners
         theirs = {i: _choose(engines[i], choice) for i, choice in self.choices.items()}
         assistant.policy, assistant.log, self._listeners = FixedLength(length), self.log, []

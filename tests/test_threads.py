@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from adaptive import machine
 from adaptive.engines.threads import ThreadChoice
 
 Seconds = Callable[[int], float]
@@ -147,3 +148,39 @@ def test_numbers_of_tokens_that_are_seldom_passed_go_along_when_the_machine_is_i
             break
     assert choice.best(1) == 2
     assert [passed(tokens) for tokens in (2, 3)] == [2, 2]
+
+
+class Accounts(machine.LoadMeter):
+    """The meter on an operating system whose accounts are those of two cores, of which ``others`` use some."""
+
+    def __init__(self) -> None:
+        self.at = self.idle = self.ours = 0.0
+        super().__init__()
+        self.cores = 2.0
+
+    def passed(self, seconds: float, threads: int, others: float) -> None:
+        self.at += seconds
+        self.ours += threads * seconds
+        self.idle += max(0.0, 2.0 - threads - others) * seconds
+
+    def _accounts(self) -> machine._Accounts:
+        return machine._Accounts(self.at, self.idle, 0.0, self.ours)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_when_other_programs_have_ended_all_threads_are_tried_at_once(told: bool) -> None:
+    """Trials beside two other programs cost so much that the next one is seconds of decoding away when these end."""
+    accounts = Accounts()
+    choice = ThreadChoice(2, accounts if told else None)
+
+    def passed(count: int, seconds: Seconds, others: float) -> list[int]:
+        chosen = []
+        for _ in range(count):
+            chosen += passes(choice, 1, seconds)
+            accounts.passed(seconds(chosen[-1]), chosen[-1], others)
+        return chosen
+
+    passed(3000, {1: 2e-3, 2: 0.05}.__getitem__, others=1.0)
+    assert choice.best(1) == 1
+    after = passed(1000, {1: 2e-3, 2: 1e-3}.__getitem__, others=0.0)
+    assert (after[400:].count(2) > 550) is told

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 # Longer runs gain little (and stop by themselves once held-out acceptance turns).
 DEFAULT_EPOCHS = 12
 DEFAULT_STEPS = 240
+# Share of a run in which the rate rises, and the largest norm of a gradient: the usual values, which were not varied.
+WARM_UP = 0.05
+CLIP = 1.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def fit(
     try:
         for batch in islice(_batches(train, recipe), now.step, None):
             for group in optimizer.param_groups:
-                group["lr"] = rate * group["factor"] * _schedule(clock.share, recipe)
+                group["lr"] = rate * group["factor"] * _schedule(clock.share)
             value = _step(student, optimizer, weights, batch, recipe, stop)
             now.loss = value if now.loss is None else 0.9 * now.loss + 0.1 * value
             clock.tick()
@@ -156,11 +159,11 @@ class _Clock:
         return max(0.0, self._standing.seconds * (1 / self.share - 1)) if self.share > 0 else math.inf
 
 
-def _schedule(share: float, recipe: Recipe) -> float:
+def _schedule(share: float) -> float:
     """Factor of the learning rate: linear warm-up, then cosine to a tenth."""
-    if share < recipe.warm_up:
-        return max(share / recipe.warm_up, 0.1)
-    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (share - recipe.warm_up) / (1 - recipe.warm_up)))
+    if share < WARM_UP:
+        return max(share / WARM_UP, 0.1)
+    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (share - WARM_UP) / (1 - WARM_UP)))
 
 
 def _batches(train: Sequence[Example], recipe: Recipe) -> Iterator[list[Example]]:
@@ -206,7 +209,7 @@ def _step(
     if anyone_stopped:
         raise Stopped
     processes.sum_gradients(weights)
-    torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
+    torch.nn.utils.clip_grad_norm_(weights, CLIP)
     optimizer.step()
     return value
 

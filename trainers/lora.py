@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from adaptive.engines.head.module import Head
 
+# LoRA's scale is this over the rank; `default_learning_rate` holds for it.
+ALPHA = 32
 AdapterState = dict[str, torch.Tensor]
 
 
@@ -66,7 +68,7 @@ def attach(draft: PreTrainedModel, recipe: Recipe) -> PeftModel:
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=recipe.rank or default_rank(width_of(draft)),
-        lora_alpha=recipe.alpha,
+        lora_alpha=ALPHA,
         target_modules=_shortened(names, list(modules)),
         fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in names),
     )

@@ -39,12 +39,9 @@ class Recipe:
 
     loss: LossName = "auto"
     rank: int | None = None
-    alpha: int = 32
     start: Start = "zero"
     learning_rate: float | None = None
     b_factor: float = 4.0
-    warm_up: float = 0.05
-    clip: float = 1.0
     batch: int = 8
     epochs: float | None = None
     max_seconds: float | None = None
@@ -61,7 +58,6 @@ class Recipe:
             raise AdaptiveError(f"loss is {self.loss!r}; it must be one of {', '.join(get_args(LossName))}")
         positive = {
             "rank": 1 if self.rank is None else self.rank,
-            "alpha": self.alpha,
             "lr": 1.0 if self.learning_rate is None else self.learning_rate,
             "b factor": self.b_factor,
             "epochs": 1.0 if self.epochs is None else self.epochs,

@@ -12,12 +12,17 @@ one has to beat the other as it was before the trial and as it is after it.
 Each number of tokens is judged by itself. Of passes over one token only those count that follow another such pass, as
 in plain decoding, where all threads stay awake. A single one among drafts and verifications may have to wake the others
 first: what is better there says nothing of plain decoding, with which drafting is compared.
+
+On one thread only a trial shows that all of them are faster again. Trials are rare there, because beside another
+program they are dear; where the operating system's accounts say that the others have ended, one is made at once.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+
+from adaptive.machine import LoadMeter
 
 # Tokens up to which passes are timed, each number for itself. Longer ones are a prompt's.
 FEW = 17
@@ -38,6 +43,8 @@ DECISIVE = 4.0
 SHARE_ONE, SHARE_ALL = 100, 500
 # And not before so many times the seconds that the last trial took.
 REST = 25
+# Seconds of passes between two looks at what else uses the machine, and looks in a row that have to say so.
+LOOK_S, LOOKS = 0.1, 2
 
 
 @dataclass(slots=True)
@@ -105,12 +112,14 @@ class ThreadChoice:
     """The number of threads for the next pass, from what earlier ones took. ``most`` is all of them.
 
     While ``held`` is a number, passes use so many and nothing is tried or learned: what is tried meanwhile is not what
-    a pass costs that somebody measures.
+    a pass costs that somebody measures. ``meter`` tells whether other programs use the machine.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, meter: LoadMeter | None = None) -> None:
         self.most = most
         self.held: int | None = None
+        self._meter = meter
+        self._busy, self._looks, self._unseen = False, 0, 0.0  # seconds of passes since the last look
         self._last = most
         self._passes: dict[int, Passes] = {}  # by number of tokens
         self._before, self._counts = 0, False  # tokens of the last pass, and whether its time is learned from
@@ -138,6 +147,9 @@ class ThreadChoice:
         """The pass of ``tokens`` tokens, on the threads last chosen, took this long."""
         if self.most == 1 or self.held is not None or not self._counts:
             return
+        self._unseen += seconds
+        if self._unseen >= LOOK_S and self._meter is not None:
+            self._look(self._meter)
         known = self._passes[tokens]
         known.seconds += seconds
         fresh, known.fresh = known.fresh, False
@@ -203,6 +215,21 @@ class ThreadChoice:
                 other.best, other.pace, other.slow, other.others = self.most, Pace(), False, float("inf")
                 other.when = other.soon = other.seconds + other.rest
                 other.begin(Phase.USUAL)
+
+    def _look(self, meter: LoadMeter) -> None:
+        """Whether others use the machine. When they have ended, all threads are tried wherever one is in use."""
+        load = meter.read()
+        if load is None:
+            return
+        self._unseen = 0.0
+        self._looks = self._looks + 1 if load.busy is not self._busy else 0
+        if self._looks < LOOKS:
+            return
+        self._busy, self._looks = load.busy, 0
+        if not self._busy:
+            for known in self._passes.values():
+                if known.best == 1:
+                    known.when = known.soon = known.seconds
 
     def _end(self, known: Passes, better: bool) -> None:
         """A trial is over, and has shown whether the other number is ``better``."""

@@ -31,6 +31,7 @@ from adaptive.engines.cpu.weights import PackedLinear
 from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Thresholds, VerificationCall
 from adaptive.engines.threads import FEW as TIMED
 from adaptive.engines.threads import ThreadChoice
+from adaptive.machine import LoadMeter
 from adaptive.tokens import Rows, address
 
 # Tokens in one native call. More reads the weights less often, which arithmetic hides from some twenty on; fewer needs
@@ -95,7 +96,7 @@ class CpuForward:
         self._thresholds: tuple[Thresholds | None, Any] = None, None
         self._decoder: Any = None  # made anew when a linear layer is
         # Of a pass over a few tokens. A prompt is arithmetic, which all that torch was given share well.
-        self.threads = ThreadChoice(torch.get_num_threads())
+        self.threads = ThreadChoice(torch.get_num_threads(), LoadMeter())
 
     @property
     def kind(self) -> Kind:

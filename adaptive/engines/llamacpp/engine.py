@@ -25,6 +25,7 @@ from adaptive.engines.llamacpp.model import LlamaModel, complaint
 from adaptive.engines.protocol import Sequence
 from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError
+from adaptive.machine import LoadMeter
 from adaptive.tokens import Ids, of_array
 from adaptive.types import SamplingParams
 
@@ -235,7 +236,7 @@ class LlamaCppEngine:
             )
         self.llama = model
         self.running = model  # where new contexts are made: the file's weights, or those with an adapter merged
-        self.threads = ThreadChoice(threads)
+        self.threads = ThreadChoice(threads, LoadMeter())
         self.gpu = gpu
         self.vocab_size = model.vocab_size
         self.context_length = model.context_length
