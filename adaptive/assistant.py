@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,6 +193,7 @@ class Assistant:
         owner: str = "",
         goes_on: bool = False,
         grammar: Grammar | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> Iterator[Step]:
         """Answer a prompt of token ids, which came from ``messages`` or from a raw ``text``.
 
@@ -201,7 +202,8 @@ class Assistant:
 
         Without a ``session``, where several conversations are kept, how it began and ``client`` tell which one
         this is. ``owner`` is whom the record belongs to, and whose records are drafted from.
-        ``supervise`` keeps the target's distribution also where nothing is recorded.
+        ``supervise`` keeps the target's distribution also where nothing is recorded. ``marks`` are special tokens that
+        are part of the text (``TextStream``).
         """
         context = self.pair.target.context_length
         if not prompt:
@@ -220,7 +222,7 @@ class Assistant:
         session = session or (conversation.name if self.conversations.limit else self.session)
         self.policy.begin(Scope(session, sampling.temperature, sampling.seeded))
         request = Request(prompt, sampling, stop, self._end_set(stop), record or supervise)
-        stream = TextStream(self.pair.tokenizer, stop.stop, () if messages and not goes_on else prompt)
+        stream = TextStream(self.pair.tokenizer, stop.stop, () if messages and not goes_on else prompt, marks)
         decoding = self.last = self._decoding(request, conversation, stream, owner, constraint)
         adapter = self.adapter
         self.drafted_by = [(adapter, 0)]

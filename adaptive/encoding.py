@@ -5,7 +5,7 @@ A tokenizer takes a second a megabyte and more, so that a text far beyond the co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -42,18 +42,43 @@ def render_chat(
     Raises AdaptiveError where the tokenizer has no chat template, the template refuses the chat, or the chat is
     surely longer than the ``context``.
     """
+    return encode_rendered(tokenizer, chat_text(tokenizer, chat, tools), context)
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    chat: list[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """A chat as the chat template writes it, with tool definitions and the generation prompt; ``variables`` are what
+    the template is told beside. Raises AdaptiveError as ``render_chat``, but for the length.
+    """
     if not tokenizer.chat_template:
         raise AdaptiveError("the target's tokenizer has no chat template; it can only continue raw text (--raw)")
     offered: list[Any] | None = list(tools) if tools else None
     try:
-        text = str(tokenizer.apply_chat_template(chat, tools=offered, tokenize=False, add_generation_prompt=True))
-        _refuse_too_long(tokenizer, text, context)
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    except AdaptiveError:
-        raise
+        return str(
+            tokenizer.apply_chat_template(
+                chat, tools=offered, tokenize=False, add_generation_prompt=True, **(variables or {})
+            )
+        )
     except Exception as error:  # a template raises whatever its author chose
         raise AdaptiveError(f"the target's chat template refuses this chat: {first_line(error)}") from error
-    return ids
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, context: int) -> list[int]:
+    """Token ids of a chat that a template has written, special tokens included. Raises AdaptiveError as
+    ``encode_text``."""
+    return encode_text(tokenizer, text, context, add_special=False)
+
+
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template, or all of them where there are several; empty where there is none."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        return "\n".join(str(text) for text in template.values())
+    return template or ""
 
 
 def _refuse_too_long(tokenizer: PreTrainedTokenizerBase, text: str, context: int) -> None:

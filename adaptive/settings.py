@@ -63,6 +63,7 @@ class Settings(BaseSettings):
     keep_days: float | None = Field(None, gt=0)
     keep_gb: float | None = Field(None, gt=0)
     feature_gb: float = Field(2.0, ge=0)
+    name: str | None = None
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     api_key: SecretStr | None = None
@@ -89,6 +90,8 @@ class Settings(BaseSettings):
         if self.draft_length != "auto" and not (self.draft_length.isdigit() and int(self.draft_length) <= 64):
             raise AdaptiveError(f"draft_length is {self.draft_length!r}; it must be auto or a number from 0 to 64")
         training_window(self.distill)
+        if self.name is not None and not re.fullmatch(r"[\w.:/@+-]{1,128}", self.name):
+            raise AdaptiveError(f"name is {self.name[:80]!r}; it must be 1 to 128 letters, digits and ._:/@+-")
         for origin in self.cors:
             if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*?#@\s]+", origin):
                 raise AdaptiveError(
@@ -117,6 +120,16 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then environment, then the file named in ``_toml`` (see ``load_settings``)."""
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+
+def model_name(settings: Settings) -> str:
+    """The model id that clients see: ``name``, else that of the target without its owner or folder."""
+    if settings.name is not None:
+        return settings.name
+    if settings.target is None:
+        return "bundled"
+    name = Path(settings.target).expanduser().resolve().name or "model"
+    return re.sub(r"[^\w.+-]+", "-", name.removesuffix(".gguf"))
 
 
 def training_window(policy: str) -> tuple[int, int] | None:

@@ -19,6 +19,9 @@ SERVER = "Server"
 @shared_options(asks=False)
 def serve(
     settings: Settings,
+    name: Annotated[
+        Optional[str], typer.Option(help="Model id that clients see; else the target's name.", rich_help_panel=SERVER)
+    ] = None,
     host: Annotated[Optional[str], typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = None,
     port: Annotated[Optional[int], typer.Option(help="Port; 0 takes a free one.", rich_help_panel=SERVER)] = None,
     api_key: Annotated[Optional[str], typer.Option(help="Key that clients must send.", rich_help_panel=SERVER)] = None,
@@ -56,6 +59,7 @@ def serve(
     from adaptive.settings import change_settings
 
     given = {
+        "name": name,
         "host": host,
         "port": port,
         "api_key": api_key,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from service_server import Server
 
 from adaptive.engines.cpu import kernels
 
@@ -184,3 +185,30 @@ def linear_layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     elif kernels.library() is None:
         pytest.skip("were not built, or this processor has other instructions")
     return str(request.param)
+
+
+# What the dialects' server knows: tools, thinking, and every role by its name.
+TALKATIVE = (
+    "{{ bos_token }}{% if tools %}<|system|>Tools: {{ tools | tojson }}. Call one by "
+    '<tool_call>{"name": <name>, "arguments": <object>}</tool_call><|end|>{% endif %}'
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+    "<|end|>{% endfor %}<|assistant|>{% if enable_thinking %}<think>\n{% endif %}"
+)
+DIALECTS_KEY = "correct-horse"
+
+
+@pytest.fixture(scope="session")
+def dialects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the bundled pair with a chat template that knows tools and thinking, for every dialect's tests."""
+    target = tmp_path_factory.mktemp("talkative") / "Talkative-1B"
+    target.mkdir()
+    for file in (BUNDLED / "target").iterdir():
+        if file.name != "chat_template.jinja":
+            (target / file.name).symlink_to(file)
+    (target / "chat_template.jinja").write_text(TALKATIVE, encoding="utf-8")
+    pair = ("--target", str(target), "--draft", str(BUNDLED / "draft"))
+    one = Server(tmp_path_factory.mktemp("dialects"), *pair, "--distill", "off", key=DIALECTS_KEY)
+    try:
+        yield one.wait_until_ready()
+    finally:
+        one.stop()

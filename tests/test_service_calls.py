@@ -1,26 +1,25 @@
-"""Tool calls out of an answer: found as it streams and in the whole, and text that is no call is never lost."""
+"""Calls of tools and thoughts in OpenAI's responses, whole and streamed, and in the chats that clients send back."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 from typing import Any
 
 import pytest
-import torch
 from conftest import BUNDLED
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from adaptive.errors import AdaptiveError
-from adaptive.grammar import Grammars
-from adaptive.service.calls import Call, forced_call, parser_for
+from adaptive.service.calls import Reading
+from adaptive.service.chats import prepare, rendered
+from adaptive.service.dialects.completions import Completion
+from adaptive.service.formats import Call, format_of
 from adaptive.service.jobs import Answer, Ask, Done, Event, Job, Piece
-from adaptive.service.responses import Shape
-from adaptive.service.schemas import ChatMessage
-from adaptive.service.streams import Wanted, chunks
+from adaptive.service.schemas import ChatMessage, ChatRequest
+from adaptive.service.streams import Served, chunks
 from adaptive.types import Timings
 
 TOOLS: list[dict[str, Any]] = [
@@ -32,23 +31,11 @@ TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
-# As the chat templates of the Qwen and Hermes models put it, in two ways.
-WITH_JSON = 'answer within <tool_call></tool_call>: {"name": <name>, "arguments": <object>}'
-WITH_TAGS = "answer <tool_call>\n<function=name>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+HERMES = Reading(format_of("<think> <tool_call>"), tuple(TOOLS))
 TWO = (
-    'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
+    "<think>\nWarm?\n</think>\n\nLet me look.\n<tool_call>\n"
+    '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
     '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
-)
-TAGGED = (
-    "Let me look.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n"
-    "</parameter>\n</function>\n</tool_call>"
-)
-NO_CALLS = (
-    "1 < 2, and <tool is no mark",
-    "A <tool_call>\nnot json\n</tool_call> and more",
-    "A <tool_call>\n[1, 2]\n</tool_call> and more",
-    'A <tool_call>\n{"name": 7}\n</tool_call>',
-    'cut off <tool_call>\n{"name": "weather", "argu',
 )
 
 
@@ -58,84 +45,24 @@ def tokenizer(template: str) -> PreTrainedTokenizerBase:
     return loaded
 
 
-def parsed(text: str, template: str, size: int) -> tuple[str, list[Call]]:
-    parser = parser_for(tokenizer(template), TOOLS)
-    assert parser is not None
-    said = [part for at in range(0, len(text), size) for part in parser.feed(text[at : at + size])] + parser.finish()
-    return "".join(p for p in said if isinstance(p, str)), [p for p in said if isinstance(p, Call)]
-
-
-@pytest.mark.parametrize("size", [1, 4, 1000])
-def test_calls_are_found_however_the_text_comes(size: int) -> None:
-    text, calls = parsed(TWO, WITH_JSON, size)
-    assert text == "Let me look."
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [
-        ("weather", {"city": "Rome", "days": 3}),
-        ("weather", {}),
-    ]
-    assert calls[0].id != calls[1].id
-    text, calls = parsed(TAGGED, WITH_TAGS, size)
-    assert text == "Let me look."
-    assert [json.loads(call.arguments) for call in calls] == [{"city": "Rome", "days": 3}]
-
-
-@pytest.mark.parametrize("size", [1, 4, 1000])
-@pytest.mark.parametrize("text", NO_CALLS)
-def test_what_is_no_call_stays_text(text: str, size: int) -> None:
-    assert parsed(text, WITH_JSON, size) == (text, [])
-
-
 @given(st.text(alphabet="<>/tool_cal {}\n", max_size=60))
 def test_no_text_without_a_whole_mark_is_changed(text: str) -> None:
     if "<tool_call>" not in text:
-        assert parsed(text, WITH_JSON, 3) == (text, [])
-
-
-def calls_at_random(several: bool, rng: random.Random) -> tuple[str, list[Call]]:
-    """What a model says that knows nothing and may only call."""
-    place = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
-    tools = [{"type": "function", "function": {"name": name, "parameters": place}} for name in ("weather", "time")]
-    said, known = [], tokenizer(WITH_JSON)
-    grammar = forced_call(known, tools, several)
-    constraint = Grammars(known, len(known), frozenset([known.eos_token_id])).constraint(grammar)
-    while not said or said[-1] != known.eos_token_id:
-        may = constraint.mask(torch.zeros(1, len(known)), [])[0].isfinite().nonzero()[:, 0].tolist()
-        wanted = known.eos_token_id if known.eos_token_id in may and rng.random() < 0.3 else rng.choice(may)
-        constraint.commit([wanted])
-        said.append(wanted)
-    return parsed(known.decode(said, skip_special_tokens=True), WITH_JSON, 7)
-
-
-def test_a_model_that_has_to_call_calls() -> None:
-    rng = random.Random(4)
-    found = [calls_at_random(several, rng) for several in (False, False, *[True] * 8)]
-    assert all(not text.strip() for text, _ in found)
-    assert all(len(calls) == 1 for _, calls in found[:2])
-    assert any(len(calls) > 1 for _, calls in found[2:])
-    for _, calls in found:
-        for call in calls:
-            assert call.name in ("weather", "time")
-            assert json.loads(call.arguments)["place"] in ("Rome", "Oslo")
-    with pytest.raises(AdaptiveError, match="not known"):
-        forced_call(tokenizer(WITH_TAGS), TOOLS, several=True)
-    with pytest.raises(AdaptiveError, match="needs a function"):
-        forced_call(tokenizer(WITH_JSON), [{"type": "function"}], several=True)
-
-
-def test_without_tools_or_a_known_way_of_calling_the_text_is_left_alone() -> None:
-    assert parser_for(tokenizer(WITH_JSON), None) is None
-    assert parser_for(tokenizer("{{ messages }}"), TOOLS) is None
+        reader = HERMES.reader()
+        said = [part for at in range(0, len(text), 3) for part in reader.feed(text[at : at + 3])] + reader.finish()
+        assert "".join(str(part) for part in said) == text
 
 
 def answer(text: str) -> Answer:
     return Answer(0, text, (5, 6), 3, "stop", (), Timings(3, 0, 0.1, 2, 0.1), None, None)
 
 
-def test_a_whole_response_and_a_stream_carry_the_same_calls() -> None:
-    shape = Shape("chatcmpl-1", 0, "pair", chat=True)
-    whole = shape.whole([answer(TWO)], tokenizer(WITH_JSON), None, TOOLS)["choices"][0]
+def test_a_whole_response_and_a_stream_carry_the_same() -> None:
+    served = Served("1", 0, "pair", tokenizer("{{ messages }}"), HERMES, 3)
+    whole = Completion(served, chat=True, top=None, usage=False).whole([answer(TWO)])["choices"][0]
     assert whole["finish_reason"] == "tool_calls"
     assert whole["message"]["content"] == "Let me look."
+    assert whole["message"]["reasoning_content"] == "Warm?"
 
     async def streamed() -> list[dict[str, Any]]:
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -144,17 +71,15 @@ def test_a_whole_response_and_a_stream_carry_the_same_calls() -> None:
         events.put_nowait(answer(TWO))
         events.put_nowait(Done())
         ask: Any = Ask((), None, None, 1, "", None, True, False, True)  # type: ignore[arg-type]
-        lines = [
-            line
-            async for line in chunks(
-                Job(ask, events.put_nowait), events, shape, tokenizer(WITH_JSON), Wanted(False, None, TOOLS)
-            )
-        ]
+        writer = Completion(served, chat=True, top=None, usage=False)
+        lines = [line async for line in chunks(Job(ask, events.put_nowait), events, writer)]
         assert lines[-1] == "data: [DONE]\n\n"
         return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
 
     choices = asyncio.run(streamed())
+    assert choices[0]["delta"]["role"] == "assistant"
     assert "".join(c["delta"].get("content") or "" for c in choices) == "Let me look."
+    assert "".join(c["delta"].get("reasoning_content") or "" for c in choices) == "Warm?"
     calls = [call for c in choices for call in c["delta"].get("tool_calls", ())]
     assert [call["index"] for call in calls] == [0, 1]
     assert [call["function"] for call in calls] == [call["function"] for call in whole["message"]["tool_calls"]]
@@ -171,8 +96,87 @@ def test_arguments_of_earlier_calls_reach_the_template_as_an_object() -> None:
 
 def test_a_call_that_nobody_could_be_sent_is_mended_and_nonsense_is_left_alone() -> None:
     half = '<tool_call>\n{"name": "weather", "arguments": {"city": "\\ud83d"}}\n</tool_call>'
-    _, calls = parsed(half, WITH_JSON, 1000)
-    assert json.loads(calls[0].arguments.encode("utf-8")) == {"city": "?"}
+    (call,) = HERMES.reader().feed(half)
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments.encode("utf-8")) == {"city": "?"}
     deep = "[" * 100_000 + "]" * 100_000
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": deep}}
-    assert ChatMessage(role="assistant", tool_calls=[call]).for_template()["tool_calls"] == [call]
+    nested = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": deep}}
+    assert ChatMessage(role="assistant", tool_calls=[nested]).for_template()["tool_calls"] == [nested]
+    (text,) = HERMES.reader().feed(f"<tool_call>{deep}</tool_call>")
+    assert isinstance(text, str)
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": messages or [{"role": "user", "content": "Hello"}], **fields})
+
+
+ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+def test_the_developer_is_the_system_where_a_template_does_not_know_better() -> None:
+    asked = chat({"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hello"})
+    assert rendered(asked, tokenizer(ROLES)) == "[system]Be brief.[user]Hello"
+    knows = tokenizer("{# developer #}" + ROLES)
+    assert rendered(asked, knows) == "[developer]Be brief.[user]Hello"
+
+
+THINKS = ROLES + "{% if enable_thinking is defined %}({{ enable_thinking }}){% endif %}"
+EFFORT = ROLES + "({{ reasoning_effort }})"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "end"),
+    [
+        (THINKS, {}, "Hello"),
+        (THINKS, {"enable_thinking": False}, "(False)"),
+        (THINKS, {"chat_template_kwargs": {"enable_thinking": True}}, "(True)"),
+        (THINKS, {"reasoning_effort": "none"}, "(False)"),
+        (THINKS, {"reasoning_effort": "high"}, "(True)"),
+        (THINKS, {"response_format": {"type": "json_object"}}, "(False)"),
+        (THINKS, {"response_format": {"type": "json_object"}, "enable_thinking": True}, "(True)"),
+        (EFFORT, {"reasoning_effort": "high"}, "(high)"),
+        (EFFORT + "{# <|channel|> <|message|> #}", {"reasoning_effort": "minimal"}, "(low)"),
+        (ROLES, {"reasoning_effort": "high"}, "Hello"),  # nothing to tell it by
+        (ROLES, {"enable_thinking": False}, "Hello"),
+    ],
+)
+def test_a_template_is_told_how_much_to_think(template: str, fields: dict[str, Any], end: str) -> None:
+    assert rendered(chat(**fields), tokenizer(template)).endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"enable_thinking": True}, "knows no thinking"),
+        ({"chat_template_kwargs": {"style": 1}}, "no variable 'style'"),
+        ({"chat_template_kwargs": {"messages": []}}, "no variable 'messages'"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "no variable 'chat_template'"),
+        ({"tools": TOOLS}, "no place for tools"),
+    ],
+)
+def test_what_a_template_does_not_read_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(AdaptiveError, match=said):
+        rendered(chat(**fields), tokenizer(ROLES + "{# chat_template #}"))
+
+
+def test_an_answer_in_a_format_is_all_text() -> None:
+    known = tokenizer("<think>" + THINKS)
+    asked = chat(response_format={"type": "json_object"}, enable_thinking=True)
+    ready = prepare(asked, known, 2048)
+    assert ready.grammar is not None
+    assert ready.reading.regions == ()
+
+
+def test_thoughts_and_ids_of_calls_reach_the_template_in_its_words() -> None:
+    call = {"id": "toolu_0123456789", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "", "reasoning_content": "Warm?", "tool_calls": [call]}
+    result = {"role": "tool", "content": "warm", "tool_call_id": call["id"]}
+    shown = "{{ m.thinking }}{{ m.tool_calls[0].id if m.tool_calls }}{{ m.tool_call_id }};"
+    template = f"{{% for m in messages %}}{shown}{{% endfor %}}"
+    harmony = rendered(chat(said, result), tokenizer(template + "{# <|channel|> <|message|> #}"))
+    assert harmony == f"Warm?{call['id']};{call['id']};"
+    mistral = rendered(chat(said, result), tokenizer(template + "{# [TOOL_CALLS] #}"))
+    first, second, _ = mistral.replace("Warm?", "").split(";")
+    assert first == second
+    assert len(first) == 9
+    assert first.isalnum()

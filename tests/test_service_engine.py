@@ -17,10 +17,11 @@ from rich.console import Console
 
 from adaptive.pair import load_tokenizer
 from adaptive.service import streams
+from adaptive.service.calls import Reading
+from adaptive.service.dialects.completions import Completion
 from adaptive.service.engine import EngineThread
 from adaptive.service.jobs import Ask, Done, Event, FairQueue, Job, Piece, Prompt
 from adaptive.service.metrics import Metrics
-from adaptive.service.responses import Shape
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
 from cli.opened import OpenedPair, open_pair
@@ -89,7 +90,8 @@ def test_a_stream_that_waits_says_so_now_and_then(monkeypatch: pytest.MonkeyPatc
     async def read() -> list[str]:
         events: asyncio.Queue[Event] = asyncio.Queue()
         asking = job(8)
-        lines = streams.chunks(asking, events, Shape("x", 0, "m", True), tokenizer, streams.Wanted(False, None, None))
+        served = streams.Served("x", 0, "m", tokenizer, Reading(), 3)
+        lines = streams.chunks(asking, events, Completion(served, chat=True, top=None, usage=False))
         said = [await anext(lines), await anext(lines)]
         events.put_nowait(Piece(0, "text"))
         events.put_nowait(Done())

@@ -203,7 +203,10 @@ def test_an_answer_keeps_to_what_was_asked_for(client: openai.OpenAI) -> None:
         ({"tool_choice": "required"}, "no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no tool 'x'"),
         ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"regex": "a"}}, "cannot be a call"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "how this model writes calls is not known"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "no place for tools"),
+        ({"extra_body": {"mirostat": 2}}, "mirostat is not served"),
+        ({"extra_body": {"enable_thinking": True}}, "knows no thinking"),
+        ({"extra_body": {"chat_template_kwargs": {"style": "short"}}}, "no variable 'style'"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused_before_anything_is_decoded(

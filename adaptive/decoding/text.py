@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,15 @@ class TextStream:
     UTF-8 character, is held back until that is decided."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), context: Sequence[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+        context: Sequence[int] = (),
+        marks: Mapping[int, str] | None = None,
     ) -> None:
-        """``context``: the tokens that the text goes on from, where it does not begin anew."""
+        """``context``: the tokens that the text goes on from, where it does not begin anew. ``marks``: special tokens
+        that are part of the text, which leaves out the others, and what they stand for."""
+        self._marks = marks or {}
         self._stops = stop_strings(tuple(stop)) if stop else None
         self._state = 0  # of the automaton, after all text so far
         self._text = _decoder(tokenizer)
@@ -40,9 +46,14 @@ class TextStream:
                 break
         self.held = ""  # decoded, but perhaps the beginning of a stop string
         self.stopped = False
+        self.stopped_by = ""  # the stop string that ended the text
 
     def push(self, token: int) -> str:
         """The text that is certain after one more token; sets ``stopped`` at a stop string."""
+        if (mark := self._marks.get(token)) is not None:
+            new = self._text(self.window)[len(self.before) :] + mark
+            self.window, self.before = [], ""
+            return self._release(new)
         self.window.append(token)
         after = self._text(self.window)
         if after.endswith("\ufffd"):
@@ -80,7 +91,7 @@ class TextStream:
             self._state = self._stops.step(self._state, character)
             if ends := self._stops.ends[self._state]:
                 text = self.held + new[:place]
-                self.stopped, self.held = True, ""
+                self.stopped, self.held, self.stopped_by = True, "", text[len(text) - ends :]
                 return text[: len(text) - ends]
         text = self.held + new
         shown = len(text) - self._stops.depth[self._state]

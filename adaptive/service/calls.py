@@ -1,148 +1,211 @@
-"""Tool calls out of an answer, for models that write them between ``<tool_call>`` marks (Qwen, Hermes and kin).
+"""An answer as a person's text, what the model thought, and calls of tools, while it streams.
 
-In: the text of an answer as it comes. Out: text for a person, and calls. What is no call after all stays text.
+In: the text of an answer as it comes. Out: its parts. What is no call after all stays text.
 """
 
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from adaptive.errors import AdaptiveError
-from adaptive.grammar import Grammar, as_json
-from adaptive.service.schemas import function_of
+from adaptive.encoding import template_text
+from adaptive.service.formats import Call, Format, Region, Types, format_of, types_of
 
-MARK = "<tool_call>"
-# In a grammar, behind a call.
-MORE_CALLS = r' ("\n" call)*'
-# What transformers' parser has to know: how a call begins and ends, and what stands in it.
-_CONTENT = {"content": "text"}
-_JSON = {
-    "open_pattern": r"\s*<tool_call>",
-    "close": "</tool_call>",
-    "repeats": True,
-    "content": "json",
-    "transform": {"type": "function", "function": "{content}"},
-}
-_TAGS = {
-    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-    "close_pattern": r"</function>\s*</tool_call>",
-    "repeats": True,
-    "content": "xml-inline",
-    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-}
+# Tokens at the end of a prompt in which a mark that opens the model's thinking is looked for.
+TAIL = 12
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call that the model asks for. ``arguments`` is JSON."""
+class Thought:
+    """What the model thought before it answered."""
 
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-    def object(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+    text: str
 
 
-def call_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """How this model writes calls, by its chat template; None where that is not known."""
-    template = tokenizer.chat_template
-    if not isinstance(template, str) or MARK not in template:
-        return None
-    ids = tokenizer.encode(MARK, add_special_tokens=False)
-    if MARK not in str(tokenizer.decode(ids, skip_special_tokens=True)):
-        return None  # the mark would not be in the text
-    calls = _TAGS if "<function=" in template else _JSON
-    return {"start_anchor": "\n", "fields": {"tool_calls": calls, "content": _CONTENT}}
+Part = str | Thought | Call
 
 
-def forced_call(tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], several: bool) -> Grammar:
-    """The grammar of an answer that is a call of one of ``tools``, or ``several`` calls.
-
-    Raises AdaptiveError for a model whose calls are not known, or not JSON.
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one request are read: in ``format``, by calls of ``tools`` where any are offered, at most
+    ``most`` of them (None: any number). ``begun`` is the region in which an answer begins, where the prompt opened one.
     """
-    template = call_template(tokenizer)
-    if template is None or template["fields"]["tool_calls"] is not _JSON:
-        raise AdaptiveError("tool_choice: how this model writes calls is not known, so that none can be forced")
-    calls: list[str] = []
-    for tool in tools:
-        function = function_of(tool)
-        if not isinstance(function.get("name"), str):
-            raise AdaptiveError("tools: every tool needs a function with a name")
-        arguments = function.get("parameters") or {"type": "object"}
-        properties = {"name": {"const": function["name"]}, "arguments": arguments}
-        call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        calls.append(f"call_{len(calls)}: %json {as_json(call)}")
-    names = " | ".join(f"call_{number}" for number in range(len(calls)))
-    start = f"start: call{MORE_CALLS if several else ''}\n" + r'call: "<tool_call>\n" any "\n</tool_call>"'
-    return Grammar("lark", "\n".join([start, f"any: {names}", *calls]))
+
+    format: Format = field(default_factory=Format)
+    tools: tuple[dict[str, Any], ...] = ()
+    begun: Region | None = None
+    most: int | None = None
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions that are looked for: without tools there are no calls."""
+        wanted = self.format.regions
+        if self.tools or not self.format.loose:
+            return wanted
+        return tuple(region for region in wanted if region.kind != "call")
+
+    def reader(self) -> AnswerReader:
+        """For one answer."""
+        return AnswerReader(self)
+
+    def marks(self, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+        """Special tokens that have to be seen in the text, which leaves out such tokens otherwise."""
+        used = "".join(text for region in self.regions for text in (region.opens, *region.closes))
+        found = {}
+        for mark in self.format.marks:
+            if self.tools or mark in used or not self.format.loose:
+                ids = tokenizer.encode(mark, add_special_tokens=False)
+                if len(ids) == 1 and mark not in str(tokenizer.decode(ids, skip_special_tokens=True)):
+                    found[int(ids[0])] = mark
+        return found
 
 
-class CallParser:
-    """Reads one answer. Text that may be the beginning of a call is held back until that is decided."""
+def reading_of(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]] | None,
+    prompt: Sequence[int] = (),
+    most: int | None = None,
+) -> Reading:
+    """How answers to a prompt with ``tools`` are read."""
+    known = format_of(template_text(tokenizer))
+    end = str(tokenizer.decode(list(prompt[-TAIL:]))).rstrip() if prompt else ""
+    begun = next((r for r in known.regions if r.kind == "thought" and end.endswith(r.opens)), None)
+    return Reading(known, tuple(tools or ()), begun, most)
 
-    def __init__(self, template: dict[str, Any], tools: Sequence[dict[str, Any]]) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
 
-        self._parser = ResponseParser(template, prefix="", tools=list(tools))
-        self._held = ""  # not shown yet
-        self._given_up = False
+class AnswerReader:
+    """Reads one answer. Text that may be the beginning of a mark, and white space before one, are held back until
+    that is decided."""
 
-    def feed(self, text: str) -> list[str | Call]:
+    def __init__(self, reading: Reading) -> None:
+        self._format = reading.format
+        self._regions = reading.regions
+        self._types: Types = types_of(reading.tools)
+        self._left = reading.most
+        self._region = reading.begun
+        self._text = ""  # not read yet
+        self._body: list[str] = []  # of the call that is open
+        self._before = ""  # what stood outside of regions and is not for a person
+        self._space = ""  # held back: white space that is dropped where a region follows
+        self._trim = reading.begun is not None  # white space at the beginning is dropped
+        self._said = False
+
+    def feed(self, text: str) -> list[Part]:
         """What has become certain with ``text``."""
-        if self._given_up or not text:
+        if not self._regions:
             return [text] if text else []
-        self._held += text
-        return self._said(lambda: self._parser.feed(text))
+        self._text += text
+        return list(self._read(last=False))
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[Part]:
         """What was held back when no more text comes."""
-        return [] if self._given_up else self._said(lambda: self._parser.finalize()[1])
-
-    def _said(self, parse: Callable[[], list[dict[str, Any]]]) -> list[str | Call]:
-        said: list[str | Call] = []
-        try:
-            for event in parse():
-                if event["type"] == "region_chunk" and event["field"] == "content":
-                    said.append(event["text"])
-                    self._held = self._held.partition(event["text"])[2]
-                elif event["type"] == "region_close" and event["field"] == "tool_calls":
-                    said.append(_call(event["value"]["function"]))
-                    self._held = self._held.partition("</tool_call>")[2]
-        except (ValueError, KeyError, TypeError, RecursionError):  # between the marks stands something else
-            return said + self._give_up()
+        said = list(self._read(last=True))
+        rest, self._space = self._space, ""
+        if rest and not self._trim and self._region is None:
+            said.append(rest)
+        if not self._said and self._before.strip():  # a model that left out every mark
+            said.append(self._before)
         return said
 
-    def _give_up(self) -> list[str | Call]:
-        """Show what was held back as it is, and everything from now on."""
-        self._given_up, held, self._held = True, self._held, ""
-        return [held] if held else []
+    def _read(self, last: bool) -> Iterator[Part]:
+        while True:
+            region = self._region
+            marks = self._openings() if region is None else region.closes
+            place, mark = _earliest(self._text, marks, last)
+            outside, self._text = self._text[:place], self._text[place + len(mark) :]
+            if region is not None and region.kind == "call":
+                self._body.append(outside)
+            elif region is None and not self._format.loose:
+                self._before += outside
+            elif outside:
+                yield from self._show(outside, thought=region is not None and region.kind == "thought")
+            if region is None and mark:
+                self._region = next(r for r in self._regions if r.opens == mark)
+                if self._region.kind != "call":
+                    self._space, self._trim = "", True
+            elif region is not None and (mark or (last and region.kind == "call")):
+                yield from self._close(region, mark)
+            else:
+                return
+
+    def _openings(self) -> tuple[str, ...]:
+        """The marks that may open a region now."""
+        rest = self._text.lstrip()
+
+        def may(region: Region) -> bool:
+            begins = rest.startswith(region.opens) or region.opens.startswith(rest)
+            return not region.first or (begins and not self._said)
+
+        return tuple(region.opens for region in self._regions if may(region))
+
+    def _show(self, text: str, thought: bool) -> Iterator[Part]:
+        """Show text, but for white space at its beginning that is to be dropped and at its end, which may be."""
+        if self._trim:
+            text = text.lstrip()
+        if not text:
+            return
+        self._trim = False
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._said = True
+            yield Thought(shown) if thought else shown
+
+    def _close(self, region: Region, mark: str) -> Iterator[Part]:
+        self._region = None
+        if mark in {r.opens for r in self._regions}:
+            self._text = mark + self._text  # it opens the next one
+        before, self._before = self._before, ""
+        if region.kind != "call":
+            self._space, self._trim = "", True
+            return
+        body, self._body = "".join(self._body), []
+        try:
+            assert self._format.read is not None
+            # Marks that begin a body, too, such as that of bare JSON, are part of it.
+            whole = region.opens + body if region.opens.startswith("{") else body
+            found = self._format.read(before, whole, self._types)
+        except (ValueError, KeyError, TypeError, RecursionError):  # between the marks stands something else
+            raw = self._space + region.opens + body + ("" if self._text.startswith(mark) and mark else mark)
+            self._space, self._trim, self._said = "", False, True
+            yield raw
+            return
+        self._space, self._trim, self._said = "", True, True
+        for part in found:
+            if isinstance(part, str):
+                yield from self._show(part, thought=False)
+            elif self._left is None or self._left > 0:
+                self._left = None if self._left is None else self._left - 1
+                yield part
 
 
-def _call(function: dict[str, Any]) -> Call:
-    """Raises KeyError or TypeError for what is none."""
-    name, arguments = function["name"], function.get("arguments", {})
-    if not isinstance(name, str):
-        raise TypeError("the name of a call is no text")
-    said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    # A model may write half of a surrogate pair, which nobody could be sent.
-    return Call(*(text.encode("utf-8", "replace").decode("utf-8") for text in (name, said)))
+def _earliest(text: str, marks: Sequence[str], last: bool) -> tuple[int, str]:
+    """Where the first mark begins in ``text``, and which: the longest of those that begin there.
+
+    Without one, where a mark may begin of which the rest is still to come, unless this is the ``last`` of the text,
+    and no mark.
+    """
+    place, mark = len(text), ""
+    for candidate in marks:
+        found = text.find(candidate)
+        if found >= 0 and (found < place or (found == place and len(candidate) > len(mark))):
+            place, mark = found, candidate
+    if last or not marks:
+        return place, mark
+    longest = max(map(len, marks))
+    for start in range(max(0, len(text) - longest + 1), min(place + 1, len(text))):
+        rest = text[start:]
+        if any(len(m) > len(rest) and m.startswith(rest) for m in marks):
+            return start, ""
+    return place, mark
 
 
-def parser_for(tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] | None) -> CallParser | None:
-    """A parser for an answer to a request with ``tools``, None where none are offered or none can be read."""
-    template = call_template(tokenizer) if tools else None
-    if template is None or tools is None:
-        return None
-    try:
-        return CallParser(template, tools)
-    except ImportError:  # an older transformers has no such parser
-        return None
+def arguments_of(call: Call) -> dict[str, Any]:
+    """The arguments of a call as an object."""
+    found: dict[str, Any] = json.loads(call.arguments)
+    return found

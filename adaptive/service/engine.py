@@ -241,6 +241,7 @@ class EngineThread:
             client=ask.client,
             owner=ask.owner,
             grammar=ask.grammar,
+            marks=ask.marks,
         )
         began = last = time.perf_counter()
         count = 0
@@ -282,6 +283,7 @@ class EngineThread:
                     timings=done.timings,
                     supervision=done.supervision,
                     adapter=assistant.drafted_by[0][0],
+                    stopped_by=done.stream.stopped_by,
                 )
             )
 

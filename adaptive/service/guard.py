@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adaptive.service.responses import error_object
+from adaptive.service.errors import error_object
 
 # The page itself and its script hold no data; the page asks for the key before it fetches any.
 OPEN = frozenset({"/health", "/", "/plotly.js"})
@@ -59,7 +59,7 @@ class Guard:
             send = _varied(send)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            await _refuse(send, *refusal)
+            await _refuse(send, scope["path"], *refusal)
             return
         read = 0
 
@@ -80,8 +80,8 @@ class Guard:
             origin = headers.get(b"origin")
             if origin is not None and origin not in self.origins and _origin_name(origin) not in LOOPBACK:
                 return 403, "another site's page may not speak to this server; --cors ORIGIN lets it"
-        elif scope["path"] not in OPEN and not self._right_key(headers.get(b"authorization", b"")):
-            return 401, "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+        elif scope["path"] not in OPEN and not self._right_key(headers):
+            return 401, "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key: KEY"
         if self.key is None and scope["method"] not in SAFE and not _is_json(headers.get(b"content-type", b"")):
             return 415, "send it as Content-Type: application/json, with a body or without"
         length = headers.get(b"content-length", b"0")
@@ -91,11 +91,13 @@ class Guard:
             return 413, self._too_large()
         return None
 
-    def _right_key(self, authorization: bytes) -> bool:
-        scheme, _, given = authorization.partition(b" ")
+    def _right_key(self, headers: dict[bytes, bytes]) -> bool:
+        """In OpenAI's header, or in Anthropic's."""
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            given = headers.get(b"x-api-key", b"")
         # Digests have one length, so the time of the comparison says nothing about the key.
-        right = hmac.compare_digest(_digest(given.strip()), self.key or b"")
-        return right and scheme.lower() == b"bearer"
+        return hmac.compare_digest(_digest(given.strip()), self.key or b"")
 
     def _too_large(self) -> str:
         return f"the request is larger than {self.max_body / 1e6:g} MB; send less, or raise max_body_mb"
@@ -155,8 +157,8 @@ async def _allow(send: Send, asked: dict[bytes, bytes]) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
-    body = json.dumps(error_object(status, message)).encode()
+async def _refuse(send: Send, path: str, status: int, message: str) -> None:
+    body = json.dumps(error_object(status, message, path=path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

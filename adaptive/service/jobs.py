@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from adaptive.grammar import Grammar
 from adaptive.types import Message, Round, SamplingParams, StopParams, Supervision, Timings
@@ -26,7 +26,7 @@ class Ask:
 
     ``client`` is who asks, for fairness; ``owner`` whose the record is, where people are told apart.
     ``supervise`` keeps the target's distribution for logprobs. ``grammar`` is what answers keep to, if anything.
-    ``stream`` asks for ``Piece`` events.
+    ``stream`` asks for ``Piece`` events. ``marks`` are special tokens that are part of the text.
     """
 
     prompts: tuple[Prompt, ...]
@@ -40,6 +40,7 @@ class Ask:
     stream: bool
     owner: str = ""
     grammar: Grammar | None = None
+    marks: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer ``index``, complete and in the log."""
+    """Answer ``index``, complete and in the log. ``stopped_by`` is the stop string that ended it, if one did."""
 
     index: int
     text: str
@@ -66,6 +67,7 @@ class Answer:
     timings: Timings
     supervision: Supervision | None
     adapter: str | None
+    stopped_by: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,19 @@
-"""Requests as OpenAI's clients send them, checked, and turned into an ``Ask``.
+"""Requests as OpenAI's clients send them, checked, and turned into an ``Ask``. Other dialects are translated to these.
 
-Unknown fields are passed over, as clients send many. A known field with a value that cannot be served
-is refused by name, never ignored.
+A field that is not known is refused by name, and so is a known one with a value that cannot be served. What clients
+send without wanting anything of the answer by it (``PASSED_OVER``, and values that ask for nothing) does nothing.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar, json_schema, notation
+from adaptive.service.formats import function_of
 from adaptive.types import Message, SamplingParams, StopParams
 
 # Answers a request may ask for in all: they are made one after the other, and others wait.
@@ -27,23 +28,53 @@ GrammarText = Annotated[str, StringConstraints(max_length=200_000)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
-def function_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """The function of a tool, empty for what is none."""
-    function = tool.get("function")
-    return function if isinstance(function, dict) else {}
+# What clients always send, and what would change nothing here: names and labels of the client's own, where and at what
+# price it is computed, what a cache is to keep, and how long an answer is liked. docs/service.md lists them.
+PASSED_OVER = frozenset(
+    {
+        "metadata", "service_tier", "safety_identifier", "prediction", "verbosity", "prompt_cache_key",
+        "prompt_cache_retention", "prompt_cache_options", "usage", "include_reasoning", "reasoning_format",
+        "cache_prompt", "id_slot", "timings_per_token", "return_progress", "keep_alive", "chat_id", "session_id",
+        "id", "title",
+    }
+)  # fmt: skip
+# Values that ask for what is done anyway.
+AS_EVER: dict[str, Any] = {"modalities": ["text"], "skip_special_tokens": True, "add_generation_prompt": True}
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class _Model(BaseModel):
+class LooseModel(BaseModel):
+    """Part of a request, of which more may be said than is read."""
+
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
-class StreamOptions(_Model):
+def _closed(schema: dict[str, Any]) -> None:
+    schema["additionalProperties"] = False
+
+
+class RequestBody(LooseModel):
+    """A request of any dialect. ``passed_over`` are fields that do nothing in it."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra=_closed)
+
+    passed_over: ClassVar[frozenset[str]] = PASSED_OVER
+
+    def refuse_unknown(self) -> None:
+        """Raise AdaptiveError for a field that is not served, unless it asks for nothing."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.passed_over and value and AS_EVER.get(name) != value:
+                raise AdaptiveError(f"{name[:64]} is not served; leave it out")
+
+
+class StreamOptions(LooseModel):
     """What a stream carries besides its text."""
 
     include_usage: bool = False
 
 
-class Part(_Model):
+class Part(LooseModel):
     """One part of a message; only text is understood, and what a model said when it refused."""
 
     type: str
@@ -58,7 +89,7 @@ class Part(_Model):
         return known
 
 
-class ChatMessage(_Model):
+class ChatMessage(LooseModel):
     """One message, with whatever tool fields the chat template may know."""
 
     model_config = ConfigDict(extra="ignore")
@@ -66,6 +97,7 @@ class ChatMessage(_Model):
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: Text | list[Part] | None = None
     refusal: Text | None = None
+    reasoning_content: Text | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -78,7 +110,7 @@ class ChatMessage(_Model):
 
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
-        extra = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        extra = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
         if self.tool_calls is not None:
             extra["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
         return {"role": self.role, "content": self.said(), **extra}
@@ -100,14 +132,14 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
         return call
 
 
-class JsonSchema(_Model):
+class JsonSchema(LooseModel):
     """A schema as OpenAI's clients wrap it. Whether it is ``strict`` or not, the answer keeps to it."""
 
     name: str | None = None
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
-class ResponseFormat(_Model):
+class ResponseFormat(LooseModel):
     """What the text of an answer is to be. llama.cpp takes a ``schema`` with ``json_object``, too."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -125,7 +157,7 @@ class ResponseFormat(_Model):
         return self.json_schema.schema_
 
 
-class Common(_Model):
+class Common(RequestBody):
     """What chat and text completions have in common."""
 
     model: str | None = None
@@ -151,6 +183,11 @@ class Common(_Model):
     json_schema: dict[str, Any] | None = None
     grammar: GrammarText | None = None
     regex: GrammarText | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def constrained(self) -> Grammar | None:
         """What answers keep to. Raises AdaptiveError where several things are asked for at once."""
@@ -214,6 +251,10 @@ class ChatRequest(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def must_call(self) -> list[dict[str, Any]]:
         """The tools one of which has to be called; none where that is left to the model. Raises AdaptiveError for a
@@ -232,9 +273,19 @@ class ChatRequest(Common):
         return found
 
     def refuse_unbuilt(self) -> None:
-        """Raise AdaptiveError for what is known and not served."""
+        """Raise AdaptiveError for what is not served."""
+        self.refuse_unknown()
         if self.top_logprobs and not self.logprobs:
             raise AdaptiveError("top_logprobs needs logprobs to be true")
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """A chat that was asked for in another dialect. Raises AdaptiveError for what would be wrong in this one."""
+    try:
+        return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise AdaptiveError(f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
 
 
 class CompletionRequest(Common):
@@ -247,7 +298,8 @@ class CompletionRequest(Common):
     best_of: int | None = None
 
     def refuse_unbuilt(self) -> None:
-        """Raise AdaptiveError for what is known and not served."""
+        """Raise AdaptiveError for what is not served."""
+        self.refuse_unknown()
         if self.echo or self.suffix:
             raise AdaptiveError("echo and suffix are not served")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -265,14 +317,14 @@ class CompletionRequest(Common):
         return list(given)
 
 
-class TokenizeRequest(_Model):
+class TokenizeRequest(LooseModel):
     """``POST /tokenize``."""
 
     content: Text
     add_special: bool = False
 
 
-class DetokenizeRequest(_Model):
+class DetokenizeRequest(LooseModel):
     """``POST /detokenize``."""
 
     tokens: Annotated[list[TokenId], Field(max_length=10_000_000)]

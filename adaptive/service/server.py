@@ -18,7 +18,8 @@ from pydantic import BaseModel, SecretStr
 
 from adaptive.control.memory import current_costs
 from adaptive.errors import AdaptiveError
-from adaptive.service.app import Api, create_app
+from adaptive.service.api import Api
+from adaptive.service.app import create_app
 from adaptive.service.engine import EngineThread, Opened
 from adaptive.service.guard import LOOPBACK
 from adaptive.service.metrics import Metrics

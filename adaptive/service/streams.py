@@ -1,52 +1,73 @@
-"""One job's events as server-sent events, in OpenAI's chunks."""
+"""One job's events as a response: what every dialect's writer has to say, and the stream of server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from adaptive.service.calls import Call, CallParser, parser_for
+from adaptive.service.calls import Reading
 from adaptive.service.jobs import Answer, Event, Failed, Job, Piece
-from adaptive.service.responses import Shape, ending, error_object, figures
 
 # Seconds of silence, in the queue or over a long prompt, after which a comment is sent: proxies and clients give a
 # connection up that says nothing for half a minute.
 PING_S = 15.0
 PING = ": ping\n\n"
 
+# A completion, whole or as server-sent events.
+COMPLETION: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answers"}
+}
+
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a response carries besides text: ``usage`` at the end, ``top`` alternatives a token (None for no
-    logprobs at all), and calls of ``tools``."""
+class Served:
+    """A request that is in the queue, as a writer has to know it.
 
-    usage: bool
-    top: int | None
-    tools: list[dict[str, Any]] | None
+    ``name`` is for ids, ``created`` in seconds of Unix time, ``prompt_tokens`` those of all its prompts.
+    """
 
-
-@dataclass
-class _Choice:
-    """Where one answer stands: the calls in it so far, and the characters that its tokens stood for."""
-
-    parser: CallParser | None
-    calls: int = 0
-    offset: int = 0
+    name: str
+    created: int
+    model: str
+    tokenizer: PreTrainedTokenizerBase
+    reading: Reading
+    prompt_tokens: int
 
 
-async def chunks(
-    job: Job, events: asyncio.Queue[Event], shape: Shape, tokenizer: PreTrainedTokenizerBase, wanted: Wanted
-) -> AsyncIterator[str]:
+class Writer(Protocol):
+    """Writes one response in one dialect, as a whole or as the lines of a stream."""
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+
+    def begin(self) -> Iterable[str]:
+        """What a stream begins with, before anything is decoded."""
+
+    def piece(self, piece: Piece) -> Iterable[str]:
+        """Text that has become certain."""
+
+    def answer(self, answer: Answer) -> Iterable[str]:
+        """The end of one answer."""
+
+    def end(self, answers: Sequence[Answer]) -> Iterable[str]:
+        """The end of the stream."""
+
+    def failed(self, failed: Failed) -> Iterable[str]:
+        """The end of a stream that came to nothing."""
+
+
+async def chunks(job: Job, events: asyncio.Queue[Event], writer: Writer) -> AsyncIterator[str]:
     """The stream of one response. Closed early, it cancels the job."""
-    choices: dict[int, _Choice] = {}
     answers: list[Answer] = []
     waiting: asyncio.Task[Event] | None = None
     try:
+        for line in writer.begin():
+            yield line
         while True:
             waiting = asyncio.create_task(events.get())
             while not waiting.done():
@@ -54,24 +75,16 @@ async def chunks(
                 if not waiting.done():
                     yield PING
             got = waiting.result()
-            if isinstance(got, Piece | Answer) and got.index not in choices:
-                choices[got.index] = _Choice(parser_for(tokenizer, wanted.tools))
-                if shape.chat:
-                    yield _line(shape.piece(got.index, "", first=True))
             if isinstance(got, Piece):
-                for chunk in _piece(got, choices[got.index], shape, tokenizer, wanted.top):
-                    yield _line(chunk)
+                lines = writer.piece(got)
             elif isinstance(got, Answer):
                 answers.append(got)
-                for chunk in _ending(got, choices[got.index], shape):
-                    yield _line(chunk)
-            elif isinstance(got, Failed):
-                yield _line(error_object(got.status, got.message))
-                return
+                lines = writer.answer(got)
             else:
-                if wanted.usage:
-                    yield _line(shape.usage_chunk(answers))
-                yield "data: [DONE]\n\n"
+                lines = writer.failed(got) if isinstance(got, Failed) else writer.end(answers)
+            for line in lines:
+                yield line
+            if not isinstance(got, Piece | Answer):
                 return
     finally:
         if waiting is not None:
@@ -79,36 +92,7 @@ async def chunks(
         job.cancel()
 
 
-def _line(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-def _piece(
-    piece: Piece, choice: _Choice, shape: Shape, tokenizer: PreTrainedTokenizerBase, top: int | None
-) -> Iterator[dict[str, Any]]:
-    logprobs = shape.piece_logprobs(piece, tokenizer, top, choice.offset)
-    if logprobs is not None and not shape.chat:
-        choice.offset += len(logprobs["tokens"][0])
-    said: list[str | Call] = [piece.text] if choice.parser is None else choice.parser.feed(piece.text)
-    text = "".join(part for part in said if isinstance(part, str))
-    if text or logprobs is not None:
-        yield shape.piece(piece.index, text, logprobs=logprobs)
-    yield from _calls(piece.index, said, choice, shape)
-
-
-def _calls(index: int, said: list[str | Call], choice: _Choice, shape: Shape) -> Iterator[dict[str, Any]]:
-    for part in said:
-        if isinstance(part, Call):
-            yield shape.call(index, choice.calls, part)
-            choice.calls += 1
-
-
-def _ending(answer: Answer, choice: _Choice, shape: Shape) -> Iterator[dict[str, Any]]:
-    """What was held back, and the chunk that says how the answer ended."""
-    said = [] if choice.parser is None else choice.parser.finish()
-    text = "".join(part for part in said if isinstance(part, str))
-    if text:
-        yield shape.piece(answer.index, text)
-    yield from _calls(answer.index, said, choice, shape)
-    reason = ending(answer.finish_reason, choice.calls > 0)
-    yield {**shape.piece(answer.index, "", reason), **figures([answer])}
+def data_line(body: dict[str, Any], event: str | None = None) -> str:
+    """One server-sent event, with a name where the dialect gives them names."""
+    named = "" if event is None else f"event: {event}\n"
+    return f"{named}data: {json.dumps(body, ensure_ascii=False)}\n\n"

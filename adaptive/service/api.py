@@ -1,0 +1,199 @@
+"""Turns requests of any dialect into jobs, and their events into responses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from transformers import PreTrainedTokenizerBase
+
+from adaptive.assistant import sampling_params
+from adaptive.drafting.archive import owner_name
+from adaptive.encoding import encode_text
+from adaptive.errors import AdaptiveError
+from adaptive.grammar import Grammar
+from adaptive.service.calls import Reading
+from adaptive.service.chats import prepare
+from adaptive.service.engine import EngineThread, Opened
+from adaptive.service.errors import error_response
+from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, Prompt
+from adaptive.service.metrics import Metrics
+from adaptive.service.schemas import ChatRequest, Common, CompletionRequest
+from adaptive.service.streams import Served, Writer, chunks
+from adaptive.service.trainer import Trainer
+from adaptive.settings import Settings, model_name
+
+# Tokens of a context that any text fits in: whoever counts tokens may count more than the model takes.
+UNLIMITED = 2**31
+
+Write = Callable[[Served], Writer]
+
+
+class NotReadyError(Exception):
+    """The models are still being loaded, or the server is going down."""
+
+
+class Api:
+    """What every dialect asks of: the pair that is served, and the queue before it."""
+
+    def __init__(self, engine: EngineThread, settings: Settings, metrics: Metrics, trainer: Trainer) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.metrics = metrics
+        self.trainer = trainer
+        self.model = model_name(settings)
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def session(self) -> Opened:
+        """The pair and its state. Raises NotReadyError."""
+        if self.engine.state != "ready" or self.engine.session is None:
+            raise NotReadyError
+        return self.engine.session
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """A tokenizer of our own: the engine thread uses the pair's at the same time."""
+        if self._tokenizer is None:
+            self._tokenizer = copy.deepcopy(self.session().pair.tokenizer)
+        return self._tokenizer
+
+    async def chat(self, body: ChatRequest, request: Request, write: Write, top: int | None = None) -> Response:
+        """Answer a chat; ``top`` alternatives a token where logprobs are wanted."""
+        # Off the event loop: a long text takes a while, and other streams go on meanwhile.
+        context = self.session().pair.target.context_length
+        chat = await asyncio.to_thread(prepare, body, self.tokenizer, context)
+        limit = body.max_completion_tokens or body.max_tokens
+        return await self._serve(
+            body, (chat.prompt,), limit, request, write, top, chat.grammar, chat.reading, chat.marks
+        )
+
+    async def complete(
+        self, body: CompletionRequest, request: Request, write: Write, top: int | None = None
+    ) -> Response:
+        """Continue one text or several."""
+        body.refuse_unbuilt()
+        prompts = [await asyncio.to_thread(self._raw, text) for text in body.prompts()]
+        return await self._serve(body, tuple(prompts), body.max_tokens, request, write, top, body.constrained())
+
+    def _raw(self, given: str | list[int]) -> Prompt:
+        """Raises AdaptiveError for what the tokenizer or the model does not know."""
+        if isinstance(given, str):
+            context = self.session().pair.target.context_length
+            return Prompt(encode_text(self.tokenizer, given, context), (), given)
+        check_tokens(given, self.session().pair.target.vocab_size)
+        return Prompt(list(given), (), str(self.tokenizer.decode(given)))
+
+    async def _serve(
+        self,
+        body: Common,
+        prompts: tuple[Prompt, ...],
+        limit: int | None,
+        request: Request,
+        write: Write,
+        top: int | None,
+        grammar: Grammar | None,
+        reading: Reading = Reading(),  # noqa: B008 - frozen
+        marks: Mapping[int, str] | None = None,
+    ) -> Response:
+        pair = self.session().pair
+        if grammar is not None:
+            await asyncio.to_thread(self.session().assistant.grammars.compile, grammar)
+        check_prompts(prompts, pair.target.context_length)
+        ask = Ask(
+            prompts=prompts,
+            sampling=body.sampling(sampling_params(self.settings, pair), pair.target.vocab_size),
+            stop=body.stopping(limit, self.settings.max_new_tokens),
+            n=body.n or 1,
+            client=body.user or (request.client.host if request.client else ""),
+            owner=owner_name(body.user or ""),
+            session=request.headers.get("x-session-id"),
+            record=body.store is not False,
+            supervise=top is not None,
+            stream=bool(body.stream),
+            grammar=grammar,
+            marks=marks or {},
+        )
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        job = Job(ask, lambda event: _hand_over(loop, events, event))
+        self.engine.submit(job)
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+        writer = write(Served(uuid.uuid4().hex, int(time.time()), self.model, self.tokenizer, reading, tokens))
+        if ask.stream:
+            stream = chunks(job, events, writer)
+            return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await self._whole(job, events, writer, request)
+
+    async def _whole(self, job: Job, events: asyncio.Queue[Event], writer: Writer, request: Request) -> Response:
+        """Wait for every answer, or for the client to go away."""
+        gone = asyncio.create_task(_gone(request))
+        answers: list[Answer] = []
+        try:
+            while True:
+                event = asyncio.create_task(events.get())
+                await asyncio.wait({event, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not event.done():
+                    event.cancel()
+                    return Response(status_code=499)  # nobody reads it
+                got = event.result()
+                if isinstance(got, Failed):
+                    self.metrics.refused(got.status)
+                    return error_response(request.url.path, got.status, got.message)
+                if isinstance(got, Answer):
+                    answers.append(got)
+                if isinstance(got, Done):
+                    return JSONResponse(writer.whole(answers))
+        finally:
+            gone.cancel()
+            job.cancel()
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to read
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def check_tokens(tokens: list[int], vocab_size: int) -> None:
+    """Raise AdaptiveError for an id that the model does not have."""
+    wrong = next((t for t in tokens if t >= vocab_size), None)
+    if wrong is not None:
+        raise AdaptiveError(f"{wrong} is no token id; ids go from 0 to {vocab_size - 1}")
+
+
+def check_prompts(prompts: tuple[Prompt, ...], context: int) -> None:
+    """Raise AdaptiveError for a prompt that is empty or leaves no room, before anything is streamed."""
+    for prompt in prompts:
+        if not prompt.ids:
+            raise AdaptiveError("the prompt is empty; give at least one token")
+        if len(prompt.ids) >= context:
+            raise AdaptiveError(
+                f"the prompt has {len(prompt.ids)} tokens and the model's context holds {context}; shorten it"
+            )
+
+
+def model_object(api: Api) -> dict[str, Any]:
+    """The model that is served, as OpenAI's clients read it and as Anthropic's do."""
+    context = api.session().pair.target.context_length
+    return {
+        "id": api.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "adaptive",
+        "max_model_len": context,
+        "type": "model",
+        "display_name": api.model,
+        "created_at": "1970-01-01T00:00:00Z",
+        "max_input_tokens": context,
+    }

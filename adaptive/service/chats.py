@@ -1,0 +1,134 @@
+"""From a chat as a request gives it to a prompt, what its answers keep to, and how they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from adaptive.encoding import chat_text, encode_rendered, template_text
+from adaptive.errors import AdaptiveError
+from adaptive.grammar import Grammar
+from adaptive.service.calls import Reading, reading_of
+from adaptive.service.forced import forced_call
+from adaptive.service.formats import Format, format_of
+from adaptive.service.jobs import Prompt
+from adaptive.service.schemas import ChatRequest
+
+# Ways to ask for no thinking, or hardly any.
+NO_EFFORT = ("none", "minimal")
+# What gpt-oss knows of the others.
+HARMONY_EFFORT = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+# What a template is told by who renders it, and not by a client.
+OURS = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"})
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat ready to be answered."""
+
+    prompt: Prompt
+    grammar: Grammar | None
+    reading: Reading
+    marks: dict[int, str]
+
+
+def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int) -> Chat:
+    """Render a chat for a model whose context holds ``context`` tokens.
+
+    Raises AdaptiveError for what this model's template or its calls do not allow.
+    """
+    body.refuse_unbuilt()
+    grammar = body.constrained()
+    must_call = body.must_call()
+    if must_call and grammar is not None:
+        raise AdaptiveError("tool_choice: an answer that keeps to a format cannot be a call")
+    ids = encode_rendered(tokenizer, rendered(body, tokenizer), context)
+    prompt = Prompt(ids, tuple(message.for_log() for message in body.messages), "")
+    if grammar is not None:
+        return Chat(prompt, grammar, Reading(), {})  # all of it is for the person
+    most = 1 if body.parallel_tool_calls is False else None
+    reading = reading_of(tokenizer, offered(body), ids, most)
+    marks = reading.marks(tokenizer)
+    if must_call:
+        several = body.tool_choice == "required" and most is None
+        grammar = forced_call(reading, marks, must_call, several)
+        reading = Reading(reading.format, reading.tools, most=most)
+    return Chat(prompt, grammar, reading, marks)
+
+
+def rendered(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat as the template writes it. Raises AdaptiveError as ``prepare``."""
+    template = template_text(tokenizer)
+    known = format_of(template)
+    tools = offered(body)
+    if tools and not _mentions(template, "tools"):
+        raise AdaptiveError(
+            "tools: this model's chat template has no place for tools, so that it would never see them; leave them "
+            "out, or serve a model that was made to call tools"
+        )
+    chat = [_for_template(message, template, known) for message in (m.for_template() for m in body.messages)]
+    return chat_text(tokenizer, chat, tools, variables(body, template, known))
+
+
+def offered(body: ChatRequest) -> list[dict[str, Any]] | None:
+    """The tools that the model is told of."""
+    return None if body.tool_choice == "none" else body.tools
+
+
+def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]:
+    """What the template is told of thinking, and what the client tells it beside.
+
+    ``reasoning_effort`` becomes ``enable_thinking`` where a template only knows that one, and has no effect where it
+    knows neither. Raises AdaptiveError for a variable that the template does not read.
+    """
+    said = dict(body.chat_template_kwargs or {})
+    reserved = OURS | set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    for name in said:
+        if name in reserved or not _mentions(template, name):
+            raise AdaptiveError(f"chat_template_kwargs: this model's chat template has no variable {name[:64]!r}")
+    if body.enable_thinking is not None:
+        if _mentions(template, "enable_thinking"):
+            said["enable_thinking"] = body.enable_thinking
+        elif body.enable_thinking:
+            raise AdaptiveError("enable_thinking: this model's chat template knows no thinking")
+    effort = body.reasoning_effort
+    if effort is not None and _mentions(template, "reasoning_effort"):
+        said.setdefault("reasoning_effort", effort if known.loose else HARMONY_EFFORT.get(effort, effort))
+    elif effort is not None and _mentions(template, "enable_thinking"):
+        said.setdefault("enable_thinking", effort not in NO_EFFORT)
+    if body.constrained() is not None and _mentions(template, "enable_thinking"):
+        said.setdefault("enable_thinking", False)  # the answer begins with what it has to keep to
+    return said
+
+
+def _mentions(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def _for_template(message: dict[str, Any], template: str, known: Format) -> dict[str, Any]:
+    """A message in this template's words."""
+    if message["role"] == "developer" and "developer" not in template:
+        message = {**message, "role": "system"}
+    if (thoughts := message.pop("reasoning_content", None)) and not (
+        known.thoughts == "thinking" and message["content"]  # which that template refuses beside
+    ):
+        message[known.thoughts] = thoughts
+    if known.short_ids:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _short(message["tool_call_id"])
+        if "tool_calls" in message:
+            message["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in message["tool_calls"]]
+    return message
+
+
+def _short(call_id: Any) -> str:
+    """The id of a call in nine letters and digits, the same one each time."""
+    text = str(call_id)
+    if re.fullmatch(r"[a-zA-Z0-9]{9}", text):
+        return text
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:9]

@@ -1,0 +1,192 @@
+"""OpenAI's ``/v1/chat/completions`` and ``/v1/completions``: a response as one object, or as chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from transformers import PreTrainedTokenizerBase
+
+from adaptive.service.api import Api
+from adaptive.service.calls import AnswerReader, Part, Thought
+from adaptive.service.errors import error_object
+from adaptive.service.figures import figures, usage
+from adaptive.service.formats import Call
+from adaptive.service.jobs import Answer, Failed, Piece
+from adaptive.service.schemas import ChatRequest, CompletionRequest
+from adaptive.service.streams import COMPLETION, Served, data_line
+from adaptive.types import Supervision
+
+# What OpenAI reports for a token outside of the distribution that is kept.
+UNLIKELY = -9999.0
+
+
+def add_completions(app: FastAPI, api: Api) -> None:
+    """Add the two paths to ``app``."""
+
+    @app.post("/v1/chat/completions", responses=COMPLETION, response_class=Response)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        return await api.chat(body, request, partial(Completion, chat=True, top=top, usage=body.wants_usage), top)
+
+    @app.post("/v1/completions", responses=COMPLETION, response_class=Response)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        write = partial(Completion, chat=False, top=body.logprobs, usage=body.wants_usage)
+        return await api.complete(body, request, write, body.logprobs)
+
+
+@dataclass
+class _Choice:
+    """Where one answer stands: the calls in it so far, and the characters that its tokens stood for."""
+
+    reader: AnswerReader
+    calls: int = 0
+    offset: int = 0
+
+
+class Completion:
+    """Writes one response; ``top`` alternatives a token where logprobs are wanted (None: none), ``usage`` at the end
+    of a stream."""
+
+    def __init__(self, served: Served, chat: bool, top: int | None, usage: bool) -> None:
+        self._served, self._chat, self._top, self._usage = served, chat, top, usage
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{served.name}"
+        self._choices: dict[int, _Choice] = {}
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The response to a request without stream."""
+        choices = []
+        for answer in sorted(answers, key=lambda a: a.index):
+            said: dict[str, Any] = {"text": answer.text}
+            reason = answer.finish_reason
+            if self._chat:
+                reader = self._served.reading.reader()
+                message = _message(reader.feed(answer.text) + reader.finish())
+                said = {"message": message}
+                reason = ending(reason, "tool_calls" in message)
+            logprobs = None
+            if self._top is not None and answer.supervision is not None:
+                logprobs = self._logprobs(answer.tokens, answer.supervision)
+            choices.append({"index": answer.index, **said, "logprobs": logprobs, "finish_reason": reason})
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": usage(answers), **figures(answers)}
+
+    def begin(self) -> Iterable[str]:
+        """Nothing: an answer's first chunk says who speaks."""
+        return ()
+
+    def piece(self, piece: Piece) -> Iterator[str]:
+        """Chunks for text that has become certain; with logprobs there is one for every token."""
+        yield from self._opened(piece.index)
+        choice = self._choices[piece.index]
+        logprobs = None
+        if self._top is not None and piece.token is not None and piece.supervision is not None:
+            logprobs = self._logprobs((piece.token,), piece.supervision, choice.offset)
+            if not self._chat:
+                choice.offset += len(logprobs["tokens"][0])
+        parts = choice.reader.feed(piece.text) if self._chat else [piece.text]
+        if logprobs is not None and not any(isinstance(part, str) for part in parts):
+            parts = ["", *parts]
+        yield from self._parts(piece.index, parts, logprobs)
+
+    def answer(self, answer: Answer) -> Iterator[str]:
+        """What was held back, and the chunk that says how the answer ended."""
+        yield from self._opened(answer.index)
+        choice = self._choices[answer.index]
+        yield from self._parts(answer.index, choice.reader.finish() if self._chat else [], None)
+        reason = ending(answer.finish_reason, choice.calls > 0)
+        yield data_line({**self._chunk(answer.index, self._said(""), reason), **figures([answer])})
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[str]:
+        """Usage, where it was asked for, and the end."""
+        if self._usage:
+            yield data_line({**self._head(self._kind), "choices": [], "usage": usage(answers), **figures(answers)})
+        yield "data: [DONE]\n\n"
+
+    def failed(self, failed: Failed) -> Iterator[str]:
+        """The error."""
+        yield data_line(error_object(failed.status, failed.message))
+
+    @property
+    def _kind(self) -> str:
+        return "chat.completion.chunk" if self._chat else "text_completion"
+
+    def _opened(self, index: int) -> Iterator[str]:
+        if index not in self._choices:
+            self._choices[index] = _Choice(self._served.reading.reader())
+            if self._chat:
+                yield data_line(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}))
+
+    def _parts(self, index: int, parts: Sequence[Part], logprobs: dict[str, Any] | None) -> Iterator[str]:
+        choice = self._choices[index]
+        for part in parts:
+            if isinstance(part, Call):
+                said: dict[str, Any] = {"delta": {"tool_calls": [{"index": choice.calls, **part.object()}]}}
+                choice.calls += 1
+            elif isinstance(part, Thought):
+                said = {"delta": {"reasoning_content": part.text}}
+            elif part or logprobs is not None:
+                said = self._said(part)
+            else:
+                continue
+            tokens, logprobs = (logprobs, None) if isinstance(part, str) else (None, logprobs)
+            yield data_line(self._chunk(index, said, logprobs=tokens))
+
+    def _said(self, text: str) -> dict[str, Any]:
+        if not self._chat:
+            return {"text": text}
+        return {"delta": {"content": text} if text else {}}
+
+    def _chunk(
+        self, index: int, said: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head(self._kind), "choices": [choice]}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._served.created, "model": self._served.model}
+
+    def _logprobs(self, tokens: Sequence[int], rows: Supervision, offset: int = 0) -> dict[str, Any]:
+        """Log-probabilities of the target at temperature 1, as the log keeps them (the likeliest 32, in float16), of
+        tokens that begin ``offset`` characters into the answer."""
+        content, tokenizer = [], self._served.tokenizer
+        for place, token in enumerate(tokens):
+            known = {int(i): float(p) for i, p in zip(rows.ids[place], rows.logprobs[place], strict=True)}
+            likeliest = [_token(tokenizer, i, p) for i, p in list(known.items())[: self._top]]
+            content.append({**_token(tokenizer, token, known.get(token, UNLIKELY)), "top_logprobs": likeliest})
+        if self._chat:
+            return {"content": content, "refusal": None}
+        offsets = [offset]
+        for entry in content:
+            offsets.append(offsets[-1] + len(entry["token"]))
+        return {
+            "tokens": [entry["token"] for entry in content],
+            "token_logprobs": [entry["logprob"] for entry in content],
+            "top_logprobs": [{t["token"]: t["logprob"] for t in entry["top_logprobs"]} for entry in content],
+            "text_offset": offsets[:-1],
+        }
+
+
+def ending(reason: str, called: bool) -> str:
+    """How an answer ended, in OpenAI's words: one that asks for tools has not just stopped."""
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+def _message(parts: Sequence[Part]) -> dict[str, Any]:
+    """The message of one answer, with what it thought and the calls of tools in it."""
+    content = "".join(part for part in parts if isinstance(part, str))
+    thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
+    calls = [part.object() for part in parts if isinstance(part, Call)]
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    return {**message, "content": content or None, "tool_calls": calls} if calls else message
+
+
+def _token(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float) -> dict[str, Any]:
+    text = str(tokenizer.decode([token]))
+    # -inf is no JSON; it stands for mass below what float16 can hold.
+    return {"token": text, "logprob": max(logprob, UNLIKELY), "bytes": list(text.encode("utf-8"))}

@@ -1,0 +1,332 @@
+"""Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import FastAPI, Request, Response
+from pydantic import Field
+
+from adaptive.encoding import encode_rendered
+from adaptive.errors import AdaptiveError
+from adaptive.service.api import UNLIMITED, Api
+from adaptive.service.calls import AnswerReader, Part, Thought, arguments_of
+from adaptive.service.chats import rendered
+from adaptive.service.errors import ANTHROPIC_REFUSALS, error_object
+from adaptive.service.figures import figures
+from adaptive.service.formats import Call
+from adaptive.service.jobs import Answer, Failed, Piece
+from adaptive.service.schemas import (
+    MOST_TOKENS,
+    PASSED_OVER,
+    ChatRequest,
+    Effort,
+    LooseModel,
+    RequestBody,
+    Text,
+    chat_request,
+)
+from adaptive.service.streams import COMPLETION, Served, data_line
+
+MESSAGES = "/v1/messages"
+
+
+class Block(LooseModel):
+    """One block of a message's content; which fields it has follows from its ``type``."""
+
+    type: str
+    text: Text | None = None
+    thinking: Text | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Text | list[Block] | None = None
+
+    def said(self) -> str:
+        """The text of the block. Raises AdaptiveError for one that is not text."""
+        if self.type != "text" or self.text is None:
+            raise AdaptiveError(f"messages: a block of type {self.type[:64]!r} is not understood here; send text")
+        return self.text
+
+
+class AnthropicMessage(LooseModel):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | list[Block]
+
+    def translated(self) -> Iterator[dict[str, Any]]:
+        """The same in OpenAI's messages: results of tools are messages of their own."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        text, thoughts, calls = "", "", []
+        for block in self.content:
+            if block.type == "tool_result":
+                if text:
+                    yield {"role": self.role, "content": text}
+                    text = ""
+                yield {"role": "tool", "content": texts(block.content), "tool_call_id": block.tool_use_id or ""}
+            elif block.type == "tool_use":
+                function = {"name": block.name or "", "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+                calls.append({"id": block.id or "", "type": "function", "function": function})
+            elif block.type == "thinking":
+                thoughts += block.thinking or ""
+            elif block.type != "redacted_thinking":
+                text += block.said()
+        if text or thoughts or calls:
+            extra = {"reasoning_content": thoughts or None, "tool_calls": calls or None}
+            yield {"role": self.role, "content": text, **{name: value for name, value in extra.items() if value}}
+
+
+def texts(content: str | list[Block] | None) -> str:
+    """The text of a content. Raises AdaptiveError for blocks that are none."""
+    return "".join(block.said() for block in content) if isinstance(content, list) else content or ""
+
+
+class Tool(LooseModel):
+    """A tool of the client's own. Those that Anthropic runs itself have another ``type``."""
+
+    type: str | None = None
+    name: str
+    description: Text | None = None
+    input_schema: dict[str, Any] | None = None
+
+    def translated(self) -> dict[str, Any]:
+        """The same in OpenAI's shape. Raises AdaptiveError for one that would have to be run here."""
+        if self.type not in (None, "custom"):
+            raise AdaptiveError(f"tools: {self.type[:64]!r} is run by Anthropic, and not here; offer your own")
+        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema or {"type": "object"}}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(LooseModel):
+    """Whether a tool has to be used, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def translated(self) -> str | dict[str, Any]:
+        """The same in OpenAI's shape."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return {"any": "required"}.get(self.type, self.type)
+
+
+class Thinking(LooseModel):
+    """Whether the model is to think. A budget has no effect: how long it thinks is the model's."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class OutputFormat(LooseModel):
+    """What the text of an answer is to be."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(LooseModel):
+    """How much the model is to think, and what the text is to be."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(LooseModel):
+    """Who asks."""
+
+    user_id: str | None = None
+
+
+class MessagesRequest(RequestBody):
+    """``POST /v1/messages``."""
+
+    passed_over: ClassVar[frozenset[str]] = PASSED_OVER | {
+        "cache_control", "context_management", "inference_geo", "speed", "diagnostics", "user_profile_id", "betas",
+    }  # fmt: skip
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    system: Text | list[Block] | None = None
+    stop_sequences: list[Text] | None = None
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    metadata: Metadata | None = None
+
+    def translated(self) -> ChatRequest:
+        """The same in OpenAI's words. Raises AdaptiveError for what is not served."""
+        self.refuse_unknown()
+        if self.messages[-1].role == "assistant":
+            raise AdaptiveError("messages: the last one is the assistant's, and to go on with it is not served")
+        system = [{"role": "system", "content": texts(self.system)}] if self.system else []
+        config = self.output_config or OutputConfig()
+        wanted = config.format or self.output_format
+        choice = self.tool_choice
+        return chat_request(
+            {
+                "messages": [*system, *(said for message in self.messages for said in message.translated())],
+                "max_tokens": self.max_tokens,
+                "stop": self.stop_sequences,
+                "stream": self.stream,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "top_k": self.top_k,
+                "tools": None if self.tools is None else [tool.translated() for tool in self.tools],
+                "tool_choice": None if choice is None else choice.translated(),
+                "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+                "reasoning_effort": self._effort(config),
+                "user": None if self.metadata is None else self.metadata.user_id,
+                "response_format": None
+                if wanted is None
+                else {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.schema_}},
+            }
+        )
+
+    def _effort(self, config: OutputConfig) -> Effort | None:
+        if self.thinking is None:
+            return config.effort
+        return "none" if self.thinking.type == "disabled" else config.effort or "medium"
+
+
+def add_messages(app: FastAPI, api: Api) -> None:
+    """Add the two paths to ``app``."""
+
+    @app.post(MESSAGES, responses={**COMPLETION, **ANTHROPIC_REFUSALS}, response_class=Response)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        return await api.chat(body.translated(), request, MessageWriter)
+
+    @app.post(f"{MESSAGES}/count_tokens", responses=ANTHROPIC_REFUSALS)
+    async def count(body: MessagesRequest) -> dict[str, Any]:
+        text = await asyncio.to_thread(rendered, body.translated(), api.tokenizer)
+        return {"input_tokens": len(await asyncio.to_thread(encode_rendered, api.tokenizer, text, UNLIMITED))}
+
+
+class MessageWriter:
+    """Writes one message: blocks of text, of thinking, and of calls, one after the other."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._reader: AnswerReader = served.reading.reader()
+        self._blocks = 0  # begun so far
+        self._open: str | None = None  # the type of the block that is open
+        self._called = False
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The message of a request without stream."""
+        (answer,) = answers
+        blocks: list[dict[str, Any]] = []
+        for part in self._reader.feed(answer.text) + self._reader.finish():
+            kind, _, delta = _block(part)
+            if blocks and not isinstance(part, Call) and blocks[-1]["type"] == kind:
+                blocks[-1][kind] += delta[kind]
+            else:
+                blocks.append(_whole_block(part))
+        called = any(block["type"] == "tool_use" for block in blocks)
+        ends = _ending(answer, called)
+        return {**self._message(blocks), **ends, "usage": _usage(answer), **figures(answers)}
+
+    def begin(self) -> Iterator[str]:
+        """The message without its content."""
+        usage = {"input_tokens": self._served.prompt_tokens, "output_tokens": 0}
+        ends = {"stop_reason": None, "stop_sequence": None}
+        yield _event({"type": "message_start", "message": {**self._message([]), **ends, "usage": usage}})
+
+    def piece(self, piece: Piece) -> Iterator[str]:
+        """Text that has become certain."""
+        yield from self._parts(self._reader.feed(piece.text))
+
+    def answer(self, answer: Answer) -> Iterator[str]:
+        """What was held back, and how the answer ended."""
+        yield from self._parts(self._reader.finish())
+        yield from self._close()
+        ends = _ending(answer, self._called)
+        yield _event({"type": "message_delta", "delta": ends, "usage": _usage(answer), **figures([answer])})
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[str]:
+        """The end."""
+        yield _event({"type": "message_stop"})
+
+    def failed(self, failed: Failed) -> Iterator[str]:
+        """The error."""
+        yield _event(error_object(failed.status, failed.message, path=MESSAGES))
+
+    def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": f"msg_{self._served.name}", "type": "message", "role": "assistant"}
+        return {**head, "model": self._served.model, "content": blocks}
+
+    def _parts(self, parts: Iterable[Part]) -> Iterator[str]:
+        for part in parts:
+            kind, empty, delta = _block(part)
+            if kind != self._open or isinstance(part, Call):
+                yield from self._close()
+                yield _event({"type": "content_block_start", "index": self._blocks, "content_block": empty})
+                self._open = kind
+            yield _event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
+            self._called = self._called or isinstance(part, Call)
+
+    def _close(self) -> Iterator[str]:
+        if self._open is not None:
+            yield _event({"type": "content_block_stop", "index": self._blocks})
+            self._open, self._blocks = None, self._blocks + 1
+
+
+def _event(body: dict[str, Any]) -> str:
+    return data_line(body, body["type"])
+
+
+def _block(part: Part) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The type of the block that a part belongs to, the block before it has anything in it, and the part's delta."""
+    if isinstance(part, Call):
+        empty = {"type": "tool_use", "id": _call_id(part), "name": part.name, "input": {}}
+        return "tool_use", empty, {"type": "input_json_delta", "partial_json": part.arguments}
+    if isinstance(part, Thought):
+        empty = {"type": "thinking", "thinking": "", "signature": ""}
+        return "thinking", empty, {"type": "thinking_delta", "thinking": part.text}
+    return "text", {"type": "text", "text": ""}, {"type": "text_delta", "text": part}
+
+
+def _whole_block(part: Part) -> dict[str, Any]:
+    kind, empty, delta = _block(part)
+    return {**empty, **({"input": arguments_of(part)} if isinstance(part, Call) else {kind: delta[kind]})}
+
+
+def _call_id(call: Call) -> str:
+    return f"toolu_{call.id.removeprefix('call_')}"
+
+
+def _ending(answer: Answer, called: bool) -> dict[str, Any]:
+    """Why the answer ended, in Anthropic's words."""
+    if answer.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if called:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if answer.stopped_by:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    """Tokens; those of the prompt that a cache held are counted apart."""
+    cached = answer.timings.cached_n
+    return {
+        "input_tokens": answer.prompt_tokens - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": len(answer.tokens),
+    }

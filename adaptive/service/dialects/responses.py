@@ -1,0 +1,383 @@
+"""OpenAI's ``/v1/responses``: the part of it that needs no memory between two requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import FastAPI, Request, Response
+from pydantic import Field
+
+from adaptive.errors import AdaptiveError
+from adaptive.service.api import Api
+from adaptive.service.calls import AnswerReader, Part, Thought
+from adaptive.service.figures import figures
+from adaptive.service.formats import Call
+from adaptive.service.jobs import Answer, Failed, Piece
+from adaptive.service.schemas import (
+    MOST_TOKENS,
+    PASSED_OVER,
+    ChatRequest,
+    Effort,
+    LooseModel,
+    RequestBody,
+    Text,
+    chat_request,
+)
+from adaptive.service.streams import COMPLETION, Served, data_line
+
+# Parts of a message that are text.
+TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
+# What a response may be asked to carry beside, which this server has none of, or always sends.
+NOTHING_MORE = frozenset({"reasoning.encrypted_content"})
+
+
+class InputPart(LooseModel):
+    """One part of a content."""
+
+    type: str
+    text: Text | None = None
+    refusal: Text | None = None
+
+    def said(self) -> str:
+        """The text of the part. Raises AdaptiveError for one that is not text."""
+        if self.type == "refusal" and self.refusal is not None:
+            return self.refusal
+        if self.type not in TEXTS or self.text is None:
+            raise AdaptiveError(f"input: a part of type {self.type[:64]!r} is not understood here; send text")
+        return self.text
+
+
+def text_of(content: str | list[InputPart] | None) -> str:
+    """The text of a content. Raises AdaptiveError for parts that are none."""
+    return "".join(part.said() for part in content) if isinstance(content, list) else content or ""
+
+
+class InputItem(LooseModel):
+    """A message, a call of a tool, its result, or what the model thought: which, its ``type`` says."""
+
+    type: str = "message"
+    role: str | None = None
+    content: Text | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: Text | None = None
+    output: Text | list[InputPart] | None = None
+
+
+class FunctionTool(LooseModel):
+    """A function of the client's own. Tools that OpenAI runs itself have another ``type``."""
+
+    type: str
+    name: str | None = None
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+
+    def translated(self) -> dict[str, Any]:
+        """The same as chats have it. Raises AdaptiveError for one that would have to be run here."""
+        if self.type != "function" or self.name is None:
+            raise AdaptiveError(f"tools: {self.type[:64]!r} is run by OpenAI, and not here; offer your own")
+        function: dict[str, Any] = {"name": self.name, "parameters": self.parameters or {"type": "object"}}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+class TextFormat(LooseModel):
+    """What the text of an answer is to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    def translated(self) -> dict[str, Any]:
+        """The same as chats have it. Raises AdaptiveError where the schema is missing."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        if self.schema_ is None:
+            raise AdaptiveError("text.format: a schema is missing")
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
+
+
+class TextConfig(LooseModel):
+    """How the text is to be."""
+
+    format: TextFormat | None = None
+
+
+class Reasoning(LooseModel):
+    """How much the model is to think. No summary is made of it: a response has all of it."""
+
+    effort: Effort | None = None
+
+
+class ResponsesRequest(RequestBody):
+    """``POST /v1/responses``."""
+
+    passed_over: ClassVar[frozenset[str]] = PASSED_OVER | {"stream_options", "context_management", "max_tool_calls"}
+
+    model: str | None = None
+    input: Text | list[InputItem]
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    store: bool | None = None
+    user: str | None = None
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+
+    def translated(self) -> ChatRequest:
+        """The same as a chat. Raises AdaptiveError for what is not served."""
+        self.refuse_unknown()
+        self._refuse_memory()
+        wanted = None if self.text is None or self.text.format is None else self.text.format.translated()
+        choice: Any = self.tool_choice
+        if isinstance(choice, dict):
+            if choice.get("type") != "function":
+                raise AdaptiveError("tool_choice: only a function can be chosen by its name")
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        return chat_request(
+            {
+                "messages": self._messages(),
+                "max_tokens": self.max_output_tokens,
+                "stream": self.stream,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "tools": [tool.translated() for tool in self.tools] if self.tools else None,
+                "tool_choice": choice,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+                "response_format": wanted,
+                "store": self.store,
+                "user": self.user,
+            }
+        )
+
+    def _refuse_memory(self) -> None:
+        if self.previous_response_id or self.conversation:
+            raise AdaptiveError(
+                "previous_response_id and conversation are not served: no response is kept to be gone on from; send "
+                "the whole conversation as input (what of it is the same is not computed again)"
+            )
+        if self.background:
+            raise AdaptiveError("background is not served: a response is made while somebody waits for it")
+        if self.truncation == "auto":
+            raise AdaptiveError("truncation: auto is not served; shorten the input yourself")
+        for more in self.include or ():
+            if more not in NOTHING_MORE:
+                raise AdaptiveError(f"include: {more[:64]!r} is not served")
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """The input as messages; calls and thoughts belong to the assistant's message next to them."""
+        said: list[dict[str, Any]] = []
+        if self.instructions:
+            said.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*said, {"role": "user", "content": self.input}]
+        thoughts = ""
+        for item in self.input:
+            if item.type == "reasoning":
+                thoughts += text_of(item.content)
+            elif item.type == "function_call_output":
+                said.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id or ""})
+            elif item.type == "function_call":
+                function = {"name": item.name or "", "arguments": item.arguments or "{}"}
+                if not said or said[-1]["role"] != "assistant" or thoughts:
+                    said.append({"role": "assistant", "content": ""})
+                said[-1].setdefault("tool_calls", []).append(
+                    {"id": item.call_id or "", "type": "function", "function": function}
+                )
+            elif item.type == "message" and item.role is not None:
+                said.append({"role": item.role, "content": text_of(item.content)})
+            else:
+                raise AdaptiveError(f"input: an item of type {item.type[:64]!r} is not understood here")
+            if thoughts and said and said[-1]["role"] == "assistant":
+                said[-1]["reasoning_content"], thoughts = thoughts, ""
+        return said
+
+
+def add_responses(app: FastAPI, api: Api) -> None:
+    """Add the path to ``app``, and those that say why nothing can be asked of an earlier response."""
+
+    @app.post("/v1/responses", responses=COMPLETION, response_class=Response)
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        def write(served: Served) -> ResponseWriter:
+            return ResponseWriter(served, body)
+
+        return await api.chat(body.translated(), request, write)
+
+    async def kept(name: str) -> Response:
+        raise AdaptiveError("no response is kept by this server, so that none can be fetched, deleted or cancelled")
+
+    app.get("/v1/responses/{name}")(kept)
+    app.delete("/v1/responses/{name}")(kept)
+
+
+class ResponseWriter:
+    """Writes one response: items of what was thought, of messages, and of calls, one after the other."""
+
+    def __init__(self, served: Served, body: ResponsesRequest) -> None:
+        self._served, self._body = served, body
+        self._reader: AnswerReader = served.reading.reader()
+        self._items: list[dict[str, Any]] = []  # begun so far; the last one may still be open
+        self._open = False
+        self._events = 0
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The response to a request without stream."""
+        (answer,) = answers
+        for _ in self._parts(self._reader.feed(answer.text) + self._reader.finish()):
+            pass
+        return self._ended(answer)
+
+    def begin(self) -> Iterator[str]:
+        """The response without its output."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._response("in_progress", None))
+
+    def piece(self, piece: Piece) -> Iterator[str]:
+        """Text that has become certain."""
+        yield from self._parts(self._reader.feed(piece.text))
+
+    def answer(self, answer: Answer) -> Iterator[str]:
+        """What was held back, and the whole response."""
+        yield from self._parts(self._reader.finish())
+        yield from self._close("incomplete" if answer.finish_reason == "length" else "completed")
+        ended = self._ended(answer)
+        yield self._event(f"response.{ended['status']}", response=ended)
+
+    def end(self, answers: Sequence[Answer]) -> Iterable[str]:
+        """Nothing: the whole response has been sent."""
+        return ()
+
+    def failed(self, failed: Failed) -> Iterator[str]:
+        """The response that came to nothing, and why."""
+        error = {"code": "server_error", "message": failed.message}
+        yield self._event("response.failed", response={**self._response("failed", None), "error": error})
+
+    def _ended(self, answer: Answer) -> dict[str, Any]:
+        cut = answer.finish_reason == "length"
+        for _ in self._close("incomplete" if cut else "completed"):
+            pass
+        whole = self._response("incomplete" if cut else "completed", _usage(answer, self._thought_tokens()))
+        return {**whole, "incomplete_details": {"reason": "max_output_tokens"} if cut else None, **figures([answer])}
+
+    def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": f"resp_{self._served.name}",
+            "object": "response",
+            "created_at": self._served.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._served.model,
+            "output": list(self._items),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "store": False,  # to be fetched again; the log is another matter
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}}
+            if body.text is None or body.text.format is None
+            else {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+            "user": body.user,
+            "metadata": {},
+        }
+
+    def _parts(self, parts: Iterable[Part]) -> Iterator[str]:
+        for part in parts:
+            if isinstance(part, Call):
+                yield from self._call(part)
+                continue
+            thought = isinstance(part, Thought)
+            kind, text = ("reasoning", part.text) if isinstance(part, Thought) else ("message", part)
+            if not self._open or self._items[-1]["type"] != kind:
+                yield from self._close("completed")
+                yield from self._opened(kind)
+            self._items[-1]["content"][0]["text"] += text
+            name = "response.reasoning_text.delta" if thought else "response.output_text.delta"
+            yield self._event(name, **self._place(), delta=text, **({} if thought else {"logprobs": []}))
+
+    def _opened(self, kind: str) -> Iterator[str]:
+        number, name = len(self._items), self._served.name
+        if kind == "reasoning":
+            item: dict[str, Any] = {"id": f"rs_{name}_{number}", "type": kind, "summary": [], "status": "in_progress"}
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        else:
+            item = {"id": f"msg_{name}_{number}", "type": kind, "role": "assistant", "status": "in_progress"}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._items.append({**item, "content": []})
+        self._open = True
+        yield self._event("response.output_item.added", output_index=number, item=self._items[-1])
+        self._items[-1]["content"] = [part]
+        yield self._event("response.content_part.added", **self._place(), part=part)
+
+    def _close(self, status: str) -> Iterator[str]:
+        """End the item that is open, if one is."""
+        if not self._open:
+            return
+        self._open = False
+        item = self._items[-1]
+        (part,) = item["content"]
+        name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+        more: dict[str, Any] = {} if item["type"] == "reasoning" else {"logprobs": []}
+        yield self._event(f"response.{name}.done", **self._place(), text=part["text"], **more)
+        yield self._event("response.content_part.done", **self._place(), part=part)
+        item["status"] = status
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _call(self, call: Call) -> Iterator[str]:
+        yield from self._close("completed")
+        number = len(self._items)
+        item = {"type": "function_call", "id": f"fc_{self._served.name}_{number}", "call_id": call.id}
+        item |= {"name": call.name, "arguments": call.arguments, "status": "completed"}
+        self._items.append(item)
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=number, item=begun)
+        place = {"item_id": item["id"], "output_index": number}
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        done = {"name": call.name, "arguments": call.arguments}
+        yield self._event("response.function_call_arguments.done", **place, **done)
+        yield self._event("response.output_item.done", output_index=number, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        number, self._events = self._events, self._events + 1
+        return data_line({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def _thought_tokens(self) -> int:
+        """Tokens of what was thought, counted anew from its text."""
+        texts = [item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"]
+        return sum(len(self._served.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
+
+def _usage(answer: Answer, thought: int) -> dict[str, Any]:
+    count = len(answer.tokens)
+    return {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": answer.timings.cached_n, "cache_write_tokens": 0},
+        "output_tokens": count,
+        "output_tokens_details": {"reasoning_tokens": min(thought, count)},
+        "total_tokens": answer.prompt_tokens + count,
+    }

@@ -1,0 +1,44 @@
+"""What an answer took: the ``usage`` of OpenAI's responses, and the blocks of ``generate --json``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from adaptive.records.stats import by_drafter, speculative_stats
+from adaptive.service.jobs import Answer
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Tokens; a prompt that was answered several times counts once for each answer that it was read for."""
+    prompt = sum(a.prompt_tokens for a in answers)
+    completion = sum(len(a.tokens) for a in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(a.timings.cached_n for a in answers)},
+    }
+
+
+def figures(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Timings in milliseconds and acceptance, over all answers of the request."""
+    stats = speculative_stats(outcome for a in answers for outcome in a.rounds)
+    seconds = sum(a.timings.predicted_s for a in answers)
+    timed = sum(a.timings.predicted_n - 1 for a in answers if a.timings.predicted_s > 0)
+    return {
+        "timings": {
+            "prompt_n": sum(a.timings.prompt_n for a in answers),
+            "cache_n": sum(a.timings.cached_n for a in answers),
+            "prompt_ms": 1000 * sum(a.timings.prompt_s for a in answers),
+            "predicted_n": sum(a.timings.predicted_n for a in answers),
+            "predicted_ms": 1000 * seconds,
+            "predicted_per_second": timed / seconds if seconds > 0 else 0.0,
+            "draft_n": stats.num_draft_tokens,
+            "draft_n_accepted": stats.num_accepted_draft_tokens,
+        },
+        "speculative_decoding": asdict(stats),
+        "drafters": {name: asdict(one) for name, one in by_drafter(r for a in answers for r in a.rounds).items()},
+        "adapter": answers[-1].adapter if answers else None,
+    }

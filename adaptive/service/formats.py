@@ -1,0 +1,317 @@
+"""How each family of models writes its calls of tools and its thinking, told by its chat template.
+
+A table: an answer is text with regions in it, each between two marks, and a call's region is read by one of the
+functions below. A family that is missing here is one row more.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+# What stands in a region: a call, what the model thinks, or what it says.
+Kind = Literal["call", "thought", "text"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that the model asks for. ``arguments`` is a JSON object."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def object(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of an answer between two marks.
+
+    The first of ``closes`` ends it, and is taken away with it unless it opens the next one; the end of the answer ends
+    it, too. ``first`` is a region that only the beginning of an answer opens.
+    """
+
+    kind: Kind
+    opens: str
+    closes: tuple[str, ...] = ()
+    first: bool = False
+
+
+# The type of each parameter by its name, for each tool by its name, where its schema says one.
+Types = Mapping[str, Mapping[str, Any]]
+# From what stands before a region and in it to calls, or text for a person. Raises ValueError for what is neither.
+Read = Callable[[str, str, Types], list["Call | str"]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an answer is written that has to be calls: ``begins``, then calls with ``between`` in between, ``ends``.
+
+    ``before`` and ``after`` stand around what a call holds, with the name of its tool for ``{name}``. That is a JSON
+    object of name and arguments under ``key``, the arguments alone where that is empty, or one ``parameter`` after
+    the other.
+    """
+
+    before: str
+    after: str = ""
+    key: str = ""
+    parameter: str = ""
+    begins: str = ""
+    between: str | None = ""
+    ends: str = ""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one family writes. ``marks`` are special tokens that have to be seen in the text, where it has them.
+
+    Text outside of regions is for a person unless ``loose`` is False. ``short_ids``: its template takes ids of calls
+    of nine letters and digits only. ``thoughts`` is the field of a message in which its template looks for thinking.
+    """
+
+    regions: tuple[Region, ...] = ()
+    read: Read | None = None
+    marks: tuple[str, ...] = ()
+    layout: Layout | None = None
+    loose: bool = True
+    short_ids: bool = False
+    thoughts: str = "reasoning_content"
+
+
+def called(name: Any, arguments: Any) -> Call:
+    """A call. Raises ValueError for a name that is no text, or arguments that are no object."""
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("no call")
+    said = json.dumps(arguments, ensure_ascii=False)
+    # A model may write half of a surrogate pair, which nobody could be sent.
+    return Call(*(text.encode("utf-8", "replace").decode("utf-8") for text in (name, said)))
+
+
+def _of_object(value: Any) -> Call:
+    """The call that a JSON object describes, in any of the ways that models have."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return called(value.get("name"), value.get("arguments", value.get("parameters", {})))
+
+
+def _objects(text: str) -> list[Any]:
+    """JSON values one after the other, with white space or semicolons between them; a list is its entries."""
+    found, place, decoder = [], 0, json.JSONDecoder()
+    while (place := place + len(text[place:]) - len(text[place:].lstrip(" \n\t;"))) < len(text):
+        value, place = decoder.raw_decode(text, place)
+        found += value if isinstance(value, list) else [value]
+    return found
+
+
+def _read_objects(before: str, body: str, types: Types) -> list[Call | str]:
+    calls: list[Call | str] = [_of_object(value) for value in _objects(body)]
+    if not calls:
+        raise ValueError("empty")
+    return calls
+
+
+def _typed(text: str, kind: Any) -> Any:
+    """A parameter that was written as plain text, as the value that its schema asks for."""
+    kinds = kind if isinstance(kind, list) else [kind]
+    if "string" in kinds and not (text == "null" and "null" in kinds):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+# Qwen 3 Coder, Qwen 3.5 and later; GLM 4.5 and later. A value may hold such tags itself.
+_TAGGED = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
+_NAME = re.compile(r"([^\s<{]+)\s*(<arg_key>.*)?\Z", re.DOTALL)
+_ARGUMENT = re.compile(
+    r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>\n?(.*?)\n?</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
+)
+
+
+def _read_tool_call(before: str, body: str, types: Types) -> list[Call | str]:
+    """What stands between ``<tool_call>`` marks: JSON, or tags in one of two ways."""
+    for outer, inner in ((_TAGGED, _PARAMETER), (_NAME, _ARGUMENT)):
+        if (found := outer.match(body.strip())) is not None:
+            name, within = found[1].strip(), (found[2] or "").strip()
+            if not within and name not in types:
+                raise ValueError("a word and no call")
+            known = types.get(name, {})
+            return [called(name, {key: _typed(value, known.get(key)) for key, value in inner.findall(within)})]
+    return _read_objects(before, body, types)
+
+
+def _read_gemma(before: str, body: str, types: Types) -> list[Call | str]:
+    """``call:name{key:value}``, with texts between marks of their own, and keys that stand bare."""
+    found = re.fullmatch(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", body, re.DOTALL)
+    if found is None:
+        raise ValueError("no call")
+    pieces = re.split(r'<\|"\|>|<escape>', found[2])
+    pieces[0::2] = [re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', piece) for piece in pieces[0::2]]
+    pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
+    return [called(found[1], json.loads("".join(pieces)))]
+
+
+def _read_mistral(before: str, body: str, types: Types) -> list[Call | str]:
+    """A JSON list of calls, or one by its name with its arguments behind it."""
+    found = re.fullmatch(r"\s*([\w.-]+)(?:\[CALL_ID\]\s*(\w+))?\s*(?:\[ARGS\])?\s*(\{.*)", body, re.DOTALL)
+    if found is None:
+        return _read_objects(before, body, types)
+    call = called(found[1], json.loads(found[3]))
+    return [replace(call, id=found[2]) if found[2] else call]
+
+
+def _read_harmony(before: str, body: str, types: Types) -> list[Call | str]:
+    """A message of gpt-oss whose header says to whom it goes: to a tool, or to the person."""
+    header, mark, said = body.partition("<|message|>")
+    if not mark:
+        raise ValueError("no message")
+    recipient = re.search(r"to=(?:functions\.)?([\w.-]+)", f"{before} {header}")
+    return [said] if recipient is None else [called(recipient[1], json.loads(said))]
+
+
+_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_TOOL_CALL = Format(
+    (Region("call", "<tool_call>", ("</tool_call>",)),), _read_tool_call, ("<tool_call>", "</tool_call>")
+)
+_TAGS = "<function={name}>\n"
+_GEMMA = Format(read=_read_gemma)
+_MISTRAL = Format(
+    (Region("call", "[TOOL_CALLS]", ("[TOOL_CALLS]",)),),
+    _read_mistral,
+    ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    short_ids=True,
+)
+
+# Each family by what its chat template has in it; the first that is found is the one.
+FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
+    (
+        ("<|channel|>", "<|message|>"),  # gpt-oss
+        Format(
+            (
+                Region("thought", "<|channel|>analysis<|message|>", _HARMONY_ENDS),
+                Region("text", "<|channel|>final<|message|>", _HARMONY_ENDS),
+                Region("call", "<|channel|>", _HARMONY_ENDS),
+            ),
+            _read_harmony,
+            (*_HARMONY_ENDS, "<|message|>", "<|constrain|>"),
+            Layout("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", between=None),
+            loose=False,
+            thoughts="thinking",
+        ),
+    ),
+    (
+        ("<|tool_call>",),  # Gemma 4
+        replace(
+            _GEMMA,
+            regions=(Region("call", "<|tool_call>", ("<tool_call|>",)),),
+            marks=("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+        ),
+    ),
+    (
+        ("<start_function_call>",),  # FunctionGemma
+        replace(
+            _GEMMA,
+            regions=(Region("call", "<start_function_call>", ("<end_function_call>",)),),
+            marks=("<start_function_call>", "<end_function_call>", "<escape>"),
+        ),
+    ),
+    (
+        ("<tool_call>", "<arg_key>"),  # GLM
+        replace(
+            _TOOL_CALL,
+            marks=(*_TOOL_CALL.marks, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            layout=Layout(
+                "<tool_call>{name}\n",
+                "</tool_call>",
+                parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+                between="\n",
+            ),
+        ),
+    ),
+    (
+        ("<tool_call>", "<function="),  # Qwen 3 Coder, Qwen 3.5 and later
+        replace(
+            _TOOL_CALL,
+            layout=Layout(
+                f"<tool_call>\n{_TAGS}",
+                "</function>\n</tool_call>",
+                parameter="<parameter={key}>\n{value}\n</parameter>\n",
+                between="\n",
+            ),
+        ),
+    ),
+    (
+        ("<tool_call>",),  # Hermes, Qwen 2.5 and 3
+        replace(_TOOL_CALL, layout=Layout("<tool_call>\n", "\n</tool_call>", key="arguments", between="\n")),
+    ),
+    (("[TOOL_CALLS]", "[ARGS]"), replace(_MISTRAL, layout=Layout("[TOOL_CALLS]{name}[ARGS]"))),
+    (
+        ("[TOOL_CALLS]",),  # Mistral before 2025
+        replace(_MISTRAL, layout=Layout("", key="arguments", begins="[TOOL_CALLS][", between=", ", ends="]")),
+    ),
+    (
+        ("<|start_header_id|>", "tool"),  # Llama 3.1 and later
+        Format(
+            tuple(Region("call", opens, first=True) for opens in ("<|python_tag|>", "{")),
+            _read_objects,
+            ("<|python_tag|>",),
+            Layout("", key="parameters", between=None),
+        ),
+    ),
+)
+# Thinking by what the chat template has in it.
+THOUGHTS: tuple[tuple[str, Region], ...] = (
+    ("</think>", Region("thought", "<think>", ("</think>",))),
+    ("<think>", Region("thought", "<think>", ("</think>",))),
+    ("[THINK]", Region("thought", "[THINK]", ("[/THINK]",))),
+    ("<|channel>", Region("thought", "<|channel>thought", ("<channel|>",))),
+)
+
+
+@functools.lru_cache(maxsize=8)
+def format_of(template: str) -> Format:
+    """How a model with this chat template writes; an empty format where it shows neither calls nor thinking."""
+    found = next((known for shown, known in FAMILIES if all(text in template for text in shown)), Format())
+    if not found.loose:
+        return found
+    thoughts = next(((region,) for shown, region in THOUGHTS if shown in template), ())
+    marks = {mark: None for region in thoughts for mark in (region.opens, *region.closes)}
+    return replace(found, regions=thoughts + found.regions, marks=tuple({**dict.fromkeys(found.marks), **marks}))
+
+
+def types_of(tools: Sequence[dict[str, Any]]) -> Types:
+    """What the schemas of tools say of their parameters' types."""
+    known: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        function = function_of(tool)
+        if isinstance(name := function.get("name"), str):
+            pairs = properties_of(function).items()
+            known[name] = {key: value.get("type") for key, value in pairs if isinstance(value, dict)}
+    return known
+
+
+def function_of(tool: dict[str, Any]) -> dict[str, Any]:
+    """The function of a tool, empty for what is none."""
+    function = tool.get("function")
+    return function if isinstance(function, dict) else {}
+
+
+def properties_of(function: dict[str, Any]) -> dict[str, Any]:
+    """The schemas of a function's parameters by their names."""
+    schema = function.get("parameters")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return properties if isinstance(properties, dict) else {}

@@ -1,0 +1,257 @@
+"""One server, asked as llama.cpp's server is, and by OpenAI's client through ``/v1/responses``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from conftest import DIALECTS_KEY
+from pydantic import BaseModel
+from service_server import Server
+
+# By one process, which starts one server.
+pytestmark = pytest.mark.xdist_group("dialects")
+
+STORY = "Once upon a time"
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "How warm it is",
+    "parameters": {
+        "type": "object",
+        "properties": {"place": {"enum": ["Rome", "Oslo"]}},
+        "required": ["place"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+@pytest.fixture
+def client(dialects: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{dialects.url}/v1", api_key=DIALECTS_KEY, max_retries=0, timeout=60)
+
+
+def respond(client: openai.OpenAI, **options: Any) -> Any:
+    given = {"model": "any", "input": "Tell me a story.", "max_output_tokens": 16, "temperature": 0, **options}
+    return client.responses.create(**given)
+
+
+def test_the_model_has_a_short_name(client: openai.OpenAI, dialects: Server) -> None:
+    (listed,) = client.models.list().data
+    assert listed.id == "Talkative-1B"
+    assert respond(client).model == listed.id
+    with dialects.http() as http:
+        assert http.get("/props").json()["model"] == listed.id
+
+
+def test_the_key_is_taken_in_either_header(dialects: Server) -> None:
+    url = f"{dialects.url}/v1/models"
+    assert httpx.get(url, headers={"x-api-key": DIALECTS_KEY}, timeout=60).status_code == 200
+    for headers in ({}, {"x-api-key": "wrong"}, {"Authorization": "Bearer wrong", "x-api-key": DIALECTS_KEY}):
+        assert httpx.get(url, headers=headers, timeout=60).status_code == 401
+
+
+def test_a_completion_as_llama_cpp_has_it(dialects: Server, client: openai.OpenAI) -> None:
+    asked = {"prompt": STORY, "n_predict": 12, "temperature": 0, "samplers": ["top_k"], "seed": -1, "mirostat": 0}
+    with dialects.http() as http:
+        whole = http.post("/completion", json={**asked, "return_tokens": True}).json()
+        assert (whole["stop_type"], whole["tokens_predicted"], len(whole["tokens"])) == ("limit", 12, 12)
+        same = client.completions.create(model="any", prompt=STORY, max_tokens=12, temperature=0)
+        assert whole["content"] == same.choices[0].text
+        word = whole["content"][8:14]
+        stopped = http.post("/completion", json={**asked, "stop": ["no such", word]}).json()
+        assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", word)
+        assert whole["content"].startswith(stopped["content"] + word)
+        streamed = http.post("/completion", json={**asked, "stream": True})
+        lines = [json.loads(line.removeprefix("data: ")) for line in streamed.text.split("\n\n") if line]
+        assert "".join(line["content"] for line in lines) == whole["content"]
+        assert [line["stop"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        assert lines[-1]["timings"]["predicted_n"] == 12
+        banned = {"logit_bias": [[whole["tokens"][0], False]]}
+        other = http.post("/completion", json={**asked, **banned, "return_tokens": True}).json()
+        assert other["tokens"][0] != whole["tokens"][0]
+        for wrong in ({"mirostat": 2}, {"typical_p": 0.5}, {"n_probs": 3}, {"logit_bias": [["a", 1.0]]}):
+            refused = http.post("/completion", json={**asked, **wrong})
+            assert refused.status_code == 400
+            assert next(iter(wrong)) in refused.json()["error"]["message"]
+
+
+def test_a_chat_is_shown_as_its_template_writes_it(dialects: Server) -> None:
+    chat = {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}
+    with dialects.http() as http:
+        said = http.post("/apply-template", json={**chat, "enable_thinking": True}).json()["prompt"]
+        assert said == "<|bos|><|system|>Be brief.<|end|><|user|>Hello<|end|><|assistant|><think>\n"
+        counted = http.post("/tokenize", json={"content": said}).json()["tokens"]
+        answer = http.post("/v1/chat/completions", json={**chat, "enable_thinking": True, "max_tokens": 4}).json()
+        assert answer["usage"]["prompt_tokens"] == len(counted)
+
+
+def test_embeddings_are_refused_with_a_sentence(client: openai.OpenAI, dialects: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="embeddings are not served"):
+        client.embeddings.create(model="any", input="text")
+    with dialects.http() as http:
+        assert http.post("/embedding", json={"content": "text"}).status_code == 400
+
+
+def test_what_a_client_sends_without_wanting_anything_does_nothing(client: openai.OpenAI) -> None:
+    def ask(**fields: Any) -> Any:
+        messages: Any = [{"role": "user", "content": "What swims?"}]
+        return client.chat.completions.create(model="any", messages=messages, max_tokens=8, temperature=0, **fields)
+
+    plain = ask().choices[0].message.content
+    harmless = {"cache_prompt": True, "logit_bias": None, "audio": None, "chat_id": "7", "functions": []}
+    same = ask(metadata={"a": "b"}, service_tier="auto", prompt_cache_key="k", extra_body=harmless)
+    assert same.choices[0].message.content == plain
+    for name, value in {"functions": [{"name": "f"}], "audio": {"voice": "x"}, "no_such_field": 1}.items():
+        with pytest.raises(openai.BadRequestError, match=f"{name} is not served"):
+            ask(extra_body={name: value})
+
+
+def test_what_a_model_thinks_is_told_apart(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "What swims?"}]
+    asked: Any = {"model": "any", "messages": messages, "max_tokens": 12, "temperature": 0}
+    thinking: Any = {**asked, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    whole: Any = client.chat.completions.create(**thinking).choices[0].message
+    assert not whole.content
+    chunks: Any = client.chat.completions.create(**thinking, stream=True)
+    streamed = "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks)
+    assert streamed == whole.reasoning_content
+    effort = client.chat.completions.create(**asked, reasoning_effort="none").choices[0].message
+    assert effort.content == client.chat.completions.create(**asked).choices[0].message.content
+
+
+def test_a_tool_is_called_by_a_chat_and_its_result_read(client: openai.OpenAI) -> None:
+    function = {key: TOOL[key] for key in ("name", "description", "parameters")}
+    tools: Any = [{"type": "function", "function": function}]
+    messages: Any = [{"role": "user", "content": "How warm is it?"}]
+    asked: Any = {"model": "any", "messages": messages, "tools": tools, "tool_choice": "required", "max_tokens": 200}
+    one = client.chat.completions.create(**asked, parallel_tool_calls=False)
+    assert one.choices[0].finish_reason == "tool_calls"
+    (call,) = one.choices[0].message.tool_calls or ()
+    assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")  # type: ignore[union-attr]
+    messages += [
+        one.choices[0].message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"},
+    ]
+    assert client.chat.completions.create(model="any", messages=messages, tools=tools, max_tokens=4).choices
+
+
+def test_a_response_is_that_of_the_chat(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me a story."}]
+    chat = client.chat.completions.create(model="any", messages=messages, max_tokens=16, temperature=0)
+    for given in (
+        {"input": "Tell me a story.", "instructions": "Be brief."},
+        {"input": messages},
+        {"input": [{**m, "content": [{"type": "input_text", "text": m["content"]}]} for m in messages]},
+    ):
+        response = respond(client, **given)
+        assert response.output_text == chat.choices[0].message.content
+    assert chat.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (
+        chat.usage.prompt_tokens,
+        chat.usage.completion_tokens,
+    )
+    cut = chat.choices[0].finish_reason == "length"
+    assert response.status == ("incomplete" if cut else "completed")
+    assert (response.incomplete_details is not None) == cut
+
+
+def test_a_streamed_response_is_the_whole_one(client: openai.OpenAI) -> None:
+    whole = respond(client)
+    events = list(respond(client, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:4]] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].type == f"response.{whole.status}"
+    assert events[-1].response.output_text == whole.output_text
+    with client.responses.stream(model="any", input="Hello", max_output_tokens=400, text_format=Place) as stream:
+        kinds = [event.type for event in stream]
+        parsed = stream.get_final_response().output_parsed
+    assert "response.output_text.done" in kinds
+    assert parsed is not None
+    assert parsed.place in ("Rome", "Oslo")
+
+
+class Place(BaseModel):
+    """What an answer is to be."""
+
+    place: Literal["Rome", "Oslo"]
+    warm: bool
+
+
+def test_a_response_is_parsed_into_what_was_asked_for(client: openai.OpenAI) -> None:
+    found = client.responses.parse(model="any", input="Where is it warm?", text_format=Place, max_output_tokens=60)
+    assert found.output_parsed is not None
+    assert found.output_parsed.place in ("Rome", "Oslo")
+    chat = client.chat.completions.parse(
+        model="any", messages=[{"role": "user", "content": "Where?"}], response_format=Place, max_tokens=60
+    )
+    assert chat.choices[0].message.parsed is not None
+
+
+def test_a_response_calls_tools_and_reads_their_results(client: openai.OpenAI) -> None:
+    asked = {"tools": [TOOL], "max_output_tokens": 200, "parallel_tool_calls": False}
+    given: list[Any] = [{"role": "user", "content": "How warm is it?"}]
+    whole = respond(client, input=given, tool_choice={"type": "function", "name": "weather"}, **asked)
+    (call,) = whole.output
+    assert (call.type, call.name) == ("function_call", "weather")
+    assert json.loads(call.arguments)["place"] in ("Rome", "Oslo")
+    events = list(respond(client, input=given, tool_choice="required", stream=True, **asked))
+    done = next(e for e in events if e.type == "response.function_call_arguments.done")
+    assert json.loads(done.arguments)["place"] in ("Rome", "Oslo")
+    assert events[-1].response.output[0].arguments == done.arguments
+    given += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}]
+    assert respond(client, input=given, **{**asked, "max_output_tokens": 4}).usage.input_tokens > 40
+
+
+def test_what_a_response_thought_is_an_item_and_goes_back(client: openai.OpenAI) -> None:
+    thought = respond(client, reasoning={"effort": "high"})
+    (item,) = thought.output
+    assert item.type == "reasoning"
+    assert thought.usage.output_tokens_details.reasoning_tokens > 0
+    events = list(respond(client, reasoning={"effort": "high"}, stream=True))
+    said = "".join(e.delta for e in events if e.type == "response.reasoning_text.delta")
+    assert said == item.content[0].text
+    again: list[Any] = [{"role": "user", "content": "Go on."}, item.model_dump(), {"role": "user", "content": "And?"}]
+    assert respond(client, input=again).status in ("completed", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"previous_response_id": "resp_1"}, "no response is kept"),
+        ({"background": True}, "while somebody waits"),
+        ({"truncation": "auto"}, "shorten the input"),
+        ({"tools": [{"type": "web_search"}]}, "run by OpenAI"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "not understood"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "send text"),
+        ({"include": ["file_search_call.results"]}, "is not served"),
+        ({"prompt": {"id": "p"}}, "prompt is not served"),
+        ({"input": []}, "messages"),
+    ],
+)
+def test_what_a_response_cannot_be_is_refused(client: openai.OpenAI, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=said):
+        respond(client, **fields)
+    with pytest.raises(openai.BadRequestError, match="no response is kept"):
+        client.responses.retrieve("resp_1")
+
+
+def test_what_is_not_to_be_stored_is_not_in_the_log(client: openai.OpenAI, dialects: Server) -> None:
+    from adaptive.records.log import Log
+
+    with Log(dialects.records) as log:
+        before = log.count()
+        assert respond(client, store=False).store is False
+        assert log.count() == before
+        assert respond(client).store is False  # which is about fetching it again
+        assert log.count() == before + 1

@@ -1,0 +1,286 @@
+"""Each family's way of writing calls and thoughts: read however the text comes, and forced by a grammar."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from conftest import BUNDLED
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from adaptive.decoding.text import TextStream
+from adaptive.errors import AdaptiveError
+from adaptive.grammar import Grammars
+from adaptive.service.calls import Part, Reading, Thought, reading_of
+from adaptive.service.forced import forced_call
+from adaptive.service.formats import Call, format_of
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "unit": {"type": "string", "enum": ["C", "F"]},
+                },
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "time"}},
+]
+ROME = ("weather", {"city": "Rome", "days": 3})
+OSLO = ("weather", {"city": "Oslo"})
+
+
+@dataclass(frozen=True)
+class Family:
+    """A piece of a chat template that shows the family, one of its answers, and what is in that."""
+
+    shown: str
+    answer: str
+    text: str = "Let me look."
+    thoughts: str = ""
+    calls: tuple[tuple[str, dict[str, Any]], ...] = (ROME, OSLO)
+    special: tuple[str, ...] = field(default=())
+
+
+FAMILIES = {
+    "Hermes": Family(
+        "<tool_call> <think>",
+        "<think>\nIs it\nwarm?\n</think>\n\nLet me look.\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+        thoughts="Is it\nwarm?",
+    ),
+    "Qwen 3.5": Family(
+        "<tool_call> <function=name>",
+        "Let me look.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        "</function>\n</tool_call>",
+    ),
+    "GLM": Family(
+        "<tool_call> <arg_key> </think>",
+        "<think>Warm?</think>Let me look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call><tool_call>weather\n<arg_key>city</arg_key>\n"
+        "<arg_value>Oslo</arg_value>\n</tool_call>",
+        thoughts="Warm?",
+        special=("<arg_key>", "</arg_key>"),
+    ),
+    "Mistral": Family(
+        "[TOOL_CALLS] [ARGS] [THINK]",
+        '[THINK]Warm?[/THINK]Let me look.[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 3}'
+        '[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Oslo"}',
+        thoughts="Warm?",
+        special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+    ),
+    "Mistral before 2025": Family(
+        "[TOOL_CALLS]",
+        'Let me look.[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome", "days": 3}}, '
+        '{"name": "weather", "arguments": {"city": "Oslo"}, "id": "a1b2c3d4e"}]',
+        special=("[TOOL_CALLS]",),
+    ),
+    "Llama 3": Family(
+        "<|start_header_id|> tools",
+        '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome", "days": 3}}; '
+        '{"type": "function", "name": "weather", "parameters": {"city": "Oslo"}}',
+        text="",
+        special=("<|python_tag|>",),
+    ),
+    "Llama 3, bare": Family(
+        "<|start_header_id|> tools",
+        '{"name": "weather", "parameters": {"city": "Rome", "days": 3}}',
+        text="",
+        calls=(ROME,),
+    ),
+    "Gemma 4": Family(
+        "<|tool_call> <|channel>",
+        "<|channel>thought\nWarm?<channel|>Let me look."
+        '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:3}<tool_call|>'
+        '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>',
+        thoughts="Warm?",
+        special=("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    ),
+    "FunctionGemma": Family(
+        "<start_function_call>",
+        "Let me look.<start_function_call>call:weather{city:<escape>Rome<escape>,days:3}<end_function_call>"
+        "<start_function_call>call:weather{city:<escape>Oslo<escape>}<end_function_call>",
+        special=("<start_function_call>", "<end_function_call>", "<escape>"),
+    ),
+    "gpt-oss": Family(
+        "<|channel|> <|message|>",
+        "<|channel|>analysis<|message|>Warm?<|end|><|start|>assistant<|channel|>commentary<|message|>Let me look."
+        "<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Rome", "days": 3}<|call|><|start|>assistant to=functions.weather<|channel|>commentary json'
+        '<|message|>{"city": "Oslo"}',
+        thoughts="Warm?",
+        special=("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|constrain|>"),
+    ),
+}
+SHOWN_AS = pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+
+
+def tokenizer(template: str, special: tuple[str, ...] = ()) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    loaded.chat_template = template
+    loaded.add_special_tokens({"additional_special_tokens": list(special)})  # type: ignore[dict-item]
+    return loaded
+
+
+def read(reading: Reading, pieces: list[str]) -> list[Part]:
+    reader = reading.reader()
+    return [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+
+
+def sorted_out(parts: list[Part]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Text, thoughts and calls."""
+    text = "".join(part for part in parts if isinstance(part, str))
+    thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
+    return text, thoughts, [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, Call)]
+
+
+@SHOWN_AS
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_an_answer_is_sorted_out_however_it_comes(family: Family, size: int) -> None:
+    reading = Reading(format_of(family.shown), tuple(TOOLS))
+    pieces = [family.answer[at : at + size] for at in range(0, len(family.answer), size)]
+    assert sorted_out(read(reading, pieces)) == (family.text, family.thoughts, list(family.calls))
+
+
+@SHOWN_AS
+def test_an_answer_is_sorted_out_by_its_tokens(family: Family) -> None:
+    """Marks that are special tokens, which a text leaves out, and the others."""
+    known = tokenizer(family.shown, family.special)
+    reading = reading_of(known, TOOLS)
+    stream = TextStream(known, marks=reading.marks(known))
+    tokens = known.encode(family.answer, add_special_tokens=False)
+    pieces = [stream.push(token) for token in tokens] + [stream.finish()]
+    assert sorted_out(read(reading, pieces)) == (family.text, family.thoughts, list(family.calls))
+
+
+@pytest.mark.parametrize("name", ["Hermes", "Qwen 3.5", "GLM", "Mistral", "Gemma 4", "FunctionGemma"])
+def test_a_call_comes_as_soon_as_it_is_whole(name: str) -> None:
+    reader = Reading(format_of(FAMILIES[name].shown), tuple(TOOLS)).reader()
+    answer = FAMILIES[name].answer
+    found = [part for letter in answer[: answer.rindex("weather")] for part in reader.feed(letter)]
+    assert [json.loads(part.arguments) for part in found if isinstance(part, Call)] == [ROME[1]]
+
+
+@SHOWN_AS
+def test_of_calls_that_may_not_be_several_the_first_is_told(family: Family) -> None:
+    reading = Reading(format_of(family.shown), tuple(TOOLS), most=1)
+    text, _, calls = sorted_out(read(reading, [family.answer]))
+    assert (text, calls) == (family.text, [family.calls[0]])
+
+
+def test_thinking_that_the_prompt_began_ends_at_its_mark() -> None:
+    known = tokenizer("<think> enable_thinking", ("<|mark|>",))
+    prompt = known.encode("What? <think>\n", add_special_tokens=False)
+    reading = reading_of(known, None, prompt)
+    assert sorted_out(read(reading, list("\nWarm?\n</think>\n\nYes. \n"))) == ("Yes. \n", "Warm?", [])
+    assert sorted_out(read(reading, ["Warm? And"])) == ("", "Warm? And", [])
+    closed = reading_of(known, None, known.encode("What? <think>\n\n</think>\n\n", add_special_tokens=False))
+    assert sorted_out(read(closed, ["Yes."])) == ("Yes.", "", [])
+
+
+@pytest.mark.parametrize(
+    ("shown", "answer"),
+    [
+        ("<tool_call>", "A <tool_call>\nnot json\n</tool_call> and more"),
+        ("<tool_call>", '<tool_call>\n{"name": "weather", "arguments": 3}\n</tool_call>'),
+        ("<tool_call> <arg_key>", "A <tool_call>word</tool_call>"),
+        ("<|start_header_id|> tools", '{"name": "Ann", "age'),
+        ("<|start_header_id|> tools", 'Say {"name": "weather", "parameters": {}}'),
+        ("[TOOL_CALLS]", "[TOOL_CALLS] something else"),
+        ("<|tool_call>", "<|tool_call>weather(3)<tool_call|>!"),
+    ],
+)
+def test_what_is_no_call_stays_text(shown: str, answer: str) -> None:
+    reading = Reading(format_of(shown), tuple(TOOLS))
+    for size in (1, 1000):
+        pieces = [answer[at : at + size] for at in range(0, len(answer), size)]
+        assert sorted_out(read(reading, pieces)) == (answer, "", [])
+
+
+def test_after_what_is_no_call_calls_are_found_again() -> None:
+    answer = 'A <tool_call>no</tool_call> or <tool_call>{"name": "time"}</tool_call>'
+    found = sorted_out(read(Reading(format_of("<tool_call>"), tuple(TOOLS)), [answer]))
+    assert found == ("A <tool_call>no</tool_call> or", "", [("time", {})])
+
+
+def test_a_value_may_hold_the_tags_around_it() -> None:
+    code = "</parameter>\nand </function> too"
+    answer = f"<tool_call>\n<function=weather>\n<parameter=city>\n{code}\n</parameter>\n</function>\n</tool_call>"
+    found = sorted_out(read(Reading(format_of("<tool_call> <function="), tuple(TOOLS)), [answer]))
+    assert found == ("", "", [("weather", {"city": code})])
+
+
+ENDS = ('"', "}", "\n</parameter>\n", "</arg_value>\n")
+
+
+def forced_at_random(family: Family, several: bool, rng: random.Random) -> tuple[str, str, list[tuple[str, Any]]]:
+    """What a model says that knows nothing and may only call."""
+    known = tokenizer(family.shown, family.special)
+    reading = reading_of(known, TOOLS)
+    marks = reading.marks(known)
+    grammar = forced_call(reading, marks, TOOLS[:1], several)
+    end = known.eos_token_id
+    assert isinstance(end, int)
+    constraint = Grammars(known, len(known), frozenset([end])).constraint(grammar)
+    stream, pieces, token = TextStream(known, marks=marks), [], -1
+    # What ends a text is tried now and then: a token at random is nearly always a letter of it.
+    closing = [known.encode(text, add_special_tokens=False) for text in ENDS]
+    meant: list[int] = []
+    while token != end:
+        may = constraint.mask(torch.zeros(1, len(known)), [])[0].isfinite().nonzero()[:, 0].tolist()
+        if not meant and rng.random() < 0.3:
+            meant = list(rng.choice(closing))
+        token = rng.choice(may)
+        if meant and (wanted := meant.pop(0)) in may:
+            token = wanted
+        else:
+            meant = []
+        if end in may and rng.random() < 0.5:
+            token = end
+        constraint.commit([token])
+        if token != end:
+            pieces.append(stream.push(token))
+        assert len(pieces) < 3000
+    pieces.append(stream.finish())
+    return sorted_out(read(reading, pieces))
+
+
+@pytest.mark.parametrize("name", ["Hermes", "Qwen 3.5", "GLM", "Mistral", "Mistral before 2025", "Llama 3", "gpt-oss"])
+def test_a_model_that_has_to_call_calls(name: str) -> None:
+    rng = random.Random(4)
+    for several in (False, True, True):
+        text, _, calls = forced_at_random(FAMILIES[name], several, rng)
+        assert not text.strip()
+        assert len(calls) >= 1 if several else len(calls) == 1
+        for called, arguments in calls:
+            assert called == "weather"
+            assert isinstance(arguments["city"], str)
+            assert isinstance(arguments.get("days", 0), int)
+            assert arguments.get("unit", "C") in ("C", "F")
+
+
+@pytest.mark.parametrize("shown", ["{{ messages }}", FAMILIES["Gemma 4"].shown])
+def test_calls_whose_writing_is_not_known_cannot_be_forced(shown: str) -> None:
+    reading = reading_of(tokenizer(shown), TOOLS)
+    with pytest.raises(AdaptiveError, match="not known"):
+        forced_call(reading, {}, TOOLS, several=True)
+
+
+def test_a_tool_without_a_name_is_refused() -> None:
+    reading = reading_of(tokenizer(FAMILIES["Hermes"].shown), TOOLS)
+    with pytest.raises(AdaptiveError, match="needs a function"):
+        forced_call(reading, {}, [{"type": "function"}], several=True)
