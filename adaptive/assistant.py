@@ -71,7 +71,7 @@ class Assistant:
         self.pair = pair
         self.policy = policy
         self.log = log
-        self.history = history
+        self.history = history if pair.target.undraftable is None else None
         self.adapter: str | None = None
         self.last: Decoding | None = None
         self.chance: random.Random = random.SystemRandom()  # where answers without a seed begin
@@ -293,7 +293,7 @@ class Assistant:
                 self._generator(self.pair.draft.device),
             )
         verifier = Verifier(sampling, processor, self._generator(target.device))
-        return Decoding(
+        decoding = Decoding(
             request,
             conversation.target.sequence,
             target.context_length,
@@ -304,6 +304,9 @@ class Assistant:
             self.between_rounds,
             None if self.history is None else self.history.drafter(owner, sampling.temperature),
         )
+        if target.undraftable is not None:
+            decoding.forced = None
+        return decoding
 
 
 def encode_chat(pair: Pair, messages: Sequence[Message]) -> list[int]:

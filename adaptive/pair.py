@@ -295,7 +295,10 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     border = sizes[0] / max(1, sum(sizes))
     target_engine = load_engine(target, settings, settings.device, lambda share: tell("target", border * share))
     draft_engine: Engine | None = None
-    if (draft is not None and draft.head) or (grows and refused is None):
+    alone = target_engine.undraftable
+    if alone is not None:
+        pass
+    elif (draft is not None and draft.head) or (grows and refused is None):
         draft_engine = load_head(draft, settings, target_engine)
     elif draft is not None:
         draft_engine = load_engine(
@@ -309,7 +312,12 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             tell("checkpoint", 1.0)
             _check_checkpoint(settings, identity, draft_engine, trained)
     tell("ready", 1.0)
-    warnings = [] if refused is None else [f"{refused}; the target decodes alone"]
+    warnings = [] if refused is None or alone is not None else [f"{refused}; the target decodes alone"]
+    if alone is not None:
+        warnings.append(f"{target.id} {alone}; it decodes plainly, and nothing is drafted")
+    if draft is not None and draft_engine is not None and draft_engine.undraftable is not None:
+        warnings.append(f"the draft {draft.id} {draft_engine.undraftable}; the target decodes alone")
+        draft_engine = None
     if sizes[1] > sizes[0]:
         warnings.append(
             f"the draft ({sizes[1] / 1e6:.0f} MB of weights) is larger than the target ({sizes[0] / 1e6:.0f} MB): "

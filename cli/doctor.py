@@ -25,6 +25,7 @@ from cli.options import shared_options
 if TYPE_CHECKING:
     import torch
 
+    from adaptive.engines.hf.kinds import Kinds
     from adaptive.settings import Settings
 
 
@@ -328,7 +329,8 @@ def _no_model(settings: Settings, local: bool) -> Finding:
 
 def _forwards(settings: Settings) -> Iterator[Finding]:
     """Which forward will serve each model of the pair, in what numbers."""
-    from adaptive.engines.load import choose_forward
+    from adaptive.engines.hf.kinds import Kinds
+    from adaptive.engines.load import choose_forward, read_config
     from adaptive.pair import sources
 
     target, draft = sources(settings)
@@ -343,6 +345,20 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
             yield Finding("used", "dtype", "ok", f"{str(chosen.dtype).removeprefix('torch.')}{measured}")
         quantised = f", {chosen.quantize} by bitsandbytes" if chosen.quantize != "none" else ""
         yield Finding("used", f"{role} forward", "ok", f"{chosen.forward.value} ({chosen.weights}{quantised})")
+        if source.gguf is None and not source.head and not chosen.forward.own:
+            yield _layers(role, Kinds.of(read_config(source, settings).get_text_config()))
+
+
+def _layers(role: str, kinds: Kinds) -> Finding:
+    """What the layers of a model hold, and whether it can be drafted for."""
+    name = f"{role} layers"
+    if kinds.problem is not None:
+        advice = "it decodes plainly, without a draft" if role == "target" else "name another draft"
+        return Finding("used", name, "note", f"it {kinds.problem}", advice)
+    if not kinds.recurrent:
+        return Finding("used", name, "ok", f"{kinds.attention} of attention")
+    held = f"{kinds.recurrent} with a recurrent state, {kinds.attention} of attention"
+    return Finding("used", name, "ok", f"{held}; its passes are tried when it is loaded")
 
 
 def _gguf_file(role: str, name: str) -> Iterator[Finding]:

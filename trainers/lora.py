@@ -43,13 +43,21 @@ def default_learning_rate(width: int) -> float:
     return float(7.5e-4 * (2000 / width) ** 0.78)
 
 
+# Models whose kernels take this layer's weight and not the layer, so that PEFT forbids to adapt it.
+TAKES_WEIGHT = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+
+
 def linear_names(draft: PreTrainedModel) -> list[str]:
-    """Full names of the layers that get an adapter: every linear layer (Conv1D included) but the output embeddings."""
+    """Full names of the layers that get an adapter: every linear layer (Conv1D included) but the output embeddings, and
+    what PEFT forbids. A router that is a kind of linear layer with a forward of its own is none."""
     head = draft.get_output_embeddings()
+    forbidden = ".out_proj" if draft.config.model_type in TAKES_WEIGHT else None
     return [
         name
         for name, module in draft.named_modules()
-        if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not head
+        if type(module) in (torch.nn.Linear, Conv1D)
+        and module is not head
+        and not (forbidden is not None and name.endswith(forbidden))
     ]
 
 

@@ -56,6 +56,11 @@ class Forward(Enum):
     CUDA_GRAPHS = "transformers' own, short passes replayed as CUDA graphs"
     TRANSFORMERS = "transformers' own"
 
+    @property
+    def own(self) -> bool:
+        """Whether it is our own arithmetic and cache."""
+        return self in OWN.values()
+
 
 OWN = {"fused": Forward.CPU_FUSED, "native": Forward.CPU_NATIVE, "torch": Forward.CPU_TORCH}
 
@@ -156,11 +161,15 @@ def class_name(config: Any) -> str:
 
 
 def read_config(source: Source, settings: Settings) -> Any:
-    """A checkpoint's config. Raises AdaptiveError where it cannot be read."""
+    """A checkpoint's config, of its language model alone where it has vision too and transformers knows a class for
+    that. Raises AdaptiveError where it cannot be read."""
     from transformers import AutoConfig
 
+    from adaptive.engines.hf.language import language_config
+
     try:
-        return AutoConfig.from_pretrained(source.folder, trust_remote_code=settings.trust_remote_code)
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=settings.trust_remote_code)
+        return language_config(config)
     except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
         raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
 
@@ -208,9 +217,13 @@ def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[
         engine = TransformersEngine(load_model(plain, settings, chosen.device, chosen.dtype), int8=chosen.int8)
         if engine.cpu_forward is None and source.quantize != chosen.quantize:  # no memory for our own
             engine = TransformersEngine(load_model(source, settings, chosen.device, chosen.dtype))
+    if engine.recurrent or settings.trust_remote_code:
+        engine.check()
+    if engine.undraftable is not None:
+        logger.warning("%s decodes plainly: it %s", source.id, engine.undraftable)
     if chosen.forward is Forward.CUDA_GRAPHS:
         engine.record()
-        engine.weights += "+graphs"
+        engine.weights += "+graphs" if engine.recorded is not None else ""
     return engine
 
 
@@ -288,13 +301,23 @@ def weight_bytes(source: Source | None) -> int:
 def load_model(source: Source, settings: Settings, device: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """A checkpoint on the device asked for, in ``dtype`` or else the one that the settings name. Raises AdaptiveError
     where it cannot be loaded."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from adaptive.engines.hf.language import has_projection, is_part, text_weights, weight_names
 
     where, config = choose_device(device), read_config(source, settings)
     dtype = choose_dtype(settings.dtype, where, config) if dtype is None else dtype
+    renamed: dict[str, str] = {}
+    if is_part(source.folder, config):
+        names = weight_names(source.folder)
+        renamed = text_weights(names, "model")
+        config.tie_word_embeddings = not has_projection(names)
+    language = bool(class_name(config)) or settings.trust_remote_code
+    loader: Any = AutoModelForCausalLM if language else AutoModelForImageTextToText
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = loader.from_pretrained(
             source.folder,
+            key_mapping=renamed or None,
             config=config,
             dtype=dtype,
             device_map={"": where},

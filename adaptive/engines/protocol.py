@@ -175,11 +175,12 @@ class Sequence(Protocol):
         """
 
     def rollback(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens. Copies nothing."""
+        """Forget everything after the first ``length`` tokens. Copies no keys. States that cannot be taken back so far
+        go back further, so that fewer are held then; not within the last pass, nor within the last single steps."""
 
     def copy_prefix(self, other: Sequence, length: int) -> None:
-        """Hold the first ``length`` tokens of ``other``, a sequence of the same engine, instead of what is held.
-        Either both keep features or neither.
+        """Hold the first ``length`` tokens of ``other``, a sequence of the same engine, instead of what is held; or
+        fewer, as after a rollback. Either both keep features or neither.
 
         Raises AdaptiveError where there is no memory; nothing is held then.
         """
@@ -191,7 +192,8 @@ class Engine(Protocol):
     ``weights`` says how they are held (a dtype, a quantisation), ``end_tokens`` are the ids its
     checkpoint calls the end of a sequence, ``sampling`` what the checkpoint recommends. ``threads`` chooses how many
     threads short passes use; None where that is not chosen while it runs. ``feature_width``: numbers of a token's
-    hidden state, 0 where sequences cannot keep them.
+    hidden state, 0 where sequences cannot keep them. ``undraftable``: why it decodes plainly and drafts nothing, in
+    words that follow "it"; None where passes over several tokens may be taken back.
     """
 
     name: str
@@ -202,6 +204,7 @@ class Engine(Protocol):
     device: torch.device
     end_tokens: frozenset[int]
     sampling: SamplingParams
+    undraftable: str | None
 
     @property
     def threads(self) -> ThreadChoice | None:

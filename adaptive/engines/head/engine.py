@@ -198,6 +198,7 @@ class HeadEngine:
     """
 
     name = "head"
+    undraftable: str | None = None
 
     def __init__(self, head: Head, target: TransformersEngine, int8: bool = False, grown: bool = False) -> None:
         self.head = head.eval()

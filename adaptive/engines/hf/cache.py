@@ -4,7 +4,8 @@ transformers' dynamic cache grows by concatenation (a copy of everything at ever
 static cache attends over its whole capacity. This one writes in place into a reserved buffer and
 hands attention a view of the part in use, so a step costs its own tokens and a rollback costs an
 assignment. Layers with a sliding window keep their past too: the mask, not the cache, is the window,
-because a rolled-back token may bring an older one back into sight.
+because a rolled-back token may bring an older one back into sight. Layers with a recurrent state are in
+``recurrent.py``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 
-from adaptive.errors import AdaptiveError
+from adaptive.engines.hf.calls import current_pass
+from adaptive.engines.hf.recurrent import RecurrentLayer, State, States
 
 # Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats.
 GROWTH = 512
@@ -134,46 +136,92 @@ def _buffer(states: torch.Tensor, capacity: int) -> torch.Tensor:
     return states.new_zeros((batch, heads, capacity, size))
 
 
+class HybridLayer(RecurrentLayer, RollbackLayer):  # type: ignore[misc]
+    """A layer that has both attention and a recurrent state."""
+
+    is_croppable = False  # type: ignore[misc]
+
+    def __init__(self, sliding: bool, count: int) -> None:
+        RollbackLayer.__init__(self, sliding)
+        RecurrentLayer.__init__(self, count)
+
+    def lazy_initialization(self, *args: Any, **kwargs: object) -> None:
+        """Of the keys and values."""
+        RollbackLayer.lazy_initialization(self, *args)
+
+
+ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """What each layer of a model of this (text) config holds, in transformers' words; ``dummy`` for nothing of its own,
+    as where it reuses another layer's keys."""
+    return get_layer_types_and_kwargs(config)[0]
+
+
+def _layer(kind: str, states: int) -> RollbackLayer | RecurrentLayer | DummyLayer:
+    if kind in ATTENTION:
+        return RollbackLayer(kind != "full_attention")
+    if kind == "dummy":
+        return DummyLayer()
+    if kind not in RECURRENT:
+        raise ValueError(f"layers of {kind} have no cache here")
+    return HybridLayer(kind == "hybrid_sliding", states) if "hybrid" in kind else RecurrentLayer(states)
+
+
 class RollbackCache(Cache):
-    """One ``RollbackLayer`` a layer of the model, all of one length; with ``keeps`` the hidden states of its tokens
-    too, in the model's dtype.
+    """A layer of ours for each of the model's, of ``ATTENTION`` or ``RECURRENT`` kinds or none, all of one length; with
+    ``keeps`` the hidden states of its tokens too, in the model's dtype."""
 
-    Raises AdaptiveError for a model whose layers hold anything but attention over past tokens (a
-    recurrent state cannot be rolled back).
-    """
+    layers: list[Any]
 
-    layers: list[RollbackLayer]  # type: ignore[assignment]
-
-    def __init__(self, config: object, keeps: bool = False) -> None:
-        types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers  # type: ignore[attr-defined]
-        strange = set(types) - {"full_attention", "sliding_attention", "chunked_attention"}
-        if strange:
-            raise AdaptiveError(
-                f"the model has layers of type {sorted(strange)[0]}, whose state cannot be rolled back after a "
-                "rejected token; speculative decoding needs a model with attention layers only"
-            )
-        # A single `sliding_window` without layer types (Mistral) means that every layer slides.
-        if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
-            types = ["sliding_attention"] * len(types)
-        super().__init__(layers=[RollbackLayer(kind != "full_attention") for kind in types])
+    def __init__(self, config: Any, keeps: bool = False) -> None:
+        kinds, options = get_layer_types_and_kwargs(config)
+        layers = [_layer(kind, given.get("number_of_states", 1)) for kind, given in zip(kinds, options, strict=True)]
+        super().__init__(layers=list[Any](layers))
+        self._attention = [layer for layer in layers if isinstance(layer, RollbackLayer)]
+        states = [state for layer in layers if isinstance(layer, RecurrentLayer) for state in layer.states.values()]
+        self.states = States(states) if states else None
         self.keeps = keeps
         self._hidden: torch.Tensor | None = None  # (capacity, width), from the first pass on
         self.recordings: dict[Any, Any] = {}  # passes that are recorded over these buffers
+        self._room = 0  # tokens that were reserved for
 
     @property
     def length(self) -> int:
         """Tokens held."""
-        return self.layers[0].length
+        if self._attention:
+            return self._attention[0].length
+        assert self.states is not None
+        return self.states.length
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The last inputs of a layer's convolution; None where the text begins."""
+        state: State = self.layers[layer_idx].states[state_idx]
+        current_pass().state = state
+        return state.window()
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A layer's state; None where the text begins. It belongs to the cache: see ``State.own``."""
+        state: State = self.layers[layer_idx].states[state_idx]
+        current_pass().state = state
+        return state.recurrent
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a text has begun."""
+        return self.length > 0
 
     def reserve(self, length: int) -> None:
         """Have capacity for ``length`` tokens in every layer. Memory may be short: then every layer stays as it was."""
         capacity = -(-length // GROWTH) * GROWTH
-        small = [layer for layer in self.layers if layer.capacity < capacity]
+        small = [layer for layer in self._attention if layer.capacity < capacity]
         grown = [layer.grown(capacity) for layer in small]
         hidden = self._grown(capacity)
         for layer, buffers in zip(small, grown, strict=True):
             layer.use(buffers, capacity)
         self._hidden = hidden
+        self._room = max(self._room, capacity)
 
     def _grown(self, capacity: int) -> torch.Tensor | None:
         """Room for the hidden states of so many tokens, with those that are held."""
@@ -186,7 +234,7 @@ class RollbackCache(Cache):
 
     def keep(self, hidden: torch.Tensor) -> None:
         """Hold the hidden states (1, n, width) of the n tokens of the pass under way, whose keys are held already."""
-        recording = self.layers[0].recording
+        recording = self._attention[0].recording if self._attention else None
         if self._hidden is None:
             self._hidden = hidden.new_zeros(self.capacity, hidden.shape[-1])
         if recording is not None:
@@ -207,40 +255,44 @@ class RollbackCache(Cache):
     @property
     def capacity(self) -> int:
         """Tokens that the buffers of every layer hold."""
-        return min(layer.capacity for layer in self.layers)
+        return min((layer.capacity for layer in self._attention), default=self._room)
 
     @property
     def total_capacity(self) -> int:
         """``capacity`` added up over the layers: another number where any layer has another buffer."""
-        return sum(layer.capacity for layer in self.layers)
+        return sum(layer.capacity for layer in self._attention)
 
     def advance(self, count: int) -> None:
         """``count`` tokens have been written by a recorded pass."""
-        for layer in self.layers:
+        for layer in self._attention:
             layer.length += count
 
     @contextmanager
     def written_as(self, recording: Recording) -> Iterator[None]:
         """Passes inside write and see the cache in this way."""
-        for layer in self.layers:
+        for layer in self._attention:
             layer.recording = recording
         try:
             yield
         finally:
-            for layer in self.layers:
+            for layer in self._attention:
                 layer.recording = None
 
     def rollback(self, length: int) -> None:
         """Forget all tokens after the first ``length``, and those that an interrupted forward left in
-        some layers only."""
-        length = min(length, *(layer.length for layer in self.layers))
-        for layer in self.layers:
+        some layers only. Recurrent states may not reach back so far: ``length`` then says how many are held."""
+        length = min([length, *(layer.length for layer in self._attention)])
+        if self.states is not None:
+            length = self.states.rollback(min(length, self.states.done))
+        for layer in self._attention:
             layer.length = length
 
     @torch.inference_mode()
     def copy_prefix(self, other: RollbackCache, length: int) -> None:
-        """Hold the first ``length`` tokens of ``other``; the capacity suffices."""
-        for layer, source in zip(self.layers, other.layers, strict=True):
+        """Hold the first ``length`` tokens of ``other``, or fewer as after a rollback; the capacity suffices."""
+        if self.states is not None and other.states is not None:
+            length = self.states.copy(other.states, length)
+        for layer, source in zip(self._attention, other._attention, strict=True):
             layer.copy_prefix(source, length)
         if self.keeps and other._hidden is not None:
             if self._hidden is None:
@@ -249,6 +301,14 @@ class RollbackCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        buffers = [t for layer in self.layers for t in (layer.keys, layer.values)]
-        return sum(t.nbytes for t in (*buffers, self._hidden) if t is not None)
+        """Bytes of all buffers, states, checkpoints, and inputs kept for going back."""
+        buffers = [t for layer in self._attention for t in (layer.keys, layer.values)]
+        return sum(t.nbytes for t in (*buffers, self._hidden) if t is not None) + self.state_nbytes
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of recurrent states, their checkpoints, and inputs kept for going back."""
+        if self.states is None:
+            return 0
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.states.tensors()}
+        return sum(storages.values())

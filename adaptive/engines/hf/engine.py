@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -13,9 +14,14 @@ from transformers import PreTrainedModel
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import FEW, cpu_forward
 from adaptive.engines.hf.cache import RollbackCache
+from adaptive.engines.hf.calls import recurrent_pass, watch
 from adaptive.engines.hf.features import final_norm
-from adaptive.engines.hf.graphs import RecordedPasses
+from adaptive.engines.hf.graphs import SIZES, RecordedPasses
+from adaptive.engines.hf.guard import disagreement
+from adaptive.engines.hf.kinds import Kinds
 from adaptive.engines.hf.lora import MergedAdapter
+from adaptive.engines.hf.plain import PlainSequence
+from adaptive.engines.hf.switching import SwitchingSequence, rope_border
 from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Sequence, VerificationCall
 from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError
@@ -25,6 +31,9 @@ from adaptive.types import SamplingParams
 # Tokens scored in one forward of a long prompt. Larger needs more memory for attention scores and
 # leaves a person waiting longer between two looks at ctrl-C; smaller reads the weights more often.
 PREFILL_CHUNK = 512
+# Tokens before a prompt's end at which recurrent states are remembered, for another answer to it or one that begins
+# otherwise (templates end a prompt with a few tokens of their own). They take a pass of their own.
+REMEMBER_BEFORE = 16
 
 
 class TransformersSequence:
@@ -70,10 +79,23 @@ class TransformersSequence:
     @torch.inference_mode()
     def _extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         tokens = moved(as_tensor(tokens), self.engine.device)
+        if isinstance(self.cache, RollbackCache) and self.cache.states is not None:
+            before = len(tokens) - max(rows, REMEMBER_BEFORE)
+            if before > 0:
+                for part in tokens[:before].split(PREFILL_CHUNK):
+                    self.engine.forward(part, 0, self.cache)
+                self.cache.states.checkpoint()
+                tokens = tokens[before:]
         while len(tokens) - rows >= PREFILL_CHUNK:
             self.engine.forward(tokens[:PREFILL_CHUNK], 0, self.cache)
             tokens = tokens[PREFILL_CHUNK:]
         return self.engine.forward(tokens, rows, self.cache)
+
+    @torch.inference_mode()
+    def extend_at_once(self, tokens: Ids, rows: int) -> torch.Tensor:
+        """``extend`` in one pass of the model's own forward, however many tokens they are."""
+        assert isinstance(self.cache, RollbackCache)
+        return self.engine.eager(moved(as_tensor(tokens), self.engine.device), rows, self.cache)
 
     def propose(self, call: ProposalCall) -> Proposed:
         """A whole proposal; see ``FusedCalls``."""
@@ -155,8 +177,17 @@ class TransformersEngine:
         gives = self.cpu_forward is not None or self._norm is not None
         self.feature_width: int = config.hidden_size if gives else 0
         self.recorded: RecordedPasses | None = None
-        keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-        self._keep = (lambda rows: {"logits_to_keep": rows}) if keeps else (lambda rows: {})
+        named = inspect.signature(type(model).forward).parameters
+        self._keep = (lambda rows: {"logits_to_keep": rows}) if "logits_to_keep" in named else (lambda rows: {})
+        self._placed = "position_ids" in named
+        self.cache_name = "cache_params" if "cache_params" in named else "past_key_values"
+        kinds = Kinds.of(config)
+        self.recurrent = kinds.recurrent > 0
+        self._border = rope_border(config)
+        self.undraftable = None if self.cpu_forward is not None else kinds.problem
+        self._give_no_features()
+        if self.recurrent:
+            watch(model)
         self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]
 
     @property
@@ -164,12 +195,38 @@ class TransformersEngine:
         """Of our own forward; the model's uses all that torch was given."""
         return None if self.cpu_forward is None else self.cpu_forward.threads
 
-    def record(self) -> None:
-        """From now on, record short passes and replay them (``graphs.py``)."""
-        self.recorded = RecordedPasses(self)
+    def check(self) -> None:
+        """Try whether the model's own passes agree with each other; where they do not, ``undraftable`` says so."""
+        if self.cpu_forward is None and self.undraftable is None:
+            self.undraftable = disagreement(self, self.model.dtype, self.quantised)
+        self._give_no_features()
 
-    def sequence(self, features: bool = False) -> TransformersSequence:
+    def _give_no_features(self) -> None:
+        """Where it decodes plainly, by a cache that keeps none."""
+        if self.undraftable is not None:
+            self.feature_width = 0
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the weights were quantised by transformers."""
+        return getattr(self.model, "quantization_method", None) is not None
+
+    def record(self) -> None:
+        """From now on, record short passes and replay them (``graphs.py``), but for recurrent states, which are kept
+        otherwise, and models that decode plainly."""
+        if self.undraftable is None and not self.recurrent:
+            self.recorded = RecordedPasses(self)
+
+    def sequence(self, features: bool = False) -> TransformersSequence | PlainSequence | SwitchingSequence:
         """A new empty sequence; see the protocol."""
+        if self.undraftable is not None and not features:
+            return PlainSequence(self.model, self.device, self.cache_name)
+        if self._border is not None and self.cpu_forward is None:
+            return SwitchingSequence(self._border, lambda: self.unswitched(features))
+        return self.unswitched(features)
+
+    def unswitched(self, features: bool) -> TransformersSequence:
+        """A new sequence of one cache, for texts over which the rotary embedding does not change."""
         if features and not self.feature_width:
             raise ValueError(f"a {type(self.model).__name__} gives no features: its final norm is not known")
         if features and self.cpu_forward is None and not self._watched and self._norm is not None:
@@ -186,7 +243,8 @@ class TransformersEngine:
         if isinstance(cache, CpuCache):
             assert self.cpu_forward is not None
             return self.cpu_forward(tokens, rows, cache)
-        if self.recorded is not None:
+        # A recorded pass is filled up with tokens, which must not take it behind a border.
+        if self.recorded is not None and not (self._border or 0) - SIZES[-1] <= cache.length < (self._border or -1):
             recorded = self.recorded(tokens, rows, cache)
             if recorded is not None:
                 return recorded
@@ -196,7 +254,10 @@ class TransformersEngine:
         """The same by the model's own forward, as it comes."""
         start = cache.length
         cache.ensure_capacity(start + len(tokens))
-        logits = self.run(tokens, self._positions[0, start : start + len(tokens)], cache, **self._keep(max(rows, 1)))
+        with nullcontext() if cache.states is None else recurrent_pass(len(tokens), rows > 1):
+            logits = self.run(
+                tokens, self._positions[0, start : start + len(tokens)], cache, **self._keep(max(rows, 1))
+            )
         return logits[len(logits) - rows :]
 
     def run(self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache, **options: int) -> torch.Tensor:
@@ -204,9 +265,8 @@ class TransformersEngine:
         and in a cache that keeps them the hidden states."""
         self._kept = cache if cache.keeps else None
         try:
-            output = self.model(
-                input_ids=tokens[None], position_ids=places[None], past_key_values=cache, use_cache=True, **options
-            )
+            given = {self.cache_name: cache, **({"position_ids": places[None]} if self._placed else {}), **options}
+            output = self.model(input_ids=tokens[None], use_cache=True, **given)
         finally:
             self._kept = None
         logits: torch.Tensor = output.logits[0]

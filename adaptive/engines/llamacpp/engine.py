@@ -224,6 +224,7 @@ class LlamaCppEngine:
 
     name = "llama.cpp"
     weights = "gguf"
+    undraftable: str | None = None
     feature_width = 0  # the library hands out hidden states after the final norm, if at all
 
     def __init__(self, model: LlamaModel, end_tokens: frozenset[int], threads: int, gpu: bool = False) -> None:

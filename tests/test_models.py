@@ -1,0 +1,207 @@
+"""Architectures that need something of their own: what they say drafted is what they say alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import BUNDLED, Command
+from tiny_models import LAYERS, Greedy, alone, noisy, prompt_of, randomise, tiny_config, tiny_model
+
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.hf.plain import PlainSequence
+from adaptive.engines.load import Source, load_engine, read_config
+from adaptive.pair import load_pair
+from adaptive.settings import load_settings
+from trainers.lora import attach, linear_names
+from trainers.recipe import Recipe
+
+TOKENS = 20
+
+
+def loaded(folder: Path) -> TransformersEngine:
+    settings = load_settings({"device": "cpu", "dtype": "float32"})
+    engine = load_engine(Source(folder.name, folder, "none"), settings, "cpu", lambda share: None)
+    assert isinstance(engine, TransformersEngine)
+    return engine
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_reuse_keys_are_rolled_back_and_not_emptied(model_type: str) -> None:
+    model = tiny_model(model_type)
+    target, prompt = TransformersEngine(model), prompt_of(60)
+    greedy = Greedy(target, TransformersEngine(noisy(model)), 4)
+    assert greedy.say(prompt, TOKENS) == alone(model, prompt, TOKENS)
+    assert 0 < greedy.accepted < 1
+    rejected = sum(outcome.drafted - outcome.accepted for outcome in greedy.rounds)
+    assert greedy.fed < len(prompt) + TOKENS + rejected + 10  # and not the whole text in every round
+    held = greedy.target.length
+    greedy.again(held - 7)
+    assert greedy.target.length == held - 7
+
+
+LONG = {
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + 2.0 * i for i in range(8)],
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("length", [1, 4, 9])
+def test_a_text_crosses_the_border_of_a_longrope_exactly(length: int) -> None:
+    """transformers computes the whole text anew there; a pass over several tokens stands on both sides of it."""
+    model = tiny_model("phi3", num_hidden_layers=2, **LONG)
+    target, draft = TransformersEngine(model), TransformersEngine(noisy(model))
+    for begin in (55, 63, 64):
+        prompt = prompt_of(begin)
+        expected = alone(model, prompt, TOKENS)
+        greedy = Greedy(target, draft, length)
+        assert greedy.say(prompt, TOKENS) == expected, begin
+        greedy.again(begin - 1)  # back over the border
+        assert greedy.say(prompt, TOKENS) == expected, begin
+    itself = Greedy(target, target, length)
+    itself.say(prompt_of(55), TOKENS)
+    assert itself.accepted == 1
+
+
+def test_one_cache_over_that_border_says_something_else() -> None:
+    """Otherwise the test above would hold nothing."""
+    model = tiny_model("phi3", num_hidden_layers=2, **LONG)
+    target, prompt = TransformersEngine(model), prompt_of(55)
+    target._border = None
+    assert Greedy(target, None).say(prompt, 2 * TOKENS) != alone(model, prompt, 2 * TOKENS)
+
+
+def test_a_model_that_cannot_be_taken_back_decodes_plainly_and_says_so(tmp_path: Path) -> None:
+    """Indexed attention: its indexer's keys are not in our cache."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    model = tiny_model("deepseek_v32", vocab_size=len(tokenizer))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+        part.save_pretrained(tmp_path / "draft")
+    folders = {
+        "device": "cpu",
+        "target": str(tmp_path / "target"),
+        "draft": str(tmp_path / "draft"),
+        "dtype": "float32",
+    }
+    pair = load_pair(load_settings(folders))
+    assert pair.draft is None
+    assert any("indexed attention" in warning and "plainly" in warning for warning in pair.warnings)
+    prompt = prompt_of(40)
+    greedy = Greedy(pair.target, None)
+    assert isinstance(greedy.target, PlainSequence)
+    assert greedy.say(prompt, TOKENS) == alone(model, prompt, TOKENS)
+    turn = [*prompt, *prompt_of(10)]
+    greedy.again(len(prompt))
+    assert greedy.say(turn, 8) == alone(model, turn, 8)
+
+
+def test_passes_that_disagree_are_found_when_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A selective scan that begins anew in every pass, as transformers has it, instead of what was before."""
+    from adaptive.engines.hf import calls
+
+    def begins_anew(state: Any, function: Any, given: Any, siblings: Any) -> Any:
+        call = calls.Call(calls._start(state), calls.current_pass().count, lambda before, given: before, given, {})
+        state.call(call)
+        return given.to(function)
+
+    monkeypatch.setitem(calls.WRAPPERS, "mamba_selective_scan", begins_anew)
+    model = tiny_model("mamba")
+    model.save_pretrained(tmp_path)
+    engine = loaded(tmp_path)
+    assert engine.undraftable is not None
+    assert "several tokens" in engine.undraftable
+    assert engine.feature_width == 0
+    prompt = prompt_of(30)
+    assert Greedy(engine, engine, 4).say(prompt, TOKENS) == alone(model, prompt, TOKENS)
+
+
+def several_kinds(text_type: str, model_type: str, **small: Any) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    kind = CONFIG_MAPPING[model_type]
+    vision = type(kind().vision_config)(**small)
+    config = kind(text_config=tiny_config(text_type), vision_config=vision, tie_word_embeddings=False)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    randomise(model, 0)
+    return model
+
+
+VISION = {
+    "gemma3": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "qwen3_vl": {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+    "qwen3_5": {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+}
+TEXT = {"gemma3": "gemma3_text", "qwen3_vl": "qwen3_vl_text", "qwen3_5": "qwen3_5_text"}
+CLASS = {"gemma3": "Gemma3ForCausalLM", "qwen3_vl": "Qwen3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
+
+
+@pytest.mark.parametrize("model_type", list(VISION))
+def test_of_a_checkpoint_with_vision_the_language_model_is_loaded_alone(model_type: str, tmp_path: Path) -> None:
+    model = several_kinds(TEXT[model_type], model_type, **VISION[model_type])
+    model.save_pretrained(tmp_path)
+    engine = loaded(tmp_path)
+    assert type(engine.model).__name__ == CLASS[model_type]
+    assert not [name for name, _ in engine.model.named_parameters() if "vis" in name]
+    assert len(engine.model.get_decoder().layers) == LAYERS
+    prompt = prompt_of(30)
+    greedy = Greedy(engine, TransformersEngine(noisy(engine.model)), 4)
+    assert greedy.say(prompt, TOKENS) == alone(model, prompt, TOKENS)
+
+
+def test_vision_weights_are_not_read(tmp_path: Path) -> None:
+    """They may be no numbers at all."""
+    from safetensors.torch import load_file, save_file
+
+    model = several_kinds("gemma3_text", "gemma3", **VISION["gemma3"])
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if "vision" not in name}
+    assert len(tensors) < len(load_file(file))
+    save_file(tensors, file, metadata={"format": "pt"})
+    prompt = prompt_of(20)
+    assert Greedy(loaded(tmp_path), None).say(prompt, 8) == alone(model, prompt, 8)
+
+
+def test_routers_and_layers_that_peft_forbids_get_no_adapter() -> None:
+    """A router of Llama 4 is a linear layer with a forward of its own; Mamba's kernels take a weight and no layer."""
+    llama4 = tiny_model("llama4_text")
+    names = linear_names(llama4)
+    assert names
+    assert not [name for name in names if name.endswith("router")]
+    ids = torch.tensor([prompt_of(12)])
+    attach(llama4, Recipe(rank=4))(input_ids=ids, labels=ids).loss.backward()
+    falcon = tiny_model("falcon_h1")
+    names = linear_names(falcon)
+    assert any(name.endswith("in_proj") for name in names)
+    assert not [name for name in names if name.endswith("out_proj")]
+    attach(falcon, Recipe(rank=4))(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_doctor_says_what_a_models_layers_hold(tmp_path: Path, adaptive: Command) -> None:
+    for name, model_type in (("recurrent", "qwen3_5_text"), ("indexed", "deepseek_v32")):
+        tiny_config(model_type).save_pretrained(tmp_path / name)
+        (tmp_path / name / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+        settings = load_settings({"target": str(tmp_path / name), "draft": "none"})
+        assert read_config(Source(name, tmp_path / name, "none"), settings).model_type == model_type
+        _, out, _ = adaptive("doctor", "--target", str(tmp_path / name), "--draft", "none", "--json")
+        said = {finding["name"]: finding for finding in json.loads(out)["findings"]}["target layers"]
+        if name == "recurrent":
+            assert said["status"] == "ok"
+            assert "3 with a recurrent state, 1 of attention" in said["value"]
+        else:
+            assert said["status"] == "note"
+            assert "indexed attention" in said["value"]
+            assert "plainly" in said["advice"]

@@ -1,0 +1,180 @@
+"""Models with recurrent and convolutional state: what is drafted and taken back leaves no trace in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Greedy, alone, noisy, prompt_of, tiny_model
+
+from adaptive.engines.hf import recurrent
+from adaptive.engines.hf.cache import RollbackCache
+from adaptive.engines.hf.engine import REMEMBER_BEFORE, TransformersEngine
+from adaptive.engines.hf.recurrent import State
+
+TOKENS = 20
+RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+# Gated delta nets, a state space dual beside attention in one layer, and short convolutions; two layers each.
+TYPES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": RECURRENT,
+    "falcon_h1": {"num_hidden_layers": 2},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+}
+# The same between other layers; a delta rule with a decay for each channel, a selective scan, and time steps with a
+# limit that transformers applies in prompts only.
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3_next": RECURRENT,
+    "granitemoehybrid": RECURRENT,
+    "kimi_linear": RECURRENT,
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "nemotron_h": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "moe", "full_attention"]},
+}
+
+
+class Case:
+    """A model as target, itself as draft, and a draft that agrees now and then."""
+
+    def __init__(self, model_type: str) -> None:
+        self.model = tiny_model(model_type, **{**TYPES, **OTHERS}[model_type])
+        self.target = TransformersEngine(self.model)
+        self.target.check()
+        self.draft = TransformersEngine(noisy(self.model))
+        self.prompt = prompt_of(40)
+        self.expected = alone(self.model, self.prompt, TOKENS)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(t, marks=pytest.mark.xdist_group(f"recurrent-{t}")) for t in TYPES]
+)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_greedy_output_of_other_kinds_equals_target_alone(model_type: str) -> None:
+    case = Case(model_type)
+    assert case.target.undraftable is None
+    for length in (1, 4, 9, None) if model_type == "qwen3_next" else (4,):
+        greedy = Greedy(case.target, case.draft, length)
+        assert greedy.say(case.prompt, TOKENS) == case.expected
+    assert 0 < greedy.accepted < 1 or length is None
+    itself = Greedy(case.target, case.target, 4)
+    assert itself.say(case.prompt, TOKENS) == case.expected
+    assert itself.accepted == 1
+
+
+@pytest.mark.parametrize("length", [1, 4, 9, None], ids=["1", "4", "9", "auto"])
+def test_greedy_output_equals_target_alone(case: Case, length: int | None) -> None:
+    assert case.target.undraftable is None
+    greedy = Greedy(case.target, case.draft, length)
+    assert greedy.say(case.prompt, TOKENS) == case.expected
+    if length is not None:
+        assert 0 < greedy.accepted < 1, "nothing was accepted, or nothing taken back: this would test neither"
+
+
+def test_a_target_that_drafts_for_itself_is_always_right(case: Case) -> None:
+    """Its draft is rolled back too, after single steps."""
+    greedy = Greedy(case.target, case.target, 4)
+    assert greedy.say(case.prompt, TOKENS) == case.expected
+    assert greedy.accepted == 1
+
+
+def test_nothing_is_fed_twice_within_an_answer(case: Case) -> None:
+    """No pass makes up for a rollback: the target is fed each committed token once, and what was drafted in vain."""
+    greedy = Greedy(case.target, case.draft, 4)
+    greedy.say(case.prompt, TOKENS)
+    rejected = sum(outcome.drafted - outcome.accepted for outcome in greedy.rounds)
+    committed = len(case.prompt) + sum(1 + outcome.accepted for outcome in greedy.rounds)
+    assert greedy.fed == committed - 1 + rejected
+
+
+def test_a_rollback_that_keeps_the_state_is_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above hold the state, and not only that tokens come: one that is not taken back changes the answer, and
+    the check at loading finds it."""
+
+    def wrong(self: State, length: int) -> None:
+        self.length = self._done = length
+        self._marks = [self._mark()]
+        self._calls = []
+
+    monkeypatch.setattr(State, "rollback", wrong)
+    assert Greedy(case.target, case.draft, 4).say(case.prompt, TOKENS) != case.expected
+    other = TransformersEngine(case.model)
+    other.check()
+    assert other.undraftable is not None
+
+
+def test_an_answer_made_again_is_the_same_and_computes_little(case: Case) -> None:
+    greedy = Greedy(case.target, case.draft, 4)
+    assert greedy.say(case.prompt, TOKENS) == case.expected
+    greedy.again(len(case.prompt) - 1)
+    assert greedy.target.length == len(case.prompt) - REMEMBER_BEFORE
+    assert greedy.say(case.prompt, TOKENS) == case.expected
+
+
+def test_an_edited_message_and_the_next_turn(case: Case) -> None:
+    greedy = Greedy(case.target, case.draft, 4)
+    first = greedy.say(case.prompt, 20)
+    whole = [*case.prompt, *first]
+    turn = [*whole, *prompt_of(30, seed=1)]
+    assert greedy.target.length == len(whole) - 1
+    assert greedy.say(turn, 20) == alone(case.model, turn, 20)
+    greedy.again(len(whole) - 1)
+    assert 0 < greedy.target.length < len(whole)
+    edited = [*whole, *prompt_of(25, seed=2)]
+    assert greedy.say(edited, 20) == alone(case.model, edited, 20)
+
+
+def test_a_copied_beginning_goes_on_alone(case: Case) -> None:
+    one, other = Greedy(case.target, case.draft, 4), Greedy(case.target, case.draft, 4)
+    one.say(case.prompt, 20)
+    other.target.copy_prefix(one.target, len(case.prompt) - 1)
+    assert 0 < other.target.length < len(case.prompt)
+    assert other.say(case.prompt, TOKENS) == case.expected
+    turn = [*case.prompt, *case.expected[:20], *prompt_of(12)]
+    assert one.say(turn, 12) == alone(case.model, turn, 12)
+
+
+def state_of(cache: Any) -> list[torch.Tensor]:
+    assert isinstance(cache, RollbackCache)
+    assert cache.states is not None
+    found = []
+    for state in cache.states._all:
+        window = state.window()
+        found += [tensor for tensor in (window, state.recurrent) if tensor is not None]
+    return found
+
+
+def test_after_a_verdict_the_state_is_that_of_the_accepted_tokens(case: Case) -> None:
+    for accepted in (0, 1, 3, 5):
+        kept, straight = case.target.sequence(), case.target.sequence()
+        kept.extend(case.prompt, 1)
+        kept.extend(prompt_of(6), 6)
+        kept.rollback(len(case.prompt) + accepted)
+        straight.extend(case.prompt, 1)
+        if accepted:
+            straight.extend(prompt_of(6)[:accepted], accepted)
+        assert kept.length == straight.length
+        for one, other in zip(state_of(kept.cache), state_of(straight.cache), strict=True):  # type: ignore[union-attr]
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_memory_of_states_is_bounded_and_counted(case: Case) -> None:
+    sequence = case.target.sequence()
+    sequence.extend(case.prompt, 1)
+    cache = sequence.cache  # type: ignore[union-attr]
+    one_state = sum(tensor.nbytes for tensor in state_of(cache))
+    found = []
+    for turn in range(7):
+        for seed in range(3):
+            held = sequence.length
+            sequence.extend(prompt_of(6, seed), 6)
+            sequence.rollback(held + 1 + seed)
+        sequence.extend(prompt_of(40, turn), 1)
+        found.append(cache.state_nbytes)
+    assert sequence.nbytes > found[-1] > 0
+    assert found[-1] == found[-2]
+    # The state, two marks, checkpoints; and the inputs of the last pass, at most as wide as what the model is given.
+    inputs = 16 * 8 * case.model.config.hidden_size * 4 * 6
+    assert found[-1] <= (3 + recurrent.CHECKPOINTS) * one_state + inputs * case.model.config.num_hidden_layers
