@@ -162,11 +162,11 @@ def test_answers_are_the_same_with_recorded_passes(prompts: list[str]) -> None:
             draft.record()
         for length in (0, 3):
             assistant = Assistant(pair, FixedLength(length), None)
-            for prompt in prompts[:3]:
-                for _ in assistant.complete(prompt, SamplingParams(), StopParams(60, ignore_eos=True)):
+            for prompt in prompts[:2]:
+                for _ in assistant.complete(prompt, SamplingParams(), StopParams(32, ignore_eos=True)):
                     pass
                 assert assistant.last is not None
                 answers.append(assistant.last.output)
-    assert answers[0:3] == answers[3:6] == answers[6:9] == answers[9:12]
+    assert answers[0:2] == answers[2:4] == answers[4:6] == answers[6:8]
     assert target.recorded is not None
     assert target.recorded.problem is None

@@ -39,7 +39,7 @@ def accepted(rounds: list[Round]) -> npt.NDArray[np.float64]:
 
 def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_home: Path) -> None:
     prompts = read_prompts(BUNDLED / "prompts" / "math.jsonl")
-    judged, learned = prompts[:24] + prompts[104:120], prompts[24:104] + prompts[120:200]
+    judged, learned = prompts[:24] + prompts[104:120], prompts[24:104] + prompts[120:136]
     settings = load_settings({"draft_length": "4"})
     console = Console(file=io.StringIO())
     with open_pair(settings, console) as session:
@@ -59,8 +59,8 @@ def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_hom
         assert outcome.manifest.status == "promoted", outcome.message
         assert session.swapper.use_promoted()
         after = accepted(answer(session, judged, record=False))
-    # Six trainings on other random numbers gained 23 to 31%, of which some 3% are the chance of 1,400 rounds on either
+    # Three trainings on other random numbers gained 16 to 18%, of which some 3% are the chance of 1,600 rounds on either
     # side.
     gain = after.mean() - before.mean()
     assert gain > 3.1 * (before.var() / before.size + after.var() / after.size) ** 0.5
-    assert gain > 0.15 * (1 + before.mean())
+    assert gain > 0.08 * (1 + before.mean())

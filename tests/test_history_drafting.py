@@ -77,18 +77,26 @@ def proposed(archive: Archive, context: list[int], owner: str = "") -> list[int]
     return proposal.tokens
 
 
+@pytest.fixture(scope="module")
+def alone(pair: Pair, prompts: list[str]) -> list[list[int]]:
+    """What the target says to each prompt, without any draft."""
+    plain, stop = Assistant(pair, FixedLength(0), None), StopParams(max_new_tokens=TOKENS)
+    return [[step.token for step in plain.chat([Message("user", prompt)], GREEDY, stop)] for prompt in prompts]
+
+
+@pytest.mark.xdist_group("history-greedy")
 @pytest.mark.parametrize("length", [1, 4, 16])
-def test_greedy_output_equals_that_without_history(pair: Pair, prompts: list[str], length: int, tmp_path: Path) -> None:
+def test_greedy_output_equals_that_without_history(
+    pair: Pair, prompts: list[str], alone: list[list[int]], length: int, tmp_path: Path
+) -> None:
     stop = StopParams(max_new_tokens=TOKENS)
-    plain = Assistant(pair, FixedLength(0), None)
     with LogWriter(tmp_path / "records.db") as log:
         archive = Archive(tmp_path / "records.db", pair.target.vocab_size)
         assistant = Assistant(pair, FixedLength(length), log, history=History(archive))
         drafted: Counter[str] = Counter()
         for repeat in range(2):
-            for prompt in prompts[::2] if repeat else prompts:
+            for prompt, expected in list(zip(prompts, alone, strict=True))[:: 1 + repeat]:
                 said = [Message("user", prompt)]
-                expected = [step.token for step in plain.chat(said, GREEDY, stop)]
                 assert [step.token for step in assistant.chat(said, GREEDY, stop)] == expected
                 assert assistant.last is not None
                 for outcome in assistant.last.rounds:

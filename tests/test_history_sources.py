@@ -130,13 +130,13 @@ def test_greedy_output_is_the_targets_own_under_the_choice(
     stop = StopParams(max_new_tokens=100)
     plain = Assistant(pair, FixedLength(0), None)
     drafted: Counter[str] = Counter()
+    asked = [[Message("user", prompt)] for prompt in prompts[::4]]
+    alone = [[step.token for step in plain.chat(said, GREEDY, stop)] for said in asked]
     with LogWriter(tmp_path / "records.db") as log:
         archive = Archive(tmp_path / "records.db", pair.target.vocab_size)
         assistant = Assistant(pair, GoodputWithHistory(COSTS), log, history=History(archive))
         for _ in range(2):
-            for prompt in prompts[::4]:
-                said = [Message("user", prompt)]
-                expected = [step.token for step in plain.chat(said, GREEDY, stop)]
+            for said, expected in zip(asked, alone, strict=True):
                 assert [step.token for step in assistant.chat(said, GREEDY, stop)] == expected
                 assert assistant.last is not None
                 for outcome in assistant.last.rounds:

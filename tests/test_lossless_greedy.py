@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,16 @@ GREEDY = SamplingParams(temperature=0.0)
 TOKENS, RANDOM_TOKENS = 200, 80
 
 
-def together(name: str) -> Any:
-    """Tests of one pair by one process, which asks transformers once."""
-    return pytest.param(name, marks=pytest.mark.xdist_group(f"greedy-{name}"))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of one pair by one process, which asks transformers once; marks of a fixture's own parameters do not say
+    so to pytest-xdist."""
+    if "pair" in metafunc.fixturenames:
+        names = ("bundled", "gpt_neox", "qwen2")
+        together = [pytest.param(name, marks=pytest.mark.xdist_group(f"greedy-{name}")) for name in names]
+        metafunc.parametrize("pair", together, indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=[together(name) for name in ("bundled", "gpt_neox", "qwen2")])
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """The bundled pair, and pairs of random weights of two other architectures."""
     if request.param == "bundled":

@@ -30,7 +30,7 @@ from trainers.run import DistillOutcome, distill
 # Seconds for what takes a few on an idle machine.
 PATIENCE_S = 180.0
 ROOT = Path(__file__).resolve().parent.parent
-LONGER = Recipe(**{**SHORT.to_json(), "epochs": 20, "patience": 100})
+LONGER = Recipe(**{**SHORT.to_json(), "epochs": 10, "patience": 100})
 
 TRAIN = """
 import sys, torch

@@ -304,7 +304,7 @@ def test_old_records_and_those_beyond_a_size_are_deleted_only_where_that_is_aske
         assert 0 < len(kept) < 60
         assert kept[-1] == 202
         assert len(log.figures()) == len(kept)
-    for number in range(300):  # what was freed is used again
+    for number in range(100):  # what was freed is used again
         with LogWriter(path, keep=Keep(gigabytes=whole / 4 / 1e9)) as writer:
             writer.write(generation(number, created=now, tokens=60))
     assert path.stat().st_size < 1.2 * whole
