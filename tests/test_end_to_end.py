@@ -59,8 +59,7 @@ def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_hom
         assert outcome.manifest.status == "promoted", outcome.message
         assert session.swapper.use_promoted()
         after = accepted(answer(session, judged, record=False))
-    # Three trainings on other random numbers gained 16 to 18%, of which some 3% are the chance of 1,600 rounds on either
-    # side.
+    # Three trainings on other random numbers gained 16 to 18%; some 3% are the chance of 1,600 rounds on either side.
     gain = after.mean() - before.mean()
     assert gain > 3.1 * (before.var() / before.size + after.var() / after.size) ** 0.5
     assert gain > 0.08 * (1 + before.mean())
