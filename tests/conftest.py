@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,14 @@ def save_random_pair(folder: Path, architecture: str, vocab_size: int | None = N
     return folder / "target", folder / "draft"
 
 
-def save_model_that_says(text: str, folder: Path) -> Path:
-    """A checkpoint whose answer is ``text``: each token points at the next one, so none may occur twice."""
+def save_model_that_says(text: str, folder: Path, special: Sequence[str] = (), template: str | None = None) -> Path:
+    """A checkpoint whose answer is ``text``: each token points at the next one, so none may occur twice. ``special``
+    are more special tokens of it, ``template`` another chat template."""
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.chat_template = template or tokenizer.chat_template
     tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     width = 64
     assert len(set(tokens)) == len(tokens) < width

@@ -10,21 +10,27 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import BUNDLED
+from conftest import BUNDLED, save_model_that_says
 from rich.console import Console
 
 from adaptive.pair import load_tokenizer
 from adaptive.service import streams
-from adaptive.service.calls import Reading
+from adaptive.service.calls import Part, Reading
+from adaptive.service.chats import prepare
 from adaptive.service.dialects.completions import Completion
 from adaptive.service.engine import EngineThread
-from adaptive.service.jobs import Ask, Done, Event, FairQueue, Job, Piece, Prompt
+from adaptive.service.formats import Call
+from adaptive.service.jobs import Answer, Ask, Done, Event, FairQueue, Job, Piece, Prompt
 from adaptive.service.metrics import Metrics
+from adaptive.service.schemas import ChatRequest
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
 from cli.opened import OpenedPair, open_pair
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def job(tokens: int, emit: Callable[[Event], None] = lambda event: None, client: str = "somebody") -> Job:
@@ -103,6 +109,47 @@ def test_a_stream_that_waits_says_so_now_and_then(monkeypatch: pytest.MonkeyPatc
     assert said[:2] == [": ping\n\n"] * 2
     assert '"content": "text"' in "".join(said[2:])
     assert said[-1] == "data: [DONE]\n\n"
+
+
+def test_marks_of_calls_that_are_special_tokens_are_in_the_text_of_who_asks_for_them(
+    own_home: Path, tmp_path: Path
+) -> None:
+    marks = ("[TOOL_CALLS]", "[ARGS]")
+    said = 'Look.[TOOL_CALLS]weather[ARGS]{"city": 3}'
+    target = save_model_that_says(said, tmp_path / "mistral", marks, "{{ tools }} [TOOL_CALLS] [ARGS] {{ messages }}")
+    settings = load_settings({"target": str(target), "draft": "none", "dtype": "float32", "record": False})
+    engine = EngineThread(lambda: open_pair(settings, Console(file=io.StringIO())), Metrics(), queue=4)
+    done = threading.Event()
+    events: list[Event] = []
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, Done):
+            done.set()
+
+    def ask(tools: list[dict[str, Any]]) -> list[Part]:
+        tokenizer = load_tokenizer(settings)
+        asked = {"messages": [{"role": "user", "content": "Hello"}], "tools": tools}
+        chat = prepare(ChatRequest.model_validate(asked), tokenizer, 2048)
+        stop = StopParams(40)
+        done.clear()
+        events.clear()
+        engine.submit(Job(Ask((chat.prompt,), GREEDY, stop, 1, "me", None, False, False, True, marks=chat.marks), emit))
+        assert done.wait(120)
+        reader = chat.reading.reader()
+        pieces = [event.text for event in events if isinstance(event, Piece)]
+        assert "".join(pieces) == next(event.text for event in events if isinstance(event, Answer))
+        return [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+
+    engine.start(when_over=lambda: None)
+    try:
+        *text, call = ask([{"type": "function", "function": {"name": "weather"}}])
+        assert "".join(map(str, text)) == "Look."
+        assert isinstance(call, Call)
+        assert (call.name, call.arguments) == ("weather", '{"city": 3}')
+        assert "".join(str(part) for part in ask([])) == 'Look.weather{"city": 3}'
+    finally:
+        engine.close()
 
 
 def test_who_goes_away_before_their_turn_leaves_nothing_in_the_queue() -> None:

@@ -38,8 +38,12 @@ PASSED_OVER = frozenset(
         "id", "title",
     }
 )  # fmt: skip
-# Values that ask for what is done anyway.
-AS_EVER: dict[str, Any] = {"modalities": ["text"], "skip_special_tokens": True, "add_generation_prompt": True}
+# Values that ask for what is done anyway, samplers that are off among them.
+AS_EVER: dict[str, Any] = {
+    "modalities": ["text"],
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), True),
+    **dict.fromkeys(("typical_p", "tfs", "tfs_z", "smoothing_curve", "guidance_scale", "length_penalty"), 1),
+}
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -55,7 +55,6 @@ class LlamaCompletion(RequestBody):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     top_p: float | None = None
     min_p: float | None = None
-    typical_p: float | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -69,8 +68,6 @@ class LlamaCompletion(RequestBody):
     def translated(self) -> CompletionRequest:
         """The same in OpenAI's words. Raises AdaptiveError for what is not served."""
         self.refuse_unknown()
-        if self.typical_p not in (None, 1.0):
-            raise AdaptiveError("typical_p is not served; leave it out, or give 1")
         same = {"stream", "stop", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"}
         same |= {"ignore_eos", "grammar", "json_schema", "prompt"}
         bias = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias
@@ -118,7 +115,7 @@ def add_llama_server(app: FastAPI, api: Api) -> None:
         )
 
     for path in EMBEDDINGS:
-        app.post(path)(embeddings)
+        app.post(path, include_in_schema=False)(embeddings)
 
 
 class LlamaWriter:

@@ -34,23 +34,28 @@ from adaptive.service.streams import COMPLETION, Served, data_line
 MESSAGES = "/v1/messages"
 
 
-class Block(LooseModel):
-    """One block of a message's content; which fields it has follows from its ``type``."""
+class TextBlock(LooseModel):
+    """Text, in whatever is made of blocks."""
 
     type: str
     text: Text | None = None
-    thinking: Text | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: Text | list[Block] | None = None
 
     def said(self) -> str:
         """The text of the block. Raises AdaptiveError for one that is not text."""
         if self.type != "text" or self.text is None:
             raise AdaptiveError(f"messages: a block of type {self.type[:64]!r} is not understood here; send text")
         return self.text
+
+
+class Block(TextBlock):
+    """One block of a message's content; which fields it has follows from its ``type``."""
+
+    thinking: Text | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Text | list[TextBlock] | None = None
 
 
 class AnthropicMessage(LooseModel):
@@ -83,7 +88,7 @@ class AnthropicMessage(LooseModel):
             yield {"role": self.role, "content": text, **{name: value for name, value in extra.items() if value}}
 
 
-def texts(content: str | list[Block] | None) -> str:
+def texts(content: str | list[TextBlock] | None) -> str:
     """The text of a content. Raises AdaptiveError for blocks that are none."""
     return "".join(block.said() for block in content) if isinstance(content, list) else content or ""
 
@@ -156,7 +161,7 @@ class MessagesRequest(RequestBody):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    system: Text | list[Block] | None = None
+    system: Text | list[TextBlock] | None = None
     stop_sequences: list[Text] | None = None
     stream: bool | None = False
     temperature: float | None = None

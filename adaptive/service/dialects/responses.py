@@ -115,7 +115,9 @@ class Reasoning(LooseModel):
 class ResponsesRequest(RequestBody):
     """``POST /v1/responses``."""
 
-    passed_over: ClassVar[frozenset[str]] = PASSED_OVER | {"stream_options", "context_management", "max_tool_calls"}
+    passed_over: ClassVar[frozenset[str]] = PASSED_OVER | {
+        "stream_options", "context_management", "max_tool_calls", "client_metadata",
+    }  # fmt: skip
 
     model: str | None = None
     input: Text | list[InputItem]
@@ -220,8 +222,8 @@ def add_responses(app: FastAPI, api: Api) -> None:
     async def kept(name: str) -> Response:
         raise AdaptiveError("no response is kept by this server, so that none can be fetched, deleted or cancelled")
 
-    app.get("/v1/responses/{name}")(kept)
-    app.delete("/v1/responses/{name}")(kept)
+    app.get("/v1/responses/{name}", include_in_schema=False)(kept)
+    app.delete("/v1/responses/{name}", include_in_schema=False)(kept)
 
 
 class ResponseWriter:
