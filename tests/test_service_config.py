@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from adaptive.errors import AdaptiveError
-from adaptive.settings import load_settings, training_window
+from adaptive.settings import load_settings, model_name, training_window
 from cli.main import app
 
 
@@ -55,3 +55,23 @@ def test_origins_are_a_list_in_the_file_and_separated_by_commas_in_the_environme
 def test_what_is_no_origin_is_refused(origin: str) -> None:
     with pytest.raises(AdaptiveError, match="cors"):
         load_settings({"cors": [origin]})
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ({}, "bundled"),
+        ({"target": "Qwen/Qwen2.5-14B-Instruct"}, "Qwen2.5-14B-Instruct"),
+        ({"target": "/models/my model/"}, "my-model"),
+        ({"target": "owner/repository/gemma-4-31B-it-Q4_K_M.gguf"}, "gemma-4-31B-it-Q4_K_M"),
+        ({"target": "Qwen/Qwen2.5-14B-Instruct", "name": "qwen/mine:14b"}, "qwen/mine:14b"),
+    ],
+)
+def test_a_model_goes_by_its_own_name_unless_it_is_given_one(said: dict[str, str], name: str) -> None:
+    assert model_name(load_settings(said)) == name
+
+
+@pytest.mark.parametrize("name", ["", "two words", "line\nbreak", "x" * 129])
+def test_a_name_that_no_client_could_send_is_refused(name: str) -> None:
+    with pytest.raises(AdaptiveError, match="name"):
+        load_settings({"name": name})
