@@ -74,7 +74,7 @@ FAMILIES = {
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call><tool_call>weather\n<arg_key>city</arg_key>\n"
         "<arg_value>Oslo</arg_value>\n</tool_call>",
         thoughts="Warm?",
-        special=("<arg_key>", "</arg_key>"),
+        special=("<arg_key>", "</arg_key>", "</arg_value>"),
     ),
     "Mistral": Family(
         "[TOOL_CALLS] [ARGS] [THINK]",
@@ -224,7 +224,7 @@ def test_a_value_may_hold_the_tags_around_it() -> None:
     assert found == ("", "", [("weather", {"city": code})])
 
 
-ENDS = ('"', "}", "\n</parameter>\n", "</arg_value>\n")
+ENDS = ('"', "}", "\n</parameter>\n", "</arg_value>\n", '<|"|>', "<escape>")
 
 
 def forced_at_random(family: Family, several: bool, rng: random.Random) -> tuple[str, str, list[tuple[str, Any]]]:
@@ -259,7 +259,10 @@ def forced_at_random(family: Family, several: bool, rng: random.Random) -> tuple
     return sorted_out(read(reading, pieces))
 
 
-@pytest.mark.parametrize("name", ["Hermes", "Qwen 3.5", "GLM", "Mistral", "Mistral before 2025", "Llama 3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name",
+    ["Hermes", "Qwen 3.5", "GLM", "Mistral", "Mistral before 2025", "Llama 3", "Gemma 4", "FunctionGemma", "gpt-oss"],
+)
 def test_a_model_that_has_to_call_calls(name: str) -> None:
     rng = random.Random(4)
     for several in (False, True, True):
@@ -273,11 +276,25 @@ def test_a_model_that_has_to_call_calls(name: str) -> None:
             assert arguments.get("unit", "C") in ("C", "F")
 
 
-@pytest.mark.parametrize("shown", ["{{ messages }}", FAMILIES["Gemma 4"].shown])
-def test_calls_whose_writing_is_not_known_cannot_be_forced(shown: str) -> None:
-    reading = reading_of(tokenizer(shown), TOOLS)
+def test_calls_whose_writing_is_not_known_cannot_be_forced() -> None:
     with pytest.raises(AdaptiveError, match="not known"):
-        forced_call(reading, {}, TOOLS, several=True)
+        forced_call(reading_of(tokenizer("{{ messages }}"), TOOLS), {}, TOOLS, several=True)
+    nested = {"name": "f", "parameters": {"type": "object", "properties": {"places": {"type": "array"}}}}
+    with pytest.raises(AdaptiveError, match="'places'"):
+        forced_call(reading_of(tokenizer(FAMILIES["Gemma 4"].shown), TOOLS), {}, [{"function": nested}], several=True)
+
+
+@pytest.mark.parametrize("name", ["Hermes", "Qwen 3.5", "gpt-oss"])
+def test_a_schema_may_refer_to_what_it_defines(name: str) -> None:
+    family = FAMILIES[name]
+    place = {"type": "object", "properties": {"place": {"$ref": "#/$defs/Place"}}, "required": ["place"]}
+    defined = {**place, "$defs": {"Place": {"enum": ["Rome", "Oslo"]}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": defined}}]
+    known = tokenizer(family.shown, family.special)
+    reading = reading_of(known, tools)
+    grammar = forced_call(reading, reading.marks(known), tools, several=False)
+    assert isinstance(known.eos_token_id, int)
+    Grammars(known, len(known), frozenset([known.eos_token_id])).compile(grammar)
 
 
 def test_a_tool_without_a_name_is_refused() -> None:

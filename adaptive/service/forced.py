@@ -12,6 +12,10 @@ from adaptive.grammar import WHITESPACE, Grammar, as_json
 from adaptive.service.calls import Reading
 from adaptive.service.formats import Layout, function_of, properties_of
 
+ANY_TEXT = r"/(.|\n)*/"
+# Types whose values are written as JSON everywhere.
+BARE = ("integer", "number", "boolean", "null")
+
 
 def forced_call(reading: Reading, marks: Mapping[int, str], tools: Sequence[dict[str, Any]], several: bool) -> Grammar:
     """The grammar of an answer that is a call of one of ``tools``, or ``several`` calls. ``marks`` are special tokens.
@@ -47,9 +51,10 @@ class _Rules:
             held = self._parameters(function, arguments)
         elif layout.key:
             properties = {"name": {"const": name}, layout.key: arguments}
-            held = self._json({"type": "object", "properties": properties, "required": [*properties]}, closed=True)
+            call = {"type": "object", "properties": properties, "required": [*properties]}
+            held = self._json({**call, "additionalProperties": False}, arguments)
         else:
-            held = self._json(arguments)
+            held = self._json(arguments, arguments)
         before, after = (self.text(text.replace("{name}", name)) for text in (layout.before, layout.after))
         return self._rule(f"{before} {held} {after}")
 
@@ -61,34 +66,56 @@ class _Rules:
     def _parameters(self, function: dict[str, Any], arguments: Any) -> str:
         """One parameter after the other, those that are not required perhaps."""
         required = arguments.get("required") if isinstance(arguments, dict) else None
-        held = []
-        for key, schema in properties_of(function).items():
-            before, _, after = self._layout.parameter.replace("{key}", key).partition("{value}")
-            value = f"{self._value(schema, arguments)} {self.text(after)}"
-            if _is_text(schema) and "enum" not in schema:
-                value = self._rule(r"/(.|\n)*/", f"[suffix={json.dumps(after)}]")
-            optional = "" if isinstance(required, list) and key in required else "?"
-            held.append(f"({self.text(before)} {value}){optional}")
-        return " ".join(held)
+        needed = required if isinstance(required, list) else ()
+        held = [
+            (self._parameter(key, schema, arguments), key in needed) for key, schema in properties_of(function).items()
+        ]
+        if not self._layout.separator:
+            return " ".join(rule if always else f"{rule}?" for rule, always in held)
+        return self._separated(held)
 
-    def _value(self, schema: Any, arguments: dict[str, Any]) -> str:
-        """A parameter that is no free text: one of several texts as they are, everything else as JSON."""
-        if _is_text(schema) and isinstance(schema.get("enum"), list):
-            return "(" + " | ".join(self.text(str(text)) for text in schema["enum"]) + ")"
-        shared = {key: arguments[key] for key in ("$defs", "definitions") if key in arguments}
-        return self._json({**schema, **shared} if isinstance(schema, dict) else schema)
+    def _separated(self, held: list[tuple[str, bool]]) -> str:
+        """The same with something between every two that are there."""
+        separator = self.text(self._layout.separator)
+        first = further = ""  # from here on, where none stands before, and where one does
+        for rule, always in reversed(held):
+            begins = f"{rule} {further}"
+            if not always:
+                begins = f"({begins} | {first})" if first else f"({begins})?"
+            more = f"({separator} {rule})" + ("" if always else "?")
+            first, further = self._rule(begins), self._rule(f"{more} {further}")
+        return first
 
-    def _json(self, schema: Any, closed: bool = False) -> str:
-        if closed:
-            schema = {**schema, "additionalProperties": False}
-        known = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}} if isinstance(schema, dict) else schema
-        return self._rule(f"%json {as_json(known)}")
+    def _parameter(self, key: str, schema: Any, arguments: dict[str, Any]) -> str:
+        """The rule of one parameter with what stands around it."""
+        before, _, after = self._layout.parameter.replace("{key}", key).partition("{value}")
+        if isinstance(schema, dict) and schema.get("type") == "string":
+            before, after = before + self._layout.quote, self._layout.quote + after
+            if isinstance(schema.get("enum"), list):
+                value = "(" + " | ".join(self.text(str(text)) for text in schema["enum"]) + f") {self.text(after)}"
+            elif any(mark in after for mark in self._tokens):  # which no text has in it
+                value = f"{self._rule(ANY_TEXT)} {self.text(after)}"
+            else:
+                value = self._rule(ANY_TEXT, f"[suffix={json.dumps(after)}]")
+        elif self._layout.quote and not (isinstance(schema, dict) and schema.get("type") in BARE):
+            raise AdaptiveError(
+                f"tool_choice: no call with a parameter like {key[:64]!r} can be forced from this model, only texts, "
+                "numbers and booleans"
+            )
+        else:
+            value = f"{self._json(schema, arguments)} {self.text(after)}"
+        return self._rule(f"{self.text(before)} {value}")
+
+    def _json(self, schema: Any, around: Any) -> str:
+        """JSON by a schema that may refer to what its surroundings define."""
+        if isinstance(schema, dict):
+            shared = {
+                key: around[key] for key in ("$defs", "definitions") if isinstance(around, dict) and key in around
+            }
+            schema = {**schema, **shared, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        return self._rule(f"%json {as_json(schema)}")
 
     def _rule(self, right: str, attributes: str = "") -> str:
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {right}")
         return name
-
-
-def _is_text(schema: Any) -> bool:
-    return isinstance(schema, dict) and schema.get("type") == "string"

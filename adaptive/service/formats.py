@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 # What stands in a region: a call, what the model thinks, or what it says.
@@ -57,13 +58,15 @@ class Layout:
 
     ``before`` and ``after`` stand around what a call holds, with the name of its tool for ``{name}``. That is a JSON
     object of name and arguments under ``key``, the arguments alone where that is empty, or one ``parameter`` after
-    the other.
+    the other, with ``separator`` in between and ``quote`` around texts.
     """
 
     before: str
     after: str = ""
     key: str = ""
     parameter: str = ""
+    separator: str = ""
+    quote: str = ""
     begins: str = ""
     between: str | None = ""
     ends: str = ""
@@ -154,12 +157,12 @@ def _read_tool_call(before: str, body: str, types: Types) -> list[Call | str]:
     return _read_objects(before, body, types)
 
 
-def _read_gemma(before: str, body: str, types: Types) -> list[Call | str]:
-    """``call:name{key:value}``, with texts between marks of their own, and keys that stand bare."""
+def _read_gemma(quote: str, before: str, body: str, types: Types) -> list[Call | str]:
+    """``call:name{key:value}``, with texts between two marks ``quote``, and keys that stand bare."""
     found = re.fullmatch(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", body, re.DOTALL)
     if found is None:
         raise ValueError("no call")
-    pieces = re.split(r'<\|"\|>|<escape>', found[2])
+    pieces = found[2].split(quote)
     pieces[0::2] = [re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', piece) for piece in pieces[0::2]]
     pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
     return [called(found[1], json.loads("".join(pieces)))]
@@ -188,7 +191,6 @@ _TOOL_CALL = Format(
     (Region("call", "<tool_call>", ("</tool_call>",)),), _read_tool_call, ("<tool_call>", "</tool_call>")
 )
 _TAGS = "<function={name}>\n"
-_GEMMA = Format(read=_read_gemma)
 _MISTRAL = Format(
     (Region("call", "[TOOL_CALLS]", ("[TOOL_CALLS]",)),),
     _read_mistral,
@@ -215,18 +217,28 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
     ),
     (
         ("<|tool_call>",),  # Gemma 4
-        replace(
-            _GEMMA,
-            regions=(Region("call", "<|tool_call>", ("<tool_call|>",)),),
-            marks=("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+        Format(
+            (Region("call", "<|tool_call>", ("<tool_call|>",)),),
+            partial(_read_gemma, '<|"|>'),
+            ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+            Layout(
+                "<|tool_call>call:{name}{", "}<tool_call|>", parameter="{key}:{value}", separator=",", quote='<|"|>'
+            ),
         ),
     ),
     (
         ("<start_function_call>",),  # FunctionGemma
-        replace(
-            _GEMMA,
-            regions=(Region("call", "<start_function_call>", ("<end_function_call>",)),),
-            marks=("<start_function_call>", "<end_function_call>", "<escape>"),
+        Format(
+            (Region("call", "<start_function_call>", ("<end_function_call>",)),),
+            partial(_read_gemma, "<escape>"),
+            ("<start_function_call>", "<end_function_call>", "<escape>"),
+            Layout(
+                "<start_function_call>call:{name}{",
+                "}<end_function_call>",
+                parameter="{key}:{value}",
+                separator=",",
+                quote="<escape>",
+            ),
         ),
     ),
     (
