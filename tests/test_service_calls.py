@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from adaptive.errors import AdaptiveError
+from adaptive.service import streams
 from adaptive.service.calls import Reading
 from adaptive.service.chats import prepare, rendered
 from adaptive.service.dialects.completions import Completion
 from adaptive.service.formats import Call, format_of
 from adaptive.service.jobs import Answer, Ask, Done, Event, Job, Piece
 from adaptive.service.schemas import ChatMessage, ChatRequest
-from adaptive.service.streams import Served, chunks
-from adaptive.types import Timings
+from adaptive.types import SamplingParams, StopParams, Timings
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -53,12 +53,15 @@ def test_no_text_without_a_whole_mark_is_changed(text: str) -> None:
         assert "".join(str(part) for part in said) == text
 
 
+ASK = Ask((), SamplingParams(), StopParams(8), 1, "", None, True, False, True)
+
+
 def answer(text: str) -> Answer:
     return Answer(0, text, (5, 6), 3, "stop", (), Timings(3, 0, 0.1, 2, 0.1), None, None)
 
 
 def test_a_whole_response_and_a_stream_carry_the_same() -> None:
-    served = Served("1", 0, "pair", tokenizer("{{ messages }}"), HERMES, 3)
+    served = streams.Served("1", 0, "pair", tokenizer("{{ messages }}"), HERMES, 3)
     whole = Completion(served, chat=True, top=None, usage=False).whole([answer(TWO)])["choices"][0]
     assert whole["finish_reason"] == "tool_calls"
     assert whole["message"]["content"] == "Let me look."
@@ -70,9 +73,8 @@ def test_a_whole_response_and_a_stream_carry_the_same() -> None:
             events.put_nowait(Piece(0, TWO[at : at + 5]))
         events.put_nowait(answer(TWO))
         events.put_nowait(Done())
-        ask: Any = Ask((), None, None, 1, "", None, True, False, True)  # type: ignore[arg-type]
         writer = Completion(served, chat=True, top=None, usage=False)
-        lines = [line async for line in chunks(Job(ask, events.put_nowait), events, writer)]
+        lines = [line async for line in streams.chunks(Job(ASK, events.put_nowait), events, writer)]
         assert lines[-1] == "data: [DONE]\n\n"
         return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
 
@@ -84,6 +86,35 @@ def test_a_whole_response_and_a_stream_carry_the_same() -> None:
     assert [call["index"] for call in calls] == [0, 1]
     assert [call["function"] for call in calls] == [call["function"] for call in whole["message"]["tool_calls"]]
     assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_stream_says_so_while_a_long_call_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "PING_S", 0.05)
+    tool = {"type": "function", "function": {"name": "write"}}
+    served = streams.Served("x", 0, "m", tokenizer("{{ messages }}"), Reading(format_of("<tool_call>"), (tool,)), 3)
+
+    async def read() -> list[str]:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        asking = Job(ASK, events.put_nowait)
+        lines = streams.chunks(asking, events, Completion(served, chat=True, top=None, usage=False))
+
+        async def decode() -> None:
+            events.put_nowait(Piece(0, 'Look. <tool_call>{"name": "write", "arguments": {"text": "'))
+            for _ in range(20):
+                await asyncio.sleep(0.02)  # never silent for long, and nothing to tell
+                events.put_nowait(Piece(0, "x"))
+            events.put_nowait(Piece(0, '"}}</tool_call>'))
+            events.put_nowait(Done())
+
+        decoding = asyncio.create_task(decode())
+        said = [line async for line in lines]
+        await decoding
+        return said
+
+    said = asyncio.run(read())
+    told = next(place for place, line in enumerate(said) if "Look." in line)
+    called = next(place for place, line in enumerate(said) if "tool_calls" in line)
+    assert streams.PING in said[told:called]
 
 
 def test_arguments_of_earlier_calls_reach_the_template_as_an_object() -> None:

@@ -101,7 +101,7 @@ def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]
         said.setdefault("reasoning_effort", effort if known.loose else HARMONY_EFFORT.get(effort, effort))
     elif effort is not None and _mentions(template, "enable_thinking"):
         said.setdefault("enable_thinking", effort not in NO_EFFORT)
-    if body.constrained() is not None and _mentions(template, "enable_thinking"):
+    if (body.constrained() is not None or body.must_call()) and _mentions(template, "enable_thinking"):
         said.setdefault("enable_thinking", False)  # the answer begins with what it has to keep to
     return said
 

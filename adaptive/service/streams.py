@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from adaptive.service.calls import Reading
 from adaptive.service.jobs import Answer, Event, Failed, Job, Piece
 
-# Seconds of silence, in the queue or over a long prompt, after which a comment is sent: proxies and clients give a
-# connection up that says nothing for half a minute.
+# Seconds of silence, in the queue, over a long prompt or within a long call of a tool, after which a comment is sent:
+# proxies and clients give a connection up that says nothing for half a minute.
 PING_S = 15.0
 PING = ": ping\n\n"
 
@@ -68,12 +69,14 @@ async def chunks(job: Job, events: asyncio.Queue[Event], writer: Writer) -> Asyn
     try:
         for line in writer.begin():
             yield line
+        spoke = time.monotonic()
         while True:
             waiting = asyncio.create_task(events.get())
             while not waiting.done():
-                await asyncio.wait({waiting}, timeout=PING_S)
-                if not waiting.done():
+                await asyncio.wait({waiting}, timeout=max(0.0, spoke + PING_S - time.monotonic()))
+                if time.monotonic() - spoke >= PING_S:
                     yield PING
+                    spoke = time.monotonic()
             got = waiting.result()
             if isinstance(got, Piece):
                 lines = writer.piece(got)
@@ -84,6 +87,7 @@ async def chunks(job: Job, events: asyncio.Queue[Event], writer: Writer) -> Asyn
                 lines = writer.failed(got) if isinstance(got, Failed) else writer.end(answers)
             for line in lines:
                 yield line
+                spoke = time.monotonic()
             if not isinstance(got, Piece | Answer):
                 return
     finally:
