@@ -7,8 +7,13 @@ the end of the input means that the server is no more. From its standard output:
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+from adaptive import isolated
 
 BUSY, IDLE, STOP = "busy", "idle", "stop"
 
@@ -64,3 +69,18 @@ class Report:
     def of(cls, line: str) -> Report:
         """The inverse of ``line``. Raises ValueError or TypeError for anything else."""
         return cls(**json.loads(line))
+
+
+def start_worker(errors: Path) -> subprocess.Popen[str]:
+    """The training process, which waits for its ``Order``; what it writes to its standard error goes to a file."""
+    with errors.open("w") as stream:
+        return subprocess.Popen(
+            isolated.command("trainers.worker"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # ctrl-C is for us, and we tell it
+        )

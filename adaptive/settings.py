@@ -104,6 +104,10 @@ class Settings(BaseSettings):
         """A variable of the environment has one origin after another, with commas between them."""
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
+    def for_worker(self) -> dict[str, Any]:
+        """What the training process is told, as plain JSON values: all but keys."""
+        return self.model_dump(mode="json", exclude={"api_key", "api_key_file"})
+
     @property
     def state_dir(self) -> Path:
         """The folder that holds one folder a pair."""

@@ -16,10 +16,10 @@ from cli.options import shared_options
 from cli.other import OtherDraft, OtherTarget
 
 if TYPE_CHECKING:
+    from adaptive.opened import OpenedPair
     from adaptive.pair import Pair
     from adaptive.settings import Settings
     from cli.contenders import Contender, Row
-    from cli.opened import OpenedPair
     from cli.prompts import PromptLine
 
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from adaptive.assistant import Assistant
     from adaptive.control.costs import CostTable
+    from adaptive.opened import OpenedPair
     from adaptive.pair import Pair
     from adaptive.settings import Settings
     from adaptive.types import SamplingParams
-    from cli.opened import OpenedPair
     from cli.prompts import PromptLine
     from trainers.dataset import Example
 

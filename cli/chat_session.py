@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from adaptive.decoding.loop import Step
+    from adaptive.opened import OpenedPair
     from adaptive.service.trainer import Trainer
     from adaptive.settings import Settings
     from adaptive.types import Message
     from cli.chat_display import Display
     from cli.chat_input import Keyboard
-    from cli.opened import OpenedPair
     from cli.talk import Talk
 
 # Of the context, what the conversation may take after its oldest turns were forgotten: the rest is for what comes.

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from adaptive.assistant import Assistant
     from adaptive.control.policy import LengthPolicy
     from adaptive.decoding.loop import Decoding
+    from adaptive.opened import OpenedPair
     from adaptive.settings import Settings
     from adaptive.types import Round
-    from cli.opened import OpenedPair
     from cli.prompts import PromptLine
 
 # The kind of text that the bundled draft has never seen (the target has); see checkpoints/bundled/README.md.

@@ -10,9 +10,9 @@ from adaptive.errors import AdaptiveError
 from cli.options import PAIR, as_typed
 
 if TYPE_CHECKING:
+    from adaptive.opened import OpenedPair
     from adaptive.pair import Pair
     from adaptive.settings import Settings
-    from cli.opened import OpenedPair
 
 OTHER = "Another engine"
 OtherTarget = Annotated[

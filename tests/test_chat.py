@@ -18,6 +18,7 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 from adaptive.errors import AdaptiveError
+from adaptive.opened import OpenedPair
 from adaptive.records.erase import erase_beside
 from adaptive.service.trainer import Trainer
 from adaptive.settings import load_settings
@@ -26,7 +27,7 @@ from cli.chat import converse
 from cli.chat_display import MarkdownDisplay, as_markdown, last_block
 from cli.chat_input import Keyboard, is_command
 from cli.chat_session import Chat
-from cli.opened import OpenedPair, open_pair
+from cli.opened import open_pair
 from cli.talk import Talk
 
 MARKDOWN = """# Fruits

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 from adaptive.caches import Conversations
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.protocol import Engine
+from adaptive.opened import OpenedPair
 from adaptive.records.log import Log
 from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
-from cli.opened import OpenedPair, open_pair
+from cli.opened import open_pair
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 SYSTEM = Message("system", "You are a patient teacher of small children, and you answer in short sentences. " * 6)

@@ -11,10 +11,11 @@ from conftest import BUNDLED
 from rich.console import Console
 
 from adaptive.control.policy import FixedLength
+from adaptive.opened import OpenedPair
 from adaptive.pair import load_draft_for_training
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
-from cli.opened import OpenedPair, open_pair
+from cli.opened import open_pair
 from cli.prompts import PromptLine, read_prompts
 from trainers.recipe import Recipe
 from trainers.run import distill

@@ -26,11 +26,12 @@ from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.protocol import sequences
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Constraint, Grammar, Grammars, json_schema, notation
+from adaptive.opened import OpenedPair
 from adaptive.records.log import Log
 from adaptive.sampling import LogitsProcessor, transform_logits
 from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
-from cli.opened import OpenedPair, open_pair
+from cli.opened import open_pair
 from trainers.dataset import examples, read_log
 
 PERSON = json_schema(

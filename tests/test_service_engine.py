@@ -16,6 +16,7 @@ import pytest
 from conftest import BUNDLED, save_model_that_says
 from rich.console import Console
 
+from adaptive.opened import OpenedPair
 from adaptive.pair import load_tokenizer
 from adaptive.service import streams
 from adaptive.service.calls import Part, Reading
@@ -28,7 +29,7 @@ from adaptive.service.metrics import Metrics
 from adaptive.service.schemas import ChatRequest
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
-from cli.opened import OpenedPair, open_pair
+from cli.opened import open_pair
 
 GREEDY = SamplingParams(temperature=0.0)
 

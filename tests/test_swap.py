@@ -16,12 +16,13 @@ from adaptive import swapper
 from adaptive.control.policy import FixedLength
 from adaptive.decoding import loop
 from adaptive.errors import AdaptiveError
+from adaptive.opened import OpenedPair
 from adaptive.records.log import Log
 from adaptive.service.trainer import Trainer
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
 from cli.chat_session import Chat
-from cli.opened import OpenedPair, open_pair
+from cli.opened import open_pair
 
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 LONG = StopParams(160, ignore_eos=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import subprocess
 import threading
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from adaptive import isolated
 from adaptive.control.costs import CostTable
 from adaptive.control.memory import last_costs
 from adaptive.devices import free_bytes
@@ -25,7 +23,7 @@ from adaptive.engines.head.parts import parts_bytes
 from adaptive.errors import AdaptiveError
 from adaptive.hub import resolved
 from adaptive.pair import grows_on, sources, trained_draft
-from adaptive.pipe import BUSY, IDLE, LAST, STOP, Order, Report
+from adaptive.pipe import BUSY, IDLE, LAST, STOP, Order, Report, start_worker
 from adaptive.records.log import Log
 from adaptive.records.stats import count_rounds
 from adaptive.service.doubts import Doubts
@@ -238,18 +236,7 @@ class Trainer:
 
     def _begin(self) -> None:
         """Start a worker. Its standard error goes to ``trainer.log``, anew each run."""
-        settings = self.settings.model_dump(mode="json", exclude={"api_key", "api_key_file"})
-        with (self.state.root / "trainer.log").open("w") as errors:
-            process = subprocess.Popen(
-                isolated.command("trainers.worker"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                encoding="utf-8",
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # ctrl-C is for us, and we tell it
-            )
+        settings, process = self.settings.for_worker(), start_worker(self.state.root / "trainer.log")
         self._read_until = self._newest
         doubted = self._doubts.adapter if self._must_reconsider() else None
         self._reconsidering = doubted is not None

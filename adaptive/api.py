@@ -1,0 +1,201 @@
+"""For Python programs: a pair that answers and learns, in one object.
+
+    from adaptive import Assistant
+
+    with Assistant(target="models/big", draft="models/small") as assistant:
+        print(assistant.ask("What is 17 * 23?"))
+        for piece in assistant.stream("And why?"):
+            print(piece, end="", flush=True)
+        print(assistant.distil().message)
+        print(assistant.stats().sentence)
+
+It shares settings, log, adapters and what the controller remembers with the command line, and is as little for
+several threads at once as a pair is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from adaptive.assistant import sampling_params
+from adaptive.control.memory import current_costs
+from adaptive.errors import AdaptiveError
+from adaptive.grammar import Grammar
+from adaptive.hub import resolved
+from adaptive.opened import opened
+from adaptive.pair import load_pair
+from adaptive.pipe import IDLE, LAST, Order, Report, start_worker
+from adaptive.records.stats import count_rounds, stats_of_counts, tokens_per_round
+from adaptive.service.trainer import background
+from adaptive.settings import load_settings
+from adaptive.speculation import speculation
+from adaptive.types import Message, SamplingParams, StopParams
+
+# A question, or a conversation whose last message is one: ``{"role": ..., "content": ...}``, or ``Message``.
+Asked: TypeAlias = str | Sequence[Message | Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How the last answer was decoded. ``tokens_per_round`` counts all rounds, ``acceptance`` drafted tokens only;
+    both are None before the first answer, and ``acceptance`` where nothing was drafted. ``sentence`` says what decoding
+    did and why, ``adapter`` is the id of the draft's adapter in use."""
+
+    tokens: int
+    tokens_per_second: float
+    tokens_per_round: float | None
+    acceptance: float | None
+    adapter: str | None
+    sentence: str
+
+
+class Assistant:
+    """A target and its draft, loaded. Close it, or use it as a context manager: what was said is in the log then."""
+
+    def __init__(
+        self,
+        target: str | Path | None = None,
+        draft: str | Path | None = None,
+        *,
+        learn: bool = False,
+        config: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load a pair: model folders, hub ids or GGUF files; the bundled pair where neither is named, a head that is
+        grown where only a target is. ``settings`` as in docs/settings.md (``home``, ``dtype``, ``temperature``,
+        ``record``, ...); ``config`` is a TOML file of them. With ``learn`` a process beside this one trains the draft
+        while nothing is asked, and its better drafts come into use, as in ``adaptive chat``.
+
+        Raises AdaptiveError for what cannot be loaded.
+        """
+        named = {"target": target, "draft": draft}
+        given = {name: str(value) for name, value in named.items() if value is not None} | settings
+        self.settings = load_settings(given, None if config is None else Path(config))
+        with contextlib.ExitStack() as stack:
+            self._opened = stack.enter_context(opened(self.settings, load_pair(self.settings)))
+            self._assistant = self._opened.assistant
+            self._assistant.between_rounds = self._opened.swapper.between_rounds
+            self._sampling = sampling_params(self.settings, self._opened.pair)
+            self._trainer = None
+            if learn:
+                self._trainer = stack.enter_context(background(self.settings, self._opened.state))
+                self._trainer.costs = lambda: current_costs(self._assistant.policy, self._opened.state.controller)
+                self._trainer.idle()
+            self._closing = stack.pop_all()
+
+    def ask(self, prompt: Asked, **options: Any) -> str:
+        """The answer to a question or a conversation. ``options`` as of ``stream``."""
+        return "".join(self.stream(prompt, **options))
+
+    def stream(
+        self,
+        prompt: Asked,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        json_schema: Mapping[str, Any] | None = None,
+        session: str | None = None,
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """The answer in pieces of text, as they come. Whoever stops reading ends it.
+
+        ``sampling`` are fields of ``SamplingParams`` (``temperature``, ``top_p``, ``seed``, ...), by default as the
+        settings or the checkpoint say. With a ``json_schema`` the answer is JSON that keeps to it. ``session`` names
+        the conversation in the log. Raises AdaptiveError for what cannot be answered.
+        """
+        params = _changed(self._sampling, sampling)
+        limits = StopParams(max_new_tokens or self.settings.max_new_tokens, tuple(stop))
+        grammar = None if json_schema is None else Grammar("json_schema", json.dumps(json_schema))
+        messages = _messages(prompt)
+        answered = False
+        if self._trainer is not None:
+            self._trainer.busy()
+        try:
+            self._opened.swapper.use_promoted()
+            steps = self._assistant.chat(messages, params, limits, session=session, grammar=grammar)
+            with contextlib.closing(steps):  # type: ignore[type-var]
+                for step in steps:
+                    answered = True
+                    if step.text:
+                        yield step.text
+        finally:
+            if self._trainer is not None:
+                for adapter, rounds in self._assistant.rounds_by_adapter if answered else ():
+                    self._trainer.answered(adapter, rounds)
+                self._trainer.idle()
+
+    def stats(self) -> Stats:
+        """How the last answer was decoded."""
+        last, said = self._assistant.last, speculation(self._assistant)
+        counts = () if last is None else count_rounds(last.rounds)
+        figures = stats_of_counts(counts)
+        return Stats(
+            tokens=0 if last is None else len(last.output),
+            tokens_per_second=0.0 if last is None else last.timings.per_second,
+            tokens_per_round=tokens_per_round(counts),
+            acceptance=figures.draft_acceptance_rate if figures.num_draft_tokens else None,
+            adapter=self._assistant.adapter,
+            sentence=said.sentence,
+        )
+
+    def distil(self, on_progress: Callable[[Report], None] = lambda report: None) -> Report:
+        """Train the draft on what was said so far, in another process; a better one is in use when this returns.
+
+        The last report says what came of it: its ``stage`` is ``done`` (``promoted`` or not), ``refused`` with the
+        reason in ``message`` (too few answers yet), ``taken`` where another process trains this pair, or ``memory``.
+        Raises AdaptiveError where nothing is logged, or the training process fails.
+        """
+        if self._assistant.log is None:
+            raise AdaptiveError("nothing is logged (record is off), so that there is nothing to learn from")
+        self._assistant.log.flush()
+        state, report = self._opened.state, None
+        order = Order(self.settings.for_worker(), str(state.root), False, None, resolved())
+        with start_worker(state.root / "trainer.log") as worker:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            try:
+                worker.stdin.write(f"{order.line()}{IDLE}\n")
+                worker.stdin.flush()
+                for line in worker.stdout:
+                    report = Report.of(line)
+                    on_progress(report)
+            finally:
+                worker.stdin.close()  # which ends it, where this is interrupted
+        if report is None or report.stage not in LAST:
+            raise AdaptiveError(f"the training process failed; {state.root / 'trainer.log'} says why")
+        self._opened.swapper.use_promoted()
+        return report
+
+    def close(self) -> None:
+        """Write what is not in the log yet, and what the controller learned; nothing can be asked after that."""
+        self._closing.close()
+
+    def __enter__(self) -> Assistant:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _messages(prompt: Asked) -> list[Message]:
+    if isinstance(prompt, str):
+        return [Message("user", prompt)]
+    try:
+        return [m if isinstance(m, Message) else Message(m["role"], m["content"]) for m in prompt]
+    except (KeyError, TypeError) as error:
+        raise AdaptiveError("a message is a mapping with role and content") from error
+
+
+def _changed(sampling: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
+    unknown = sorted(set(changes) - (set(SamplingParams.__dataclass_fields__) - {"constrained"}))
+    if unknown:
+        raise AdaptiveError(f"{unknown[0]} is no option of an answer")
+    return replace(sampling, **changes)

@@ -1,0 +1,105 @@
+"""A pair at work: models, log, the adapter in use and what the controller remembers, wired together.
+
+In: settings and the loaded pair. Out: an ``OpenedPair``, ready to answer; what was said is in the log when it is
+closed. Every front end goes through here: the command line, the server, and ``adaptive.Assistant`` for Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from adaptive.assistant import Assistant, length_policy, sampling_params
+from adaptive.control.memory import keeping
+from adaptive.control.policy import FixedLength
+from adaptive.drafting.archive import Archive, History
+from adaptive.measure import attentive_on
+from adaptive.pair import Pair
+from adaptive.records.features import spool_of
+from adaptive.records.retention import Keep
+from adaptive.records.writer import LogWriter
+from adaptive.settings import Settings
+from adaptive.state import PairState, open_state
+from adaptive.swapper import Swapper
+from adaptive.upkeep import Upkeep, last_memory
+from checkpoints.store import AdapterStore
+
+logger = logging.getLogger("adaptive")
+
+
+@dataclass(frozen=True)
+class OpenedPair:
+    """An assistant ready to answer, where its pair's state lives, what brings promoted adapters into use, and what
+    keeps the controller's costs true."""
+
+    assistant: Assistant
+    pair: Pair
+    state: PairState
+    store: AdapterStore
+    swapper: Swapper
+    upkeep: Upkeep
+
+
+def _log_warning(text: str) -> None:
+    logger.warning("%s", text)
+
+
+@contextlib.contextmanager
+def opened(
+    settings: Settings,
+    pair: Pair,
+    cache_bytes: int = 0,
+    warn: Callable[[str], None] = _log_warning,
+    measuring: AbstractContextManager[object] | None = None,
+) -> Iterator[OpenedPair]:
+    """Everything that is needed to answer with a loaded ``pair``; what was said is in the log when it ends.
+
+    ``cache_bytes`` as in ``Assistant``. ``warn`` is told what is wrong, in a line each; ``measuring`` is entered while
+    costs are measured, which happens once for a pair and a machine.
+    """
+    state = open_state(settings.state_dir, pair.identity.id)
+    memory = last_memory(state.controller, pair)
+    policy = length_policy(settings, memory, attentive_on(pair))
+    store = AdapterStore(state.adapters)
+    keep = Keep(settings.keep_days, settings.keep_gb)
+    spool, after = spool_of(state, settings.feature_gb), store.last_record()
+    log = LogWriter(state.records, after=after, keep=keep, spool=spool) if settings.record else None
+    archive = None
+    if settings.history == "auto" and log is not None:
+        archive = Archive(state.records, pair.target.vocab_size)
+        log.on_stored = archive.poke
+        archive.start()
+    history = None if settings.history == "off" else History(archive, memory.matches)
+    assistant = Assistant(pair, FixedLength(0), log, cache_bytes, history)
+    swapper = Swapper(assistant, store, pair.identity.base, lambda said: warn(f"adapter: {said}"))
+    try:
+        swapper.use_promoted()
+        # Only now does the policy come in: what it remembers is in doubt only if the adapter is another one.
+        assistant.policy = policy
+        if assistant.adapter != memory.adapter:
+            policy.swapped(swapper.expected)
+        with keeping(state.controller) as mine:
+            with measuring or nullcontext():  # where nothing is known of it
+                upkeep = Upkeep(pair, policy, memory, sampling_params(settings, pair))
+            try:
+                yield OpenedPair(assistant, pair, state, store, swapper, upkeep)
+            finally:
+                if mine:
+                    _save(upkeep, state, assistant.adapter, warn)
+    finally:
+        if archive is not None:
+            archive.close()
+        if log is not None:
+            log.close()
+            if log.problem:
+                warn(f"log: {log.problem}")
+
+
+def _save(upkeep: Upkeep, state: PairState, adapter: str | None, warn: Callable[[str], None]) -> None:
+    try:
+        upkeep.save(state.controller, adapter)
+    except OSError as error:
+        warn(f"{state.controller} cannot be written ({error.strerror}); costs are measured anew next time")
