@@ -128,6 +128,16 @@ def test_passes_that_disagree_are_found_when_a_model_is_loaded(tmp_path: Path, m
     assert Greedy(engine, engine, 4).say(prompt, TOKENS) == alone(model, prompt, TOKENS)
 
 
+@pytest.mark.parametrize("model_type", ["rwkv", "minimax", "zamba"])
+def test_whatever_keeps_its_past_in_its_own_way_decodes_plainly(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type)
+    model.save_pretrained(tmp_path)
+    engine = loaded(tmp_path)
+    assert engine.undraftable is not None
+    prompt = prompt_of(20)
+    assert Greedy(engine, engine, 4).say(prompt, 8) == alone(model, prompt, 8)
+
+
 def several_kinds(text_type: str, model_type: str, **small: Any) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
@@ -183,6 +193,10 @@ def test_routers_and_layers_that_peft_forbids_get_no_adapter() -> None:
     assert not [name for name in names if name.endswith("router")]
     ids = torch.tensor([prompt_of(12)])
     attach(llama4, Recipe(rank=4))(input_ids=ids, labels=ids).loss.backward()
+    names = linear_names(tiny_model("qwen3_next", num_hidden_layers=1, layer_types=["full_attention"]))
+    assert names
+    assert not [name for name in names if name.endswith(("gate_proj", "up_proj"))]  # PEFT takes them for the experts'
+    assert linear_names(tiny_model("falcon", n_layer=1))  # linear layers of its own class
     falcon = tiny_model("falcon_h1")
     names = linear_names(falcon)
     assert any(name.endswith("in_proj") for name in names)

@@ -45,19 +45,26 @@ def default_learning_rate(width: int) -> float:
 
 # Models whose kernels take this layer's weight and not the layer, so that PEFT forbids to adapt it.
 TAKES_WEIGHT = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+# Names of an expert's layers before transformers kept all experts in one parameter. Of a model with such a parameter
+# PEFT takes them for it, also where they name a dense layer, and adapts what a merge here cannot express.
+EXPERT_LAYERS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 def linear_names(draft: PreTrainedModel) -> list[str]:
     """Full names of the layers that get an adapter: every linear layer (Conv1D included) but the output embeddings, and
-    what PEFT forbids. A router that is a kind of linear layer with a forward of its own is none."""
+    what PEFT forbids. Of a mixture none beside attention whose name an expert's layer could have. A router that is a
+    kind of linear layer gives more than one result, and is none."""
     head = draft.get_output_embeddings()
-    forbidden = ".out_proj" if draft.config.model_type in TAKES_WEIGHT else None
+    left_out = {"out_proj"} if draft.config.model_type in TAKES_WEIGHT else set()
+    if any(name.endswith("experts.gate_up_proj") for name, _ in draft.named_parameters()):
+        left_out |= EXPERT_LAYERS
     return [
         name
         for name, module in draft.named_modules()
-        if type(module) in (torch.nn.Linear, Conv1D)
+        if isinstance(module, (torch.nn.Linear, Conv1D))
+        and not type(module).__name__.endswith("Router")
         and module is not head
-        and not (forbidden is not None and name.endswith(forbidden))
+        and name.rpartition(".")[2] not in left_out
     ]
 
 

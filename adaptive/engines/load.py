@@ -217,8 +217,7 @@ def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[
         engine = TransformersEngine(load_model(plain, settings, chosen.device, chosen.dtype), int8=chosen.int8)
         if engine.cpu_forward is None and source.quantize != chosen.quantize:  # no memory for our own
             engine = TransformersEngine(load_model(source, settings, chosen.device, chosen.dtype))
-    if engine.recurrent or settings.trust_remote_code:
-        engine.check()
+    engine.check()
     if engine.undraftable is not None:
         logger.warning("%s decodes plainly: it %s", source.id, engine.undraftable)
     if chosen.forward is Forward.CUDA_GRAPHS:

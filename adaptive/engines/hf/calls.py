@@ -151,7 +151,8 @@ def _scan_chunks(state: State, function: Function, given: Given, siblings: dict[
     if given["initial_states"] is not None:
         least = max(FEW, 1 << (_PASS.count - 1).bit_length())
         given = given.but(chunk_size=min(given["chunk_size"], least))
-        if _PASS.verifies and given["dt_limit"] is not None:  # single steps have no such limit in transformers
+        # Single steps have no such limit in transformers; a prompt has, which comes in longer passes.
+        if (_PASS.verifies or _PASS.count < FEW) and given["dt_limit"] is not None:
             given = given.but(dt_limit=(0.0, float("inf")))
 
     def run(before: torch.Tensor | None, given: Given) -> torch.Tensor:

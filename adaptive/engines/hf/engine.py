@@ -17,7 +17,7 @@ from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.calls import recurrent_pass, watch
 from adaptive.engines.hf.features import final_norm
 from adaptive.engines.hf.graphs import SIZES, RecordedPasses
-from adaptive.engines.hf.guard import disagreement
+from adaptive.engines.hf.guard import disagreement, unused_cache
 from adaptive.engines.hf.kinds import Kinds
 from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.engines.hf.plain import PlainSequence
@@ -196,9 +196,13 @@ class TransformersEngine:
         return None if self.cpu_forward is None else self.cpu_forward.threads
 
     def check(self) -> None:
-        """Try whether the model's own passes agree with each other; where they do not, ``undraftable`` says so."""
+        """Try whether the model's own forward uses our cache, and where it is not known to be of attention alone,
+        whether its passes agree with each other; where that is not so, ``undraftable`` says why."""
         if self.cpu_forward is None and self.undraftable is None:
-            self.undraftable = disagreement(self, self.model.dtype, self.quantised)
+            self.undraftable = unused_cache(self)
+            own = type(self.model).__module__.startswith("transformers.models.")
+            if self.undraftable is None and (self.recurrent or not own):
+                self.undraftable = disagreement(self, self.model.dtype, self.quantised)
         self._give_no_features()
 
     def _give_no_features(self) -> None:

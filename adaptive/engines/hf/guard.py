@@ -21,6 +21,17 @@ NEAR_HALF = 0.1
 
 
 @torch.inference_mode()
+def unused_cache(engine: Engine) -> str | None:
+    """Why the cache is none that this engine's model keeps its past in, in words that follow its name; or None."""
+    try:
+        sequence = engine.sequence()
+        sequence.extend([1, 2, 3], 1)
+    except Exception as error:  # whatever the model's own code says
+        return f"does not take the cache that it is given ({first_line(error)})"
+    return None if sequence.length == 3 else "keeps its past in another way than the cache that it is given"
+
+
+@torch.inference_mode()
 def disagreement(engine: Engine, dtype: torch.dtype, quantised: bool) -> str | None:
     """Why passes over several tokens of this engine are not to be used, in words that follow a model's name; or None.
     ``dtype`` is that of what it computes, from weights that may be ``quantised``."""

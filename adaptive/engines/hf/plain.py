@@ -1,7 +1,8 @@
 """A text in the cache that transformers makes for a model itself: for models whose passes cannot be taken back here.
 
 Every pass is one that transformers' own ``generate`` makes: the prompt at once, then token after token. What was fed
-stays; going back means to compute the text anew, and so does every token of a model that gives no cache.
+stays; going back means to compute the text anew, and so does every token of a model that gives no cache, or one that
+does not know its length.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class PlainSequence:
         model: Any = self.model
         output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=self._config, **given)
         cache = output.get(self.cache_name)
-        self._tokens, self._cache = whole, cache if isinstance(cache, Cache) else None
+        self._tokens, self._cache = whole, cache if _holds(cache, len(whole)) else None
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -78,6 +79,14 @@ class PlainSequence:
     def copy_prefix(self, other: Sequence, length: int) -> None:
         """Nothing can be copied: it is computed anew."""
         self.rollback(0)
+
+
+def _holds(cache: Any, length: int) -> bool:
+    """Whether ``generate`` goes on from this cache after so many tokens: it feeds what the cache says it lacks."""
+    try:
+        return isinstance(cache, Cache) and cache.get_seq_length() == length
+    except ValueError:  # a cache that counts none
+        return False
 
 
 def _tensors(thing: Any, deep: int = 0) -> list[torch.Tensor]:

@@ -109,7 +109,7 @@ class State:
         elif self.length - self._marks[-1].length >= MARK_EVERY:
             self._marks = [self._marks[-1], self._mark()]
         self._trim()
-        self._keeps = count <= KEPT_INPUTS
+        self._pending, self._keeps = None, count <= KEPT_INPUTS
 
     def _trim(self) -> None:
         """Forget what was before the first mark."""
@@ -124,6 +124,8 @@ class State:
 
     def call(self, call: Call) -> None:
         """``call`` computes the next state from this one."""
+        if self._pending is not None:
+            raise NotImplementedError("a recurrent state that is updated in parts")
         self._pending = call
 
     def own(self) -> torch.Tensor:
