@@ -246,6 +246,16 @@ def test_what_a_response_cannot_be_is_refused(client: openai.OpenAI, fields: dic
         client.responses.retrieve("resp_1")
 
 
+def test_half_a_character_that_is_told_again_does_no_harm(dialects: Server) -> None:
+    body = '{"input": "Hello", "max_output_tokens": 2, "text": {"format": {"type": "text", "name": "\\ud83d"}}%s}'
+    headers = {"content-type": "application/json"}
+    with dialects.http() as http:
+        for more in ("", ', "stream": true', ', "user": "\\ud83d"'):
+            answer = http.post("/v1/responses", content=(body % more).encode(), headers=headers)
+            assert answer.status_code == 200, answer.text
+            assert '"name": "?"' in answer.text
+
+
 def test_what_is_not_to_be_stored_is_not_in_the_log(client: openai.OpenAI, dialects: Server) -> None:
     from adaptive.records.log import Log
 

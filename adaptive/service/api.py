@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from transformers import PreTrainedTokenizerBase
 
 from adaptive.assistant import sampling_params
@@ -26,7 +26,7 @@ from adaptive.service.errors import error_response
 from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, Prompt
 from adaptive.service.metrics import Metrics
 from adaptive.service.schemas import ChatRequest, Common, CompletionRequest
-from adaptive.service.streams import Served, Writer, chunks
+from adaptive.service.streams import Served, Writer, chunks, written
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings, model_name
 
@@ -148,7 +148,7 @@ class Api:
                 if isinstance(got, Answer):
                     answers.append(got)
                 if isinstance(got, Done):
-                    return JSONResponse(writer.whole(answers))
+                    return Response(written(writer.whole(answers)), media_type="application/json")
         finally:
             gone.cancel()
             job.cancel()

@@ -99,4 +99,9 @@ async def chunks(job: Job, events: asyncio.Queue[Event], writer: Writer) -> Asyn
 def data_line(body: dict[str, Any], event: str | None = None) -> str:
     """One server-sent event, with a name where the dialect gives them names."""
     named = "" if event is None else f"event: {event}\n"
-    return f"{named}data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return f"{named}data: {written(body)}\n\n"
+
+
+def written(body: dict[str, Any]) -> str:
+    """A body as JSON, in which half a character that a client sent and is told again is a question mark."""
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace").decode("utf-8")
