@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,12 @@ from adaptive.service import streams
 from adaptive.service.calls import Reading
 from adaptive.service.chats import prepare, rendered
 from adaptive.service.dialects.completions import Completion
+from adaptive.service.dialects.llama_server import LlamaCompletion
+from adaptive.service.dialects.messages import MessagesRequest
+from adaptive.service.dialects.responses import ResponsesRequest
 from adaptive.service.formats import Call, format_of
 from adaptive.service.jobs import Answer, Ask, Done, Event, Job, Piece
-from adaptive.service.schemas import ChatMessage, ChatRequest
+from adaptive.service.schemas import ChatMessage, ChatRequest, RequestBody
 from adaptive.types import SamplingParams, StopParams, Timings
 
 TOOLS: list[dict[str, Any]] = [
@@ -149,6 +153,12 @@ def test_the_developer_is_the_system_where_a_template_does_not_know_better() -> 
     assert rendered(asked, tokenizer(ROLES)) == "[system]Be brief.[user]Hello"
     knows = tokenizer("{# developer #}" + ROLES)
     assert rendered(asked, knows) == "[developer]Be brief.[user]Hello"
+
+
+@pytest.mark.parametrize("asked", [ChatRequest, LlamaCompletion, MessagesRequest, ResponsesRequest])
+def test_what_is_passed_over_stands_in_the_page(asked: type[RequestBody]) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "service.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(asked.passed_over) if f"`{name}`" not in page] == []
 
 
 THINKS = ROLES + "{% if enable_thinking is defined %}({{ enable_thinking }}){% endif %}"
