@@ -11,6 +11,7 @@ import typer
 from cli.options import shared_options
 
 if TYPE_CHECKING:
+    from adaptive.opened import OpenedPair
     from adaptive.settings import Settings
 
 SERVER = "Server"
@@ -80,7 +81,7 @@ def serve(
     from adaptive.pair import pair_identity
     from adaptive.service import server
     from adaptive.state import open_state
-    from cli.opened import OpenedPair, open_pair
+    from cli.opened import open_pair
 
     settings = server.with_key(settings)
     state = open_state(settings.state_dir, pair_identity(settings).id)
