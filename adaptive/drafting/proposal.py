@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,15 +10,43 @@ from adaptive.tokens import Distributions, Ids, as_tensor
 
 
 class Proposal(NamedTuple):
-    """K drafted tokens, a chain, and the very distributions they were drawn from, over the draft's vocabulary.
+    """K drafted tokens, a chain or a tree, and the very distributions they were drawn from, over the draft's
+    vocabulary.
 
     ``probs`` is None where nothing was drawn: the likeliest tokens, or those of a drafter without chance. Where the
     target samples, such a token is verified as drawn from a point mass. ``drafter`` says who drafted.
+
+    In a tree, token i follows token ``parents[i]``, which comes before it, or for -1 the last committed one. ``tokens``
+    are then listed, and ``probs`` are too: token i's is the distribution after its parent, from which those that were
+    drawn there come in their order and without replacement, or None where it was not drawn. A chain has no ``parents``.
     """
 
     drafter: str
     tokens: Ids
     probs: Distributions | None
+    parents: list[int] | None = None
+
+    def first_path(self) -> Proposal:
+        """Of a tree the chain of the first token that follows each, for who verifies chains only. It is a proposal as
+        exact as the tree: the first was drawn from the distribution itself."""
+        if self.parents is None:
+            return self
+        path = [-1]
+        while path[-1] in self.parents:
+            path.append(self.parents.index(path[-1]))
+        nodes = path[1:]
+        tokens: list[int] = [self.tokens[node] for node in nodes]  # type: ignore[misc]
+        probs: list[Any] = [] if self.probs is None else [self.probs[node] for node in nodes]
+        vocab = max((len(row) for row in probs if row is not None), default=0)
+        if not vocab:
+            return Proposal(self.drafter, tokens, None)
+        masses = point_masses(tokens, max(vocab, *(token + 1 for token in tokens)))
+        rows = [masses[i] if row is None else _wide(torch.as_tensor(row), masses) for i, row in enumerate(probs)]
+        return Proposal(self.drafter, tokens, torch.stack(rows))
+
+
+def _wide(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(row.float(), (0, like.shape[1] - len(row)))
 
 
 def point_masses(tokens: Ids, vocab: int) -> torch.Tensor:

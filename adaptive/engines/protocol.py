@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from adaptive.engines.threads import ThreadChoice
+from adaptive.errors import AdaptiveError
 from adaptive.tokens import Ids
 from adaptive.types import SamplingParams
 
@@ -160,12 +161,24 @@ class Sequence(Protocol):
         """Reserve capacity for ``length`` tokens in all, so that no pass up to there allocates. Raises AdaptiveError
         where there is no memory for them; what is held stays."""
 
-    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+    def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Append n ``tokens`` and return the logits of the last ``rows`` of them, (rows, vocab).
 
         Row i predicts the token after the (n - rows + i)-th one. Tokens may be on any device; logits
         are on the engine's, in its dtype, and may be overwritten by the sequence's next ``extend``. The caller
         keeps ``length + n`` within the context.
+
+        With ``parents`` (n,) the tokens are nodes of a tree, which is not in the text yet: ``length`` stays until
+        ``keep`` chooses a path, and whatever else is done to the text forgets the tree. Each token follows the node of
+        that number, or for -1 the last token held: it sees what is held and the nodes of its path, and stands as deep.
+        Nodes are numbered in the order in which they come, over all passes since the tree began. Raises ValueError for
+        a parent that is not there yet, and AdaptiveError where the engine makes no passes over ``trees``.
+        """
+
+    def keep(self, path: list[int]) -> None:
+        """Append the nodes ``path`` of the tree, of which each follows the one before it, and forget the others. They
+        are not computed again; nothing is copied where they are the first nodes in order, as those of a chain are.
+        Raises ValueError for what is no path.
         """
 
     def features(self, begin: int, end: int) -> torch.Tensor:
@@ -186,6 +199,34 @@ class Sequence(Protocol):
         """
 
 
+@dataclass(slots=True)
+class ExtendCall:
+    """What a pass over several sequences appends to one of them: ``tokens``, of how many of the last the logits are
+    wanted (``rows``), and which they follow where they are nodes of a tree (``parents``), as in ``Sequence.extend``."""
+
+    sequence: Sequence
+    tokens: Ids
+    rows: int
+    parents: list[int] | None = None
+
+
+def distinct(calls: Numbers[ExtendCall]) -> None:
+    """Raises ValueError where a sequence is named twice."""
+    if len({id(call.sequence) for call in calls}) < len(calls):
+        raise ValueError("a pass over several sequences appends to each of them once")
+
+
+def one_after_another(calls: Numbers[ExtendCall]) -> list[torch.Tensor]:
+    """``Engine.extend_together`` as a pass for each sequence."""
+    distinct(calls)
+    return [call.sequence.extend(call.tokens, call.rows, call.parents) for call in calls]
+
+
+def no_trees(who: str) -> AdaptiveError:
+    """What an engine whose ``trees`` are False raises for one."""
+    return AdaptiveError(f"{who} makes no passes over trees of tokens; draft chains")
+
+
 class Engine(Protocol):
     """A model that can score tokens in the context of a sequence.
 
@@ -193,7 +234,9 @@ class Engine(Protocol):
     checkpoint calls the end of a sequence, ``sampling`` what the checkpoint recommends. ``threads`` chooses how many
     threads short passes use; None where that is not chosen while it runs. ``feature_width``: numbers of a token's
     hidden state, 0 where sequences cannot keep them. ``undraftable``: why it decodes plainly and drafts nothing, in
-    words that follow "it"; None where passes over several tokens may be taken back.
+    words that follow "it"; None where passes over several tokens may be taken back. ``joint``: whether
+    ``extend_together`` reads the weights once for several sequences. ``trees``: whether ``Sequence.extend`` takes
+    ``parents``.
     """
 
     name: str
@@ -209,6 +252,24 @@ class Engine(Protocol):
     @property
     def threads(self) -> ThreadChoice | None:
         """See above."""
+
+    @property
+    def joint(self) -> bool:
+        """See above."""
+
+    @property
+    def trees(self) -> bool:
+        """See above."""
+
+    def extend_together(self, calls: Numbers[ExtendCall]) -> list[torch.Tensor]:
+        """``Sequence.extend`` of several sequences of this engine, each named once, in one pass where the engine is
+        ``joint``, else one after the other. The logits (rows, vocab) of each, which may be overwritten by the engine's
+        next ``extend_together`` too. They depend on the other sequences no more than on how a text is cut into
+        passes: not at all, or by rounding; the engine says which.
+
+        Raises ValueError for a sequence that is named twice, and what ``Sequence.extend`` raises; a sequence may
+        then have been extended or not, and is to be rolled back.
+        """
 
     def sequence(self, features: bool = False) -> Sequence:
         """A new empty sequence. With ``features`` it keeps the hidden state of every token in its cache, for

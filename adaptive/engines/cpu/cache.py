@@ -17,11 +17,12 @@ GROWTH = 512
 
 class CpuCache:
     """Keys and values (layers, 2, heads, capacity, head size) of one text, and with a ``width`` the hidden states
-    (capacity, width) of its tokens, float32."""
+    (capacity, width) of its tokens, float32. ``panel``: keys that lie in a panel, 1 where each lies by itself."""
 
     def __init__(
-        self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device, width: int = 0
+        self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device, width: int, panel: int
     ) -> None:
+        self.panel = panel
         self.length = 0
         self.capacity = 0
         # Keys and values (2, heads, capacity, size) of every layer.
@@ -50,10 +51,10 @@ class CpuCache:
         # Zeros, not garbage: attention may multiply what a mask hides, and garbage may be nan.
         buffer = torch.zeros(layers, two, heads, capacity, size, dtype=self._buffer.dtype, device=self._buffer.device)
         hidden = None if self.hidden is None else self.hidden.new_zeros(capacity, self.hidden.shape[1])
-        if self.length:
+        if self.capacity:  # all of it: a tree may lie behind what is held
             buffer[:, :, :, : self.capacity] = self._buffer
         if self.hidden is not None and hidden is not None:
-            hidden[: self.length] = self.hidden[: self.length]
+            hidden[: self.capacity] = self.hidden
             self.hidden, self.hidden_address = hidden, hidden.data_ptr()
         self._buffer, self.layers = buffer, buffer.unbind(0)
         self._keys, self._values = buffer[:, :1], buffer[:, 1:]
@@ -62,14 +63,16 @@ class CpuCache:
         self._pairs = torch.view_as_complex(buffer.view(layers, two, heads, capacity, size // 2, 2))
         self.capacity = capacity
 
-    def views(self, end: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def views(
+        self, begin: int, end: int
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Of every layer: keys and values (1, heads, end, size) of the first ``end`` tokens, and the complex
-        place (2, heads, end - length, size / 2) that the new ones of both are written to."""
+        place (2, heads, end - begin, size / 2) that those of the tokens from ``begin`` on are written to."""
         self.ensure_capacity(end)
         return (
             self._keys.narrow(3, 0, end).unbind(0),
             self._values.narrow(3, 0, end).unbind(0),
-            self._pairs.narrow(3, self.length, end - self.length).unbind(0),
+            self._pairs.narrow(3, begin, end - begin).unbind(0),
         )
 
     def features(self, begin: int, end: int) -> torch.Tensor:
@@ -80,6 +83,22 @@ class CpuCache:
     def rollback(self, length: int) -> None:
         """Forget all tokens after the first ``length``."""
         self.length = min(length, self.length)
+
+    @torch.inference_mode()
+    def keep_path(self, path: list[int]) -> None:
+        """Hold the nodes ``path`` of a tree, which lies behind what is held, and nothing else of it."""
+        moved = next((i for i, node in enumerate(path) if node != i), len(path))
+        if moved < len(path):
+            to = torch.arange(self.length + moved, self.length + len(path), device=self._buffer.device)
+            at = torch.tensor(path[moved:], device=self._buffer.device) + self.length
+            layers, _, heads, size = self._shape
+            keys = self._buffer[:, 0].view(layers, heads, self.capacity // self.panel, size, self.panel)
+            keys[:, :, to // self.panel, :, to % self.panel] = keys[:, :, at // self.panel, :, at % self.panel]
+            values = self._buffer[:, 1]
+            values[:, :, to] = values[:, :, at]
+            if self.hidden is not None:
+                self.hidden[to] = self.hidden[at]
+        self.length += len(path)
 
     @torch.inference_mode()
     def copy_prefix(self, other: CpuCache, length: int) -> None:

@@ -13,7 +13,7 @@ are bfloat16: attention over a float32 cache is several times faster on a CPU, a
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,17 @@ from transformers import PreTrainedModel
 
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.fused import decoder, fits
-from adaptive.engines.cpu.kernels import Attention, library
+from adaptive.engines.cpu.kernels import Attention, library, native_tree
 from adaptive.engines.cpu.layers import RmsNorm, TensorFunction
 from adaptive.engines.cpu.masks import FEW, MaskTable
 from adaptive.engines.cpu.plan import Kind, Layer, Plan, read_plan
 from adaptive.engines.cpu.sampling import CpuSampling
 from adaptive.engines.cpu.weights import PackedLinear
+from adaptive.engines.cpu.workspace import Workspace, make_workspace
 from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Thresholds, VerificationCall
 from adaptive.engines.threads import FEW as TIMED
 from adaptive.engines.threads import ThreadChoice
+from adaptive.engines.tree import TokenTree
 from adaptive.machine import LoadMeter
 from adaptive.tokens import Rows, address
 
@@ -51,28 +53,6 @@ class Given(NamedTuple):
 
 
 NOTHING = Given()
-
-
-@dataclass
-class Workspace:
-    """Buffers for a pass over n tokens, and the views of them that every layer uses.
-
-    ``qkv`` (n, (heads + 2 * key heads) * size) takes the result of the fused projection, ``qk`` is its queries and
-    keys by head. ``queries`` (n, key heads, group, size / 2) and ``keys_values`` (2, key heads, n, size / 2) are
-    complex views of it. ``rotated`` and ``query_rows`` are two views of the rotated queries, the second as attention
-    wants them. ``attended`` and ``attended_rows`` are two views of attention's result, the second as the next linear
-    layer wants it. ``grouped``: the queries of one key head are rows of one matrix.
-    """
-
-    qkv: torch.Tensor
-    qk: torch.Tensor
-    queries: torch.Tensor
-    keys_values: torch.Tensor
-    rotated: torch.Tensor
-    query_rows: torch.Tensor
-    attended: torch.Tensor
-    attended_rows: torch.Tensor
-    grouped: bool
 
 
 class CpuForward:
@@ -106,7 +86,9 @@ class CpuForward:
     def cache(self, features: bool = False) -> CpuCache:
         """An empty cache for one text, which keeps the ``features`` of its tokens if that is asked."""
         p = self.plan
-        return CpuCache(len(p.layers), p.key_heads, p.head_size, p.dtype, p.device, p.width if features else 0)
+        found = library() if self._attention is not None else None
+        panel, width = 1 if found is None else found.panel, p.width if features else 0
+        return CpuCache(len(p.layers), p.key_heads, p.head_size, p.dtype, p.device, width, panel)
 
     def use(self, plan: Plan) -> None:
         """Follow a change of any weights: ``plan`` is of the same model, read again."""
@@ -124,16 +106,24 @@ class CpuForward:
         """Append tokens (n,) to the cache; logits (rows, vocab) of the last ``rows`` of them."""
         if self.is_one_call(len(tokens)):
             return self.one_call(tokens.tolist(), torch.empty(rows, self.plan.lm_head.outputs), cache)
-        given, threads = torch.get_num_threads(), self._threads_for(len(tokens))
+        return self.by_layers(tokens, rows, cache)
+
+    @torch.inference_mode()
+    def by_layers(
+        self, tokens: torch.Tensor, rows: int, cache: CpuCache, tree: TokenTree | None = None
+    ) -> torch.Tensor:
+        """The same, but never in one native call. With a ``tree`` the tokens are its last n nodes, which lie behind
+        what the cache holds and are not counted in its length."""
+        given, threads = torch.get_num_threads(), self.threads_for(len(tokens))
         if threads != given:
             torch.set_num_threads(threads)  # a fraction of a microsecond
         began = time.perf_counter()
         try:
-            logits = self._pass(tokens, rows, cache)
+            logits = self._pass(tokens, rows, cache, tree)
         finally:
             if threads != given:
                 torch.set_num_threads(given)
-        self._took(len(tokens), time.perf_counter() - began)
+        self.took(len(tokens), time.perf_counter() - began)
         return logits
 
     def is_one_call(self, count: int) -> bool:
@@ -146,14 +136,14 @@ class CpuForward:
         """The same into ``logits`` (rows, vocab), float32, where passes are ``fused``; no tensor is made. A head reads
         what is ``given``, and its own features behind that, of which the first token's is held."""
         count, rows, start = len(tokens), len(logits), cache.length
-        rope, decoder = self._prepare(start + count, cache), self._fused_pass()
+        rope, decoder = self.prepare(start + count, cache), self.native_pass()
         parts = -(-count // MANY)
         size = -(-count // parts) if parts else 1
         for begin in range(0, count, size):
             end = min(begin + size, count)
             # The rows of logits that are of this part's tokens.
             wanted = logits[max(0, begin - count + rows) : max(0, end - count + rows)] if parts > 1 else logits
-            rope_at, threads = rope + begin * self._rope_bytes, self._threads_for(end - begin)
+            rope_at, threads = rope + begin * self._rope_bytes, self.threads_for(end - begin)
             began = time.perf_counter()
             some, place = tokens[begin:end], address(wanted)
             decoder(
@@ -169,7 +159,7 @@ class CpuForward:
                 place,
                 threads,
             )
-            self._took(end - begin, time.perf_counter() - began)
+            self.took(end - begin, time.perf_counter() - began)
         cache.length = start + count
         return logits
 
@@ -184,8 +174,8 @@ class CpuForward:
             self(torch.tensor(tokens[:-1]), 0, cache)
             tokens = tokens[-1:]
         start, advise, drawn = cache.length, call.advise, bool(call.uniform)
-        rope = self._prepare(start + len(tokens) + call.length - 1, cache)
-        threads, decoder = self._threads_for(1), self._fused_pass()
+        rope = self.prepare(start + len(tokens) + call.length - 1, cache)
+        threads, decoder = self.threads_for(1), self.native_pass()
         thresholds, adviser = None, advise
         if isinstance(advise, Thresholds):
             thresholds, adviser = self._native_thresholds(advise), None
@@ -209,7 +199,7 @@ class CpuForward:
             given.known,
             threads,
         )
-        self._took(1, (time.perf_counter() - began) / (passed - len(tokens) + 1))
+        self.took(1, (time.perf_counter() - began) / (passed - len(tokens) + 1))
         cache.length = start + passed
         return Proposed(drafted, probs(0, len(drafted)) if drawn else None)
 
@@ -224,9 +214,9 @@ class CpuForward:
         """Where passes are ``fused``, one over a few tokens into ``logits``, and what stands; see ``FusedCalls``."""
         tokens, q = [*call.fed, *call.drafted], call.q
         start, size = cache.length, len(tokens)
-        rope, decoder = self._prepare(start + size, cache), self._fused_pass()
+        rope, decoder = self.prepare(start + size, cache), self.native_pass()
         place, fewer = (0, 0) if q is None else (address(q), q.shape[1])
-        threads, began = self._threads_for(size), time.perf_counter()
+        threads, began = self.threads_for(size), time.perf_counter()
         found = decoder.verify(
             self.sampling.native(call.sampling),
             tokens,
@@ -242,61 +232,79 @@ class CpuForward:
             address(logits),
             threads,
         )
-        self._took(size, time.perf_counter() - began)
+        self.took(size, time.perf_counter() - began)
         cache.length = start + size
         return Judgement(*found)
 
-    def _prepare(self, end: int, cache: CpuCache) -> int:
+    def prepare(self, end: int, cache: CpuCache) -> int:
         """Reserve for so many tokens in all; the address of the next one's cos and sin."""
         if end > self._table_length:
             self._extend_tables(end)
         cache.ensure_capacity(end)
         return self._rope_address + cache.length * self._rope_bytes
 
-    def _threads_for(self, count: int) -> int:
+    def rope_at(self, position: int) -> int:
+        """The address of a position's cos and sin, which stand until the next ``prepare``."""
+        return self._rope_address + position * self._rope_bytes
+
+    def threads_for(self, count: int) -> int:
         """Threads of the next pass, over so many tokens."""
         given = torch.get_num_threads()
         return given if count > TIMED else min(given, self.threads.choose(count))
 
-    def _took(self, count: int, seconds: float) -> None:
+    def took(self, count: int, seconds: float) -> None:
+        """The pass over so many tokens, on the threads that were last asked for."""
         if count <= TIMED:
             self.threads.observe(count, seconds)
 
-    def _fused_pass(self) -> Any:
+    def native_pass(self) -> Any:
+        """The plan as it is now, for the kernels, where passes are ``fused``."""
         if self._decoder is None:
             assert self._attention is not None
             self._decoder = decoder(self.plan, self._attention)
         return self._decoder
 
-    def _pass(self, tokens: torch.Tensor, rows: int, cache: CpuCache) -> torch.Tensor:
+    def _pass(self, tokens: torch.Tensor, rows: int, cache: CpuCache, tree: TokenTree | None) -> torch.Tensor:
         plan, given, start = self.plan, len(tokens), cache.length
+        place = start if tree is None else start + len(tree) - given
         # What is filled up is seen by nothing before it, and the next pass writes over it.
         if given > FEW and (plan.lm_head.amx or not plan.lm_head.native):
             tokens = nn.functional.pad(tokens, (0, -given % STEP))
+            tree = None if tree is None else tree.grown([-1] * (-given % STEP))
         count = len(tokens)
-        if start + count > self._table_length:
-            self._extend_tables(start + count)
-        space = self._spaces.get(count) or self._make_space(count)
+        if place + count > self._table_length:
+            self._extend_tables(place + count)
+        space = self._space(count)
         x = plan.embed(tokens)
         if self._attention is not None:
-            self._native_layers(x, space, cache, self._attention)
+            self._native_layers(x, space, cache, place, tree, self._attention)
         else:
-            self._torch_layers(x, space, cache)
-        cache.length = start + given
+            self._torch_layers(x, space, cache, place, tree)
+        if tree is None:
+            cache.length = start + given
         if cache.hidden is not None:
-            cache.hidden[start : cache.length] = x[:given]
+            cache.hidden[place : place + given] = x[:given]
         if not rows:
-            return x.new_empty(0)
+            return x.new_empty(0, plan.lm_head.outputs)
         # In the activations' dtype: argmax over bfloat16 is several times slower on a CPU.
         logits = plan.lm_head(x[given - rows : given], plan.final_norm).to(plan.dtype)
         if plan.softcap is not None:
             logits = torch.tanh(logits / plan.softcap) * plan.softcap
         return logits
 
-    def _native_layers(self, x: torch.Tensor, space: Workspace, cache: CpuCache, attention: Attention) -> None:
-        """All layers, added into the residual stream x (n, width) in place."""
+    def _native_layers(
+        self,
+        x: torch.Tensor,
+        space: Workspace,
+        cache: CpuCache,
+        place: int,
+        tree: TokenTree | None,
+        attention: Attention,
+    ) -> None:
+        """All layers, added into the residual stream x (n, width) in place, of tokens that lie from ``place`` on."""
         start = cache.length
-        cache.ensure_capacity(start + len(x))
+        cache.ensure_capacity(place + len(x))
+        shape = None if tree is None else native_tree(tree)
         # The model's rotary embeddings of a token lie one after the other.
         rope, step = self._rope_address + start * self._rope_bytes, self._rope_bytes // len(self.plan.ropes)
         for layer, place in zip(self.plan.layers, cache.addresses, strict=True):
@@ -312,15 +320,24 @@ class CpuForward:
                 layer.window,
                 layer.scale,
                 space.attended_rows,
+                shape,
             )
             _output_and_mlp(x, layer, space.attended_rows)
 
-    def _torch_layers(self, x: torch.Tensor, space: Workspace, cache: CpuCache) -> None:
+    def _torch_layers(
+        self, x: torch.Tensor, space: Workspace, cache: CpuCache, begin: int, tree: TokenTree | None
+    ) -> None:
         """The same for any dtype, and for attention with a softcap."""
         count, start = len(x), cache.length
-        keys, values, places = cache.views(start + count)
-        ropes = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._rope_tables]
-        masks = self._masks.of(start, count, space.grouped)
+        keys, values, places = cache.views(begin, begin + count)
+        masks: Mapping[int, torch.Tensor | None]
+        if tree is None:
+            ropes = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._rope_tables]
+            masks = self._masks.of(start, count, space.grouped)
+        else:
+            at = torch.tensor(tree.depths[-count:], device=x.device) + start
+            ropes = [(q.index_select(0, at), kv.index_select(2, at)) for q, kv in self._rope_tables]
+            masks = self._masks.of_tree(start, count, tree, space.grouped)
         for layer, k, v, place in zip(self.plan.layers, keys, values, places, strict=True):
             layer.qkv(x, layer.attention_norm, space.qkv)
             if layer.qk_norm is not None:
@@ -337,34 +354,9 @@ class CpuForward:
             space.attended.copy_(attended.view(space.attended.shape))
             _output_and_mlp(x, layer, space.attended_rows)
 
-    def _make_space(self, count: int) -> Workspace:
-        p = self.plan
-        size, group, key_heads = p.head_size, p.heads // p.key_heads, p.key_heads
-        # A key head's queries are the rows of one product; for many tokens the mask would be too large.
-        grouped = count <= FEW or group == 1 or any(layer.softcap is not None for layer in p.layers)
-        qkv = torch.empty(count, (p.heads + 2 * key_heads) * size, dtype=p.dtype, device=p.device)
-        pairs = torch.view_as_complex(qkv.view(count, p.heads + 2 * key_heads, size // 2, 2))
-        attended_rows = torch.empty(count, p.heads * size, dtype=p.weight_dtype, device=p.device)
-        attended = attended_rows.view(count, key_heads, group, size)
-        if grouped:
-            buffer = torch.empty(key_heads, count, group, size, dtype=p.dtype, device=p.device)
-            rotated, query_rows = buffer.permute(1, 0, 2, 3), buffer.view(1, key_heads, count * group, size)
-            attended = attended.permute(1, 0, 2, 3)
-        else:
-            buffer = torch.empty(key_heads, group, count, size, dtype=p.dtype, device=p.device)
-            rotated, query_rows = buffer.permute(2, 0, 1, 3), buffer.view(1, p.heads, count, size)
-            attended = attended.permute(1, 2, 0, 3)
-        space = Workspace(
-            qkv=qkv,
-            qk=qkv.view(count, p.heads + 2 * key_heads, size)[:, : p.heads + key_heads],
-            queries=pairs[:, : p.heads].view(count, key_heads, group, size // 2),
-            keys_values=pairs[:, p.heads :].view(count, 2, key_heads, size // 2).permute(1, 2, 0, 3),
-            rotated=torch.view_as_complex(rotated.unflatten(-1, (size // 2, 2))),
-            query_rows=query_rows,
-            attended=attended,
-            attended_rows=attended_rows,
-            grouped=grouped,
-        )
+    def _space(self, count: int) -> Workspace:
+        """Buffers for so many tokens. Those of few are kept."""
+        space = self._spaces.get(count) or make_workspace(self.plan, count)
         if count <= FEW:
             self._spaces[count] = space
         return space

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from adaptive.compiled import fingerprint
+from adaptive.engines.tree import TokenTree
 from adaptive.errors import first_line
 from adaptive.installation import install_command
 
@@ -171,6 +172,13 @@ def packed(weight: torch.Tensor, library: Library) -> torch.Tensor:
     return out
 
 
+def native_tree(tree: TokenTree) -> Any:
+    """A tree as the kernels take it."""
+    found = library()
+    assert found is not None
+    return found.module.Tree(list(tree.parents))
+
+
 class NativeLinear:
     """x (rows, in) to x @ weight.T + bias (rows, out), float32 both, for a weight whose dtype ``multiplies``.
 
@@ -248,12 +256,13 @@ class Attention:
         window: int,
         scale: float,
         out: torch.Tensor,
+        tree: Any = None,
     ) -> None:
         """qkv (n, (heads + 2 * key heads) * size): queries, keys and values of tokens ``start`` on, numbers to rotate
         in pairs. Writes the keys and values into ``cache`` (2, key heads, capacity, size), the keys in panels (of which
         the capacity is a multiple), and what the queries see of it, of the last ``window`` tokens or (0) all, into out
         (n, heads * size). ``cos_sin`` (n, ropes, size / 2, 2), from this layer's on; it and the cache are addresses.
-        All float32 and contiguous."""
+        ``tree`` is the module's, where the tokens are its last n nodes. All float32 and contiguous."""
         threads = torch.get_num_threads()
         place = out.data_ptr()
-        self.native(qkv.data_ptr(), cos_sin, cache, place, capacity, start, len(qkv), window, scale, threads)
+        self.native(qkv.data_ptr(), cos_sin, cache, place, capacity, start, len(qkv), window, scale, tree, threads)

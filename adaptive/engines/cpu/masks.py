@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from adaptive.engines.cpu.plan import Plan
+from adaptive.engines.tree import TokenTree
 
 # Tokens in one pass up to which buffers are kept and queries of one key head are stacked as rows of one
 # product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
@@ -41,6 +42,12 @@ class MaskTable:
                 masks[window] = self._rows(window, start, count, self._group if grouped else 1)
         return masks
 
+    def of_tree(self, start: int, count: int, tree: TokenTree, grouped: bool) -> dict[int, torch.Tensor]:
+        """The same of the last ``count`` nodes of a tree behind ``start`` tokens."""
+        query, key, others = tree.view(start, count, self.plan.device)
+        repeats = self._group if grouped else 1
+        return {w: self._additive((others | (key <= query - w)) if w else others, repeats) for w in self.windows}
+
     def _extend(self, start: int) -> None:
         self._reach = max(2 * start, 2048)
         self._tables = {window: self._rows(window, self._reach, FEW, self._group) for window in self.windows}
@@ -49,6 +56,8 @@ class MaskTable:
         """(count * repeats, start + count): 0 where seen, -inf where not; every token's row ``repeats`` times."""
         query = torch.arange(start, start + count, device=self.plan.device)[:, None]
         key = torch.arange(start + count, device=self.plan.device)[None]
-        hidden = (key > query) | (key <= query - window) if window else key > query
+        return self._additive((key > query) | (key <= query - window) if window else key > query, repeats)
+
+    def _additive(self, hidden: torch.Tensor, repeats: int) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self.plan.dtype, device=self.plan.device)
         return mask.masked_fill_(hidden, -torch.inf).repeat_interleave(repeats, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Several
 from pathlib import Path
 
 import torch
@@ -30,8 +31,18 @@ from adaptive.engines.hf.engine import (
     TransformersSequence,
     reserve,
 )
-from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Sequence, VerificationCall
+from adaptive.engines.protocol import (
+    ExtendCall,
+    Judgement,
+    ProposalCall,
+    Proposed,
+    Sequence,
+    VerificationCall,
+    no_trees,
+    one_after_another,
+)
 from adaptive.engines.threads import ThreadChoice
+from adaptive.engines.tree import NO_TREE
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.tokens import Ids, Rows, as_tensor, moved
 
@@ -76,9 +87,11 @@ class HeadSequence:
         """Reserve capacity for ``length`` tokens in all; see the protocol."""
         reserve(self.cache, min(length, self.engine.context_length))
 
-    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+    def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol. A token whose feature is
         to be that of another of the n, computed here, has a pass of its own."""
+        if parents is not None:
+            raise no_trees("a head")
         count, found = len(tokens), []
         end = min(count, self._together)
         if end == count:
@@ -88,6 +101,10 @@ class HeadSequence:
             found.append(self._extend(tokens[begin:end], max(0, min(end - begin, rows - count + end))).clone())
             begin, end = end, end + 1
         return torch.cat(found)
+
+    def keep(self, path: list[int]) -> None:
+        """There is no tree; see the protocol."""
+        NO_TREE.check(path)
 
     @property
     def _together(self) -> int:
@@ -199,6 +216,7 @@ class HeadEngine:
 
     name = "head"
     undraftable: str | None = None
+    joint = trees = False
 
     def __init__(self, head: Head, target: TransformersEngine, int8: bool = False, grown: bool = False) -> None:
         self.head = head.eval()
@@ -221,6 +239,10 @@ class HeadEngine:
     def threads(self) -> ThreadChoice | None:
         """Of our own forward; transformers' uses all that torch was given."""
         return None if self.cpu_forward is None else self.cpu_forward.threads
+
+    def extend_together(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
+        """One after the other, since a text's tokens may take several passes; see the protocol."""
+        return one_after_another(calls)
 
     def sequence(self, features: bool = False) -> HeadSequence:
         """A new empty sequence of its own; it always keeps its features."""

@@ -41,15 +41,17 @@ class Recording:
 class RollbackLayer(CacheLayerMixin):
     """Keys and values of one layer, each (batch, heads, capacity, head size), used up to ``length``.
 
-    Under a ``recording`` the length is the recording's, a tensor, as in transformers' static cache.
+    ``kind`` is what the model calls such a layer. Under a ``recording`` the length is the recording's, a tensor, as in
+    transformers' static cache.
     """
 
     is_croppable = True
 
-    def __init__(self, sliding: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.recording: Recording | None = None
-        self.is_sliding = sliding
+        self.kind = kind
+        self.is_sliding = kind != "full_attention"
         self.length = 0
         self.capacity = 0
 
@@ -73,7 +75,7 @@ class RollbackLayer(CacheLayerMixin):
             assert self.keys is not None
             assert self.values is not None
             for new, old in zip(buffers, (self.keys, self.values), strict=True):
-                new[:, :, : self.length] = old[:, :, : self.length]
+                new[:, :, : old.shape[2]] = old  # all of it: a tree may lie behind what is held
             self.keys, self.values = buffers
         self.capacity = capacity
 
@@ -103,13 +105,21 @@ class RollbackLayer(CacheLayerMixin):
         if end > self.capacity:  # a pass that nobody reserved for
             capacity = -(-end // GROWTH) * GROWTH
             self.use(self.grown(capacity), capacity)
+        views = self.write(self.length, key_states, value_states)
+        self.length = end
+        return views
+
+    def write(
+        self, begin: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the states of tokens ``begin`` on, for which there is capacity, and return views of all up to them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
+        end = begin + key_states.shape[-2]
+        self.keys[:, :, begin:end] = key_states
+        self.values[:, :, begin:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -141,8 +151,8 @@ class HybridLayer(RecurrentLayer, RollbackLayer):  # type: ignore[misc]
 
     is_croppable = False  # type: ignore[misc]
 
-    def __init__(self, sliding: bool, count: int) -> None:
-        RollbackLayer.__init__(self, sliding)
+    def __init__(self, kind: str, count: int) -> None:
+        RollbackLayer.__init__(self, kind)
         RecurrentLayer.__init__(self, count)
 
     def lazy_initialization(self, *args: Any, **kwargs: object) -> None:
@@ -162,12 +172,13 @@ def layer_kinds(config: Any) -> list[str]:
 
 def _layer(kind: str, states: int) -> RollbackLayer | RecurrentLayer | DummyLayer:
     if kind in ATTENTION:
-        return RollbackLayer(kind != "full_attention")
+        return RollbackLayer(kind)
     if kind == "dummy":
         return DummyLayer()
     if kind not in RECURRENT:
         raise ValueError(f"layers of {kind} have no cache here")
-    return HybridLayer(kind == "hybrid_sliding", states) if "hybrid" in kind else RecurrentLayer(states)
+    seen = "sliding_attention" if kind == "hybrid_sliding" else "full_attention"
+    return HybridLayer(seen, states) if "hybrid" in kind else RecurrentLayer(states)
 
 
 class RollbackCache(Cache):
@@ -229,18 +240,26 @@ class RollbackCache(Cache):
         if old is None or len(old) >= capacity:
             return old
         new = old.new_zeros(capacity, old.shape[1])
-        new[: self.length] = old[: self.length]
+        new[: len(old)] = old
         return new
 
     def keep(self, hidden: torch.Tensor) -> None:
         """Hold the hidden states (1, n, width) of the n tokens of the pass under way, whose keys are held already."""
         recording = self._attention[0].recording if self._attention else None
+        if recording is None:
+            self.hold(self.length - hidden.shape[1], hidden[0])
+        else:
+            self._hidden_room(hidden).index_copy_(0, recording.places(), hidden[0])
+
+    def hold(self, begin: int, hidden: torch.Tensor) -> None:
+        """Hold the hidden states (n, width) of tokens ``begin`` on."""
+        self._hidden_room(hidden)[begin : begin + len(hidden)] = hidden
+
+    def _hidden_room(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Where hidden states (..., width) like these are held, (capacity, width)."""
         if self._hidden is None:
             self._hidden = hidden.new_zeros(self.capacity, hidden.shape[-1])
-        if recording is not None:
-            self._hidden.index_copy_(0, recording.places(), hidden[0])
-        else:
-            self._hidden[self.length - hidden.shape[1] : self.length] = hidden[0]
+        return self._hidden
 
     def features(self, begin: int, end: int) -> torch.Tensor:
         """The hidden states (end - begin, width) of these tokens, where they are kept."""
@@ -263,7 +282,7 @@ class RollbackCache(Cache):
         return sum(layer.capacity for layer in self._attention)
 
     def advance(self, count: int) -> None:
-        """``count`` tokens have been written by a recorded pass."""
+        """``count`` tokens have been written by a recorded or a joint pass."""
         for layer in self._attention:
             layer.length += count
 
@@ -286,6 +305,19 @@ class RollbackCache(Cache):
             length = self.states.rollback(min(length, self.states.done))
         for layer in self._attention:
             layer.length = length
+
+    @torch.inference_mode()
+    def keep_path(self, path: list[int]) -> None:
+        """Hold the nodes ``path`` of a tree, which lies behind what is held, and nothing else of it."""
+        begin, moved = self.length, next((i for i, node in enumerate(path) if node != i), len(path))
+        buffers = [(t, 2) for layer in self._attention for t in (layer.keys, layer.values)]
+        if self.keeps:
+            buffers.append((self._hidden, 0))
+        for buffer, axis in buffers if moved < len(path) else ():
+            assert buffer is not None
+            at = torch.tensor(path[moved:], device=buffer.device) + begin
+            buffer.narrow(axis, begin + moved, len(at)).copy_(buffer.index_select(axis, at))
+        self.advance(len(path))
 
     @torch.inference_mode()
     def copy_prefix(self, other: RollbackCache, length: int) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from collections.abc import Sequence as Several
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from adaptive.engines.cpu import joint as cpu_joint
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import FEW, cpu_forward
+from adaptive.engines.hf import joint as hf_joint
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.calls import recurrent_pass, watch
 from adaptive.engines.hf.features import final_norm
@@ -22,8 +26,19 @@ from adaptive.engines.hf.kinds import Kinds
 from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.engines.hf.plain import PlainSequence
 from adaptive.engines.hf.switching import SwitchingSequence, rope_border
-from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Sequence, VerificationCall
+from adaptive.engines.protocol import (
+    ExtendCall,
+    Judgement,
+    ProposalCall,
+    Proposed,
+    Sequence,
+    VerificationCall,
+    distinct,
+    no_trees,
+    one_after_another,
+)
 from adaptive.engines.threads import ThreadChoice
+from adaptive.engines.tree import NO_TREE, TokenTree
 from adaptive.errors import AdaptiveError
 from adaptive.tokens import Ids, Rows, as_tensor, moved
 from adaptive.types import SamplingParams
@@ -47,6 +62,7 @@ class TransformersSequence:
         else:
             self.cache = RollbackCache(engine.model.config.get_text_config(), features)
         self._keeps = features
+        self.tree = NO_TREE  # whose nodes lie behind the cache's tokens
         self._logits, self._probs = Rows(engine.vocab_size), Rows(0)
 
     @property
@@ -68,8 +84,11 @@ class TransformersSequence:
         """Reserve capacity for ``length`` tokens in all; see the protocol."""
         reserve(self.cache, min(length, self.engine.context_length))
 
-    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+    def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
+        if parents is not None:
+            return self._extend_tree(tokens, rows, parents)
+        self.tree = NO_TREE
         forward = self.engine.cpu_forward
         if forward is not None and isinstance(tokens, list) and forward.is_one_call(len(tokens)):
             assert isinstance(self.cache, CpuCache)
@@ -97,8 +116,28 @@ class TransformersSequence:
         assert isinstance(self.cache, RollbackCache)
         return self.engine.eager(moved(as_tensor(tokens), self.engine.device), rows, self.cache)
 
+    def _extend_tree(self, tokens: Ids, rows: int, parents: list[int]) -> torch.Tensor:
+        engine = self.engine
+        if not engine.trees:
+            raise no_trees(f"transformers' {type(engine.model).__name__}")
+        if engine.cpu_forward is None or engine.cpu_forward.fused:
+            return engine.joint_pass([ExtendCall(self, tokens, rows, parents)])[0]
+        assert isinstance(self.cache, CpuCache)
+        tree = _grown(ExtendCall(self, tokens, rows, parents))
+        assert tree is not None
+        logits = engine.cpu_forward.by_layers(as_tensor(tokens), rows, self.cache, tree)
+        self.tree = tree
+        return logits
+
+    def keep(self, path: list[int]) -> None:
+        """Append a path of the tree, and forget the rest of it; see the protocol."""
+        self.tree.check(path)
+        self.cache.keep_path(path)
+        self.tree = NO_TREE
+
     def propose(self, call: ProposalCall) -> Proposed:
         """A whole proposal; see ``FusedCalls``."""
+        self.tree = NO_TREE
         assert self.engine.cpu_forward is not None
         assert isinstance(self.cache, CpuCache)
         if self._probs.width != call.vocab:
@@ -107,6 +146,7 @@ class TransformersSequence:
 
     def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
         """A pass with its acceptance rule; see ``FusedCalls``."""
+        self.tree = NO_TREE
         count, forward = len(call.drafted), self.engine.cpu_forward
         assert forward is not None
         assert isinstance(self.cache, CpuCache)
@@ -127,12 +167,13 @@ class TransformersSequence:
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""
+        self.tree = NO_TREE
         self.cache.rollback(length)
 
     def copy_prefix(self, other: Sequence, length: int) -> None:
         """Hold the first ``length`` tokens of another sequence; see the protocol."""
         assert isinstance(other, TransformersSequence)
-        self.cache.rollback(0)
+        self.rollback(0)
         self.reserve(length)
         self.cache.copy_prefix(other.cache, length)  # type: ignore[arg-type]  # one engine's caches are of one kind
 
@@ -172,7 +213,8 @@ class TransformersEngine:
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
         self.weights = "int8" if rounded else _weights(model)
         self._norm = final_norm(self.model)
-        self._kept: RollbackCache | None = None  # which takes the hidden states of the pass under way
+        # What takes the hidden states of the pass under way.
+        self._kept: RollbackCache | hf_joint.JointCache | None = None
         self._watched = False  # whether the model's own forward says them
         gives = self.cpu_forward is not None or self._norm is not None
         self.feature_width: int = config.hidden_size if gives else 0
@@ -188,6 +230,8 @@ class TransformersEngine:
         self._give_no_features()
         if self.recurrent:
             watch(model)
+        self._joint_logits = Rows(self.vocab_size)
+        self._proved: bool | None = None  # whether the model's own forward makes joint passes; None before it is tried
         self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]
 
     @property
@@ -264,7 +308,72 @@ class TransformersEngine:
             )
         return logits[len(logits) - rows :]
 
-    def run(self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache, **options: int) -> torch.Tensor:
+    @property
+    def joint(self) -> bool:
+        """Whether passes over several sequences are made: by our own forward where a pass is one native call, else by
+        the model's own, where all that it holds of a text are keys and values in one cache, and where it gives what it
+        gives text by text, which is tried once."""
+        if self.cpu_forward is not None:
+            return self.cpu_forward.fused
+        if self._proved is None:
+            plain = self.undraftable is not None or self._border is not None or not self._placed
+            self._proved = not plain and hf_joint.proves(self)
+        return self._proved
+
+    def extend_together(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
+        """Extend several sequences in one pass; see the protocol.
+
+        On our own forward logits are those of lone passes, bit for bit, on transformers' they equal them to rounding.
+        A long piece of a prompt has a pass of its own, in which the weights are read once for many tokens anyway.
+        """
+        distinct(calls)
+        some = [call for call in calls if self._is_part(call)] if self.joint else []
+        if len(some) < 2:
+            return one_after_another(calls)
+        found = dict(zip(map(id, some), self.joint_pass(some), strict=True))
+        return [found[id(c)] if id(c) in found else c.sequence.extend(c.tokens, c.rows) for c in calls]
+
+    def _is_part(self, call: ExtendCall) -> bool:
+        """Whether these tokens of a sequence can be part of a joint pass."""
+        forward, count = self.cpu_forward, len(call.tokens)
+        if call.parents is not None:
+            return count > 0
+        return 0 < count <= PREFILL_CHUNK if forward is None else cpu_joint.is_part(forward, count)
+
+    def joint_pass(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
+        """The pass over some sequences of a ``joint`` engine; each is given some tokens, and no long piece of a
+        prompt. Logits (rows, vocab) of each."""
+        sequences: list[Any] = [call.sequence for call in calls]
+        caches, trees = [sequence.cache for sequence in sequences], [_grown(call) for call in calls]
+        rows = [call.rows for call in calls]
+        if self.cpu_forward is None:
+            given = [moved(as_tensor(call.tokens), self.device) for call in calls]
+            logits = hf_joint.extend_together(self, list(map(hf_joint.Part, given, rows, caches, trees)))
+        else:
+            listed = [c.tokens if isinstance(c.tokens, list) else c.tokens.tolist() for c in calls]
+            parts = list(map(cpu_joint.Part, listed, rows, caches, trees))
+            logits = cpu_joint.extend_together(self.cpu_forward, parts, self._joint_logits)
+        for sequence, tree in zip(sequences, trees, strict=True):
+            sequence.tree = tree or NO_TREE
+        return logits
+
+    @property
+    def trees(self) -> bool:
+        """Whether passes over trees are made: by our own forward always, by the model's own where it makes ``joint``
+        passes, which are made in the same way."""
+        return self.cpu_forward is not None or self.joint
+
+    def run_joint(
+        self, tokens: torch.Tensor, places: torch.Tensor, cache: hf_joint.JointCache, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        """The model's own forward of the tokens (n,) of several texts at ``places`` (n,); logits (m, vocab) of those
+        ``wanted`` (m,)."""
+        logits = self.run(tokens, places, cache, **self._keep(wanted))
+        return logits if len(logits) == len(wanted) else logits[wanted]
+
+    def run(
+        self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache | hf_joint.JointCache, **options: Any
+    ) -> torch.Tensor:
         """The model's own forward of tokens (n,) at ``places`` (n,), which may be recorded; logits (n or fewer, vocab),
         and in a cache that keeps them the hidden states."""
         self._kept = cache if cache.keeps else None
@@ -283,6 +392,17 @@ class TransformersEngine:
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
         """Merge it in steps; see the protocol."""
         return self.adapter.steps(folder)
+
+
+def _grown(call: ExtendCall) -> TokenTree | None:
+    """The tree of a call's sequence with what the call appends to it; None where that is no node. Raises ValueError."""
+    if call.parents is None:
+        return None
+    if len(call.parents) != len(call.tokens):
+        raise ValueError(f"{len(call.tokens)} tokens with {len(call.parents)} parents")
+    sequence: Any = call.sequence
+    tree: TokenTree = sequence.tree.grown(call.parents)
+    return tree
 
 
 def _weights(model: PreTrainedModel) -> str:

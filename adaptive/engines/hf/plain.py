@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
-from adaptive.engines.protocol import Sequence
+from adaptive.engines.protocol import Sequence, no_trees
+from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Ids, as_tensor
 
 
@@ -47,8 +48,10 @@ class PlainSequence:
         """Nothing can be reserved in a cache of transformers."""
 
     @torch.inference_mode()
-    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+    def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
+        if parents is not None:
+            raise no_trees("a model that decodes plainly")
         new = as_tensor(tokens).tolist()
         first = 1 if self._tokens else max(1, len(new) - max(rows, 1) + 1)
         logits = [self._feed(new[:first]), *(self._feed([token]) for token in new[first:])]
@@ -70,6 +73,10 @@ class PlainSequence:
     def features(self, begin: int, end: int) -> torch.Tensor:
         """None are kept: ValueError."""
         raise ValueError("a model that decodes plainly keeps no features")
+
+    def keep(self, path: list[int]) -> None:
+        """There is no tree; see the protocol."""
+        NO_TREE.check(path)
 
     def rollback(self, length: int) -> None:
         """Forget everything where that is less than what is held: it is computed anew."""

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from adaptive.engines.protocol import Sequence
+from adaptive.engines.protocol import Sequence, no_trees
+from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Ids, as_tensor
 
 # Tokens behind the border at which the cache of before it is given back. Sooner, and an answer that is made anew there
@@ -66,8 +67,10 @@ class SwitchingSequence:
         if self._long.length:
             self._long.reserve(length)
 
-    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+    def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
+        if parents is not None:
+            raise no_trees("a model whose rotary embedding changes with the length")
         new = as_tensor(tokens).tolist()
         text = [*self._text, *new]
         first, border = len(text) - rows, self.border
@@ -98,6 +101,10 @@ class SwitchingSequence:
         if end > held.length:
             held.extend(self._text[held.length :], 1)
         return held.features(begin, end)
+
+    def keep(self, path: list[int]) -> None:
+        """There is no tree; see the protocol."""
+        NO_TREE.check(path)
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ import torch
 from adaptive.engines.llamacpp.adapter import LlamaAdapter
 from adaptive.engines.llamacpp.merged import PASSES, Merging
 from adaptive.engines.llamacpp.model import LlamaModel, complaint
-from adaptive.engines.protocol import Sequence
+from adaptive.engines.protocol import ExtendCall, Sequence, no_trees, one_after_another
 from adaptive.engines.threads import ThreadChoice
+from adaptive.engines.tree import NO_TREE
 from adaptive.errors import AdaptiveError
 from adaptive.machine import LoadMeter
 from adaptive.tokens import Ids, of_array
@@ -141,8 +143,10 @@ class LlamaCppSequence:
         else:
             self.renew()
 
-    def extend(self, tokens: Ids, rows: int) -> torch.Tensor:
+    def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab), float32, of the last rows; see the protocol."""
+        if parents is not None:
+            raise no_trees("llama.cpp's engine")
         count = len(tokens)
         if self.length + count > self.capacity:
             self.reserve(self.length + count)
@@ -193,6 +197,10 @@ class LlamaCppSequence:
             self._views[address, rows] = view
         return view
 
+    def keep(self, path: list[int]) -> None:
+        """There is no tree; see the protocol."""
+        NO_TREE.check(path)
+
     def copy_prefix(self, other: Sequence, length: int) -> None:
         """Hold the first ``length`` tokens of another sequence; see the protocol."""
         assert isinstance(other, LlamaCppSequence)
@@ -226,6 +234,8 @@ class LlamaCppEngine:
     weights = "gguf"
     undraftable: str | None = None
     feature_width = 0  # the library hands out hidden states after the final norm, if at all
+    joint = False  # a pass of the library is over one context, and each sequence has its own
+    trees = False
 
     def __init__(self, model: LlamaModel, end_tokens: frozenset[int], threads: int, gpu: bool = False) -> None:
         """Raises AdaptiveError for a model whose state cannot be rolled back."""
@@ -258,6 +268,10 @@ class LlamaCppEngine:
         with self._lock:
             self._sequences.add(sequence)
         return sequence
+
+    def extend_together(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
+        """One after the other: each sequence is a context of the library of its own; see the protocol."""
+        return one_after_another(calls)
 
     def new_context(self, model: LlamaModel, capacity: int) -> Any:
         """A context of the library with room for ``capacity`` tokens of one text."""

@@ -14,21 +14,30 @@ namespace {
 // Numbers of values that many queries of a key head read while they are in the first cache, and how many queries.
 constexpr int VALUES = 4096, QUERIES = 64;
 
-// A model's attention, and one pass of it.
+// A model's attention, and one pass of it over the new tokens of a text.
 struct Attention {
   int32_t heads, key_heads, size;
   int32_t cos_sin_stride;  // numbers from a token's rotations to the next token's
 };
 
+// Tokens that are a tree, the nodes of earlier passes first: which node each follows (-1: what the cache holds), and how many
+// it lies behind.
+struct Tree {
+  std::vector<int32_t> parents, depths;
+};
+
 struct Pass {
-  const Attention& model;
+  const Attention* model;
   const float* qkv;  // (count, heads + 2 * key_heads, size): queries, keys, values; numbers to rotate in pairs
-  const float* cos_sin;  // for each token (size / 2, 2): cosine and sine
+  const float* cos_sin;  // by position, from `start` on (size / 2, 2): cosine and sine
   float* cache;        // (2, key_heads, capacity, size): keys, in panels, and values; capacity a multiple of PANEL
   float* out;          // (count, heads, size)
   int64_t capacity;
   int start, count, window;  // tokens before the first new one; a query sees the last `window` (0: all)
   float scale;
+  const Tree* tree;  // whose last `count` nodes are the new tokens, or null where each follows the one before it
+
+  int before() const { return tree ? int(tree->parents.size()) - count : 0; }  // nodes that lie between `start` and the new ones
 };
 
 // Pairs of numbers as complex ones, times cosines and sines, times a factor.
@@ -69,17 +78,42 @@ void softmax(float* w, int low, int from, int until, int end) {
   if (until < end) std::fill(w + until, w + end, 0.0f);
 }
 
+// Of a node's scores w, by node, leaves those of itself and of the nodes that it follows, as far as its window reaches.
+void hide_others(const Tree& tree, int node, int window, float* w) {
+  const auto followed = [&](const auto& each) {
+    for (int at = node; at >= 0 && (!window || tree.depths[node] - tree.depths[at] < window); at = tree.parents[at]) each(at);
+  };
+  float* seen = scratch<float, 20>(tree.depths[node] + 1);
+  int count = 0;
+  followed([&](int at) { seen[count++] = w[at]; });
+  std::fill(w, w + node + 1, -INFINITY);
+  count = 0;
+  followed([&](int at) { w[at] = seen[count++]; });
+}
+
 // What `count` queries of a key head see, of which the first is `row`; one after the other, each (size,).
 void see(const Pass& p, int row, int count, const float* queries, const float* keys, const float* values, float* sums) {
-  const int size = p.model.size, group = p.model.heads / p.model.key_heads;
-  const auto last = [&](int i) { return p.start + (row + i) / group + 1; };
-  const auto first = [&](int i) { return p.window ? std::max(0, last(i) - p.window) : 0; };
-  const int low = first(0) / PANEL * PANEL, end = last(count - 1);
+  const int size = p.model->size, group = p.model->heads / p.model->key_heads, before = p.before();
+  const auto node = [&](int i) { return before + (row + i) / group; };
+  const auto last = [&](int i) { return p.start + node(i) + 1; };
+  // Nodes do not lie where they stand: of them a tree hides what a window does.
+  const auto first = [&](int i) {
+    if (!p.window) return 0;
+    return std::max(0, p.tree ? std::min(p.start, p.start + p.tree->depths[node(i)] + 1 - p.window) : last(i) - p.window);
+  };
+  int lowest = first(0);
+  if (p.tree)
+    for (int i = 1; i < count; i++) lowest = std::min(lowest, first(i));
+  const int low = lowest / PANEL * PANEL, end = last(count - 1);
   const int stride = (end + PANEL - 1) / PANEL * PANEL + LANES;
   float* weights = scratch<float, 5>(size_t(count) * stride);
   for (int key = low; key < end; key += PANEL)
     multiply_all<VECTORS>(count, keys + size_t(key) * size, PANEL, queries, size, size, true, weights + key, stride);
-  for (int i = 0; i < count; i++) softmax(weights + size_t(i) * stride, low, first(i), last(i), end);
+  for (int i = 0; i < count; i++) {
+    float* own = weights + size_t(i) * stride;
+    if (p.tree) hide_others(*p.tree, node(i), p.window, own + p.start);
+    softmax(own, low, first(i), last(i), end);
+  }
   for (int key = low, block = std::max(1, VALUES / size); key < end; key += block) {
     const int some = std::min(block, end - key);
     const auto outputs = [&](auto width, int begin) {
@@ -93,16 +127,16 @@ void see(const Pass& p, int row, int count, const float* queries, const float* k
 }
 
 void key_head(const Pass& p, int head) {
-  const Attention& m = p.model;
+  const Attention& m = *p.model;
   const int size = m.size, group = m.heads / m.key_heads, rows = p.count * group, stride = (m.heads + 2 * m.key_heads) * size;
   float* keys = p.cache + size_t(head) * p.capacity * size;
   float* values = keys + size_t(m.key_heads) * p.capacity * size;
   float* queries = scratch<float, 3>(size_t(rows) * size);
   float* sums = scratch<float, 4>(size_t(rows) * size);
   float* key = scratch<float, 16>(size);
-  for (int i = 0; i < p.count; i++) {
-    const float *qkv = p.qkv + size_t(i) * stride, *cos_sin = p.cos_sin + size_t(i) * m.cos_sin_stride;
-    const int place = p.start + i;
+  for (int i = 0, before = p.before(); i < p.count; i++) {
+    const int behind = p.tree ? p.tree->depths[before + i] : i, place = p.start + before + i;
+    const float *qkv = p.qkv + size_t(i) * stride, *cos_sin = p.cos_sin + size_t(behind) * m.cos_sin_stride;
     rotate(qkv + size_t(m.heads + head) * size, cos_sin, size, 1.0f, key);
     float* in_panel = keys + size_t(place / PANEL) * PANEL * size + place % PANEL;
     for (int k = 0; k < size; k++) in_panel[size_t(k) * PANEL] = key[k];
@@ -119,12 +153,11 @@ void key_head(const Pass& p, int head) {
 // Whether there is attention for heads of this size.
 int attends(int size) { return size > 0 && size % 16 == 0; }
 
-// Fields as in Pass.
-void attend(const Attention* model, const float* qkv, const float* cos_sin, float* cache, float* out, int64_t capacity,
-            int start, int count, int window, float scale, int threads) {
-  const Pass pass{*model, qkv, cos_sin, cache, out, capacity, start, count, window, scale};
-  run(model->key_heads > 1 ? threads : 1, [&](int number, int count) {
-    for (int head = number; head < model->key_heads; head += count) key_head(pass, head);
+// The passes of so many texts through one layer.
+void attend(const Pass* passes, int texts, int threads) {
+  const int heads = passes->model->key_heads, parts = texts * heads;
+  run(parts > 1 ? threads : 1, [&](int number, int count) {
+    for (int part = number; part < parts; part += count) key_head(passes[part / heads], part % heads);
   });
 }
 

@@ -38,6 +38,22 @@ struct Features {
   int known = 0;
 };
 
+// What a pass appends to one text: `count` tokens behind `start` others; logits are wanted of the last `rows` of them.
+// `cos_sin` by position (ropes, size / 2, 2), `caches`, one for each layer (2, key heads, capacity, size), and `tree` as in
+// attention.h.
+struct Text {
+  int count, rows;
+  const float* cos_sin;
+  float* const* caches;
+  int64_t capacity;
+  int start;
+  Features features;
+  const Tree* tree = nullptr;
+
+  // Where the new tokens lie.
+  int place() const { return tree ? start + int(tree->parents.size()) - count : start; }
+};
+
 struct Decoder {
   std::vector<Layer> layers;
   const Attention* attention;
@@ -74,16 +90,17 @@ void normalise(const float* x, int width, const Norm& norm, float* out) {
   for (int k = 0; k < width; k++) out[k] = x[k] * factor * norm.weight[k];
 }
 
-// What a head makes of tokens (n,) behind `start` others: x (n, width). Nothing stands before the first token, and its feature
+// What a head makes of the tokens (n,) of a text: x (n, width). Nothing stands before the first token, and its feature
 // is zero; that of every other but the first of the n is known.
-void fuse(const Decoder& d, const int64_t* tokens, int n, int start, const Features& features, float* x, int threads) {
-  const int width = d.head->in;
+void fuse(const Decoder& d, const int64_t* tokens, const Text& text, float* x, int threads) {
+  const int width = d.head->in, n = text.count;
+  const Features& features = text.features;
   float* both = scratch<float, 17>(size_t(n) * 2 * width);
   for (int i = 0; i < n; i++) {
     float* row = both + size_t(i) * 2 * width;
     embed(d, tokens[i], row);
     normalise(row, width, d.fuse.token_norm, row);
-    const int before = start + i - 1;
+    const int before = text.start + i - 1;
     if (before < 0)
       std::memset(row + width, 0, width * sizeof(float));
     else
@@ -105,23 +122,26 @@ void add(const Linear* p, const float* from, float* x, int n, int threads, int p
   }
 }
 
-// Tokens (n,) after `start` others to logits (rows, vocab) of the last of them. `cos_sin` (n, ropes, size / 2, 2) and
-// `caches`, one for each layer (2, key heads, capacity, size), as in attention.h. False, and nothing done, where a token is
-// none of the vocabulary.
-bool decode(const Decoder& d, const int64_t* tokens, int n, int rows, const float* cos_sin, float* const* caches,
-           int64_t capacity, int start, const Features& features, float* logits, int threads) {
+// Tokens (n,), those of each of `count` texts in turn, to logits (all rows, vocab) in the same order. The weights are read once
+// for all, and a text's logits do not depend on the others. False, and nothing done, where a token is none of the vocabulary.
+// A head has one text, and that is no tree.
+bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int count, float* logits, int threads) {
+  int n = 0, rows = 0;
+  for (int t = 0; t < count; t++) n += texts[t].count, rows += texts[t].rows;
   for (int i = 0; i < n; i++)
     if (tokens[i] < 0 || tokens[i] >= d.vocab) return false;
   const Attention& a = *d.attention;
   const int width = d.head->in, inner = d.layers.empty() ? 0 : d.layers[0].up->out;
   const int normed = a.heads + a.key_heads, heads = normed + a.key_heads;
-  // Features are the residual stream where it ends: kept, they are added up in their own place.
-  float* x = features.kept ? features.kept + size_t(start) * width : scratch<float, 7>(size_t(n) * width);
+  // Features are the residual stream where it ends: those of one text are added up in their own place.
+  float* kept = count == 1 ? texts->features.kept : nullptr;
+  float* x = kept ? kept + size_t(texts->place()) * width : scratch<float, 7>(size_t(n) * width);
   float* projected = scratch<float, 8>(size_t(n) * heads * a.size);
   float* attended = scratch<float, 9>(size_t(n) * a.heads * a.size);
   float* both = scratch<float, 10>(size_t(n) * inner);
+  Pass* passes = scratch<Pass, 18>(count);
   if (d.fuse.linear)
-    fuse(d, tokens, n, start, features, x, threads);
+    fuse(d, tokens, *texts, x, threads);
   else
     for (int i = 0; i < n; i++) embed(d, tokens[i], x + size_t(i) * width);
   for (size_t i = 0; i < d.layers.size(); i++) {
@@ -134,15 +154,31 @@ bool decode(const Decoder& d, const int64_t* tokens, int n, int rows, const floa
         const float factor = rms_factor(head, a.size, layer.qk_norm.eps);
         for (int k = 0; k < a.size; k++) head[k] *= factor * weight[k];
       }
-    attend(&a, projected, cos_sin + size_t(layer.rope) * a.size, caches[i], attended, capacity, start, n, layer.window, layer.scale,
-           threads);
+    for (int t = 0, row = 0; t < count; row += texts[t++].count) {
+      const Text& text = texts[t];
+      passes[t] = {&a, projected + size_t(row) * heads * a.size, text.cos_sin + size_t(layer.rope) * a.size, text.caches[i],
+                   attended + size_t(row) * a.heads * a.size, text.capacity, text.start, text.count, layer.window, layer.scale,
+                   text.tree};
+    }
+    attend(passes, count, threads);
     add(layer.output, attended, x, n, threads, NONE, layer.after_attention);
     apply(layer.up, x, both, n, 0, threads, RMS_NORM, layer.mlp_norm.weight, layer.mlp_norm.eps);
     add(layer.down, both, x, n, threads, d.gate, layer.after_mlp);
   }
-  if (rows)
-    apply(d.head, x + size_t(n - rows) * width, logits, rows, 0, threads, RMS_NORM, d.final_norm.weight,
-            d.final_norm.eps);
+  const float* wanted = x + size_t(n - rows) * width;
+  if (count > 1) {
+    float* gathered = scratch<float, 19>(size_t(rows) * width);
+    wanted = gathered;
+    const float* row = x;
+    for (int t = 0; t < count; row += size_t(texts[t++].count) * width) {
+      const Text& text = texts[t];
+      std::memcpy(gathered, row + size_t(text.count - text.rows) * width, size_t(text.rows) * width * sizeof(float));
+      gathered += size_t(text.rows) * width;
+      if (text.features.kept)
+        std::memcpy(text.features.kept + size_t(text.place()) * width, row, size_t(text.count) * width * sizeof(float));
+    }
+  }
+  if (rows) apply(d.head, wanted, logits, rows, 0, threads, RMS_NORM, d.final_norm.weight, d.final_norm.eps);
   return true;
 }
 

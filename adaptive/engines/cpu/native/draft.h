@@ -62,7 +62,8 @@ int draft(const Decoder& decoder, const Sampling& sampling, const Adviser& advis
   float* logits = scratch<float, 13>(decoder.head->out);
   *passed = 0;
   for (int position = 0; position < length; position++) {
-    if (!decode(decoder, tokens, n, 1, cos_sin, caches, capacity, start + *passed, features, logits, threads)) return -1;
+    const Text text{n, 1, cos_sin, caches, capacity, start + *passed, features};
+    if (!decode(decoder, tokens, &text, 1, logits, threads)) return -1;
     cos_sin += size_t(n) * decoder.attention->cos_sin_stride;
     *passed += n;
     float* row = sampling.greedy ? nullptr : sampling.seeded ? scratch<float, 14>(vocab) : probs + position * vocab;

@@ -125,14 +125,31 @@ nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Token
   bool done;
   {
     nb::gil_scoped_release unlocked;
-    done = decode(decoder, tokens.data(), size, count + 1, to<float>(cos_sin), to<float*>(caches), capacity, start,
-                  {to<float>(kept)}, to<float>(logits), threads);
+    const Text text{size, count + 1, to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept)}};
+    done = decode(decoder, tokens.data(), &text, 1, to<float>(logits), threads);
     if (done)
       v = judge(sampling, to<float>(logits), decoder.head->out, tokens.data() + size - count, count, start + size - count,
                 {to<float>(q), fewer, uniform.data()}, chosen.data());
   }
   check(done);
   return told(sampling, v, chosen);
+}
+
+// A pass over several texts: the tokens of each, in turn.
+void together(const Decoder& decoder, const Tokens& tokens, const std::vector<Text>& texts, Address logits, int threads) {
+  size_t count = 0;
+  for (const Text& text : texts) {
+    if (text.count < 1 || text.rows < 0 || text.rows > text.count) throw nb::value_error("a text without tokens, or with too few");
+    count += text.count;
+  }
+  if (texts.empty() || count != tokens.size()) throw nb::value_error("tokens that are not those of the texts");
+  if (decoder.fuse.linear) throw nb::value_error("a head reads one text at a time");
+  bool done;
+  {
+    nb::gil_scoped_release unlocked;
+    done = decode(decoder, tokens.data(), texts.data(), int(texts.size()), to<float>(logits), threads);
+  }
+  check(done);
 }
 
 void bind(nb::module_& m) {
@@ -176,15 +193,28 @@ void bind(nb::module_& m) {
         apply(&self, to<float>(x), to<float>(y), rows, add, threads, prologue, to<float>(norm), eps);
       }, Unlocked());
 
+  nb::class_<Tree>(m, "Tree")
+      .def("__init__", [](Tree* self, const std::vector<int32_t>& parents) {
+        std::vector<int32_t> depths;
+        for (const int32_t parent : parents) {
+          if (parent < -1 || parent >= int(depths.size())) throw nb::value_error("a node before the one that it follows");
+          depths.push_back(parent < 0 ? 0 : depths[parent] + 1);
+        }
+        new (self) Tree{parents, depths};
+      });
+
   nb::class_<Attention>(m, "Attention")
       .def("__init__", [](Attention* self, int heads, int key_heads, int size, int ropes) {
         new (self) Attention{heads, key_heads, size, ropes * size};
       })
       .def("__call__", [](const Attention& self, Address qkv, Address cos_sin, Address cache, Address out, int64_t capacity,
-                          int start, int count, int window, float scale, int threads) {
-        attend(&self, to<float>(qkv), to<float>(cos_sin), to<float>(cache), to<float>(out), capacity, start, count, window,
-               scale, threads);
-      }, Unlocked());
+                          int start, int count, int window, float scale, const Tree* tree, int threads) {
+        if (tree && int(tree->parents.size()) < count) throw nb::value_error("more tokens than nodes");
+        const Pass pass{&self, to<float>(qkv), to<float>(cos_sin), to<float>(cache), to<float>(out), capacity, start, count,
+                        window, scale, tree};
+        attend(&pass, 1, threads);
+      }, Unlocked(), arg("qkv"), arg("cos_sin"), arg("cache"), arg("out"), arg("capacity"), arg("start"), arg("count"),
+      arg("window"), arg("scale"), arg("tree").none(), arg("threads"));
 
   nb::class_<Norm>(m, "Norm")
       .def("__init__", [](Norm* self, Address weight, float eps) { new (self) Norm{to<float>(weight), eps}; }, arg("weight") = 0,
@@ -200,6 +230,14 @@ void bind(nb::module_& m) {
       arg("output"), arg("up"), arg("down"), arg("attention_norm"), arg("mlp_norm"), arg("qk_norm"), arg("after_attention"),
       arg("after_mlp"), arg("scale"), arg("rope"), arg("window"));
 
+  nb::class_<Text>(m, "Text")
+      .def("__init__", [](Text* self, int count, int rows, Address cos_sin, Address caches, int64_t capacity, int start,
+                          Address kept, const Tree* tree) {
+        if (tree && int(tree->parents.size()) < count) throw nb::value_error("more tokens than nodes");
+        new (self) Text{count, rows, to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept)}, tree};
+      }, nb::keep_alive<1, 9>(), arg("count"), arg("rows"), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"),
+      arg("kept"), arg("tree").none());
+
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", [](Decoder* self, std::vector<Layer> layers, const Attention& attention, const Linear& head,
                           Address embedding, Norm final_norm, float factor, int gate, bool half, int vocab, const Linear* fuse,
@@ -214,15 +252,17 @@ void bind(nb::module_& m) {
         bool done;
         {
           nb::gil_scoped_release unlocked;
-          done = decode(self, tokens.data(), int(tokens.size()), rows, to<float>(cos_sin), to<float*>(caches), capacity, start,
-                        {to<float>(kept), to<float>(given), known}, to<float>(logits), threads);
+          const Text text{int(tokens.size()), rows, to<float>(cos_sin), to<float*>(caches), capacity, start,
+                          {to<float>(kept), to<float>(given), known}};
+          done = decode(self, tokens.data(), &text, 1, to<float>(logits), threads);
         }
         check(done);
       })
       .def("propose", &propose, arg("sampling"), arg("tokens"), arg("length"), arg("known"), arg("uniform"), arg("probs"),
            arg("thresholds").none(), arg("adviser").none(), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"),
            arg("kept"), arg("given"), arg("feature_count"), arg("threads"))
-      .def("verify", &verified);
+      .def("verify", &verified)
+      .def("together", &together);
 
   nb::class_<Thresholds>(m, "Thresholds")
       .def(nb::init<Doubles, Doubles, Doubles, Doubles, Doubles, Doubles, Whole32, Whole32, Whole32>(), arg("edges"),
