@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import BUNDLED, Command
-from tiny_models import LAYERS, Greedy, alone, noisy, prompt_of, randomise, tiny_config, tiny_model
+from tiny_models import GREEDY, LAYERS, Greedy, alone, noisy, prompt_of, randomise, tiny_config, tiny_model
 
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.hf.plain import PlainSequence
 from adaptive.engines.load import Source, load_engine, read_config
 from adaptive.pair import load_pair
 from adaptive.settings import load_settings
+from adaptive.types import Message, StopParams
 from trainers.lora import attach, linear_names
 from trainers.recipe import Recipe
 
@@ -219,3 +222,40 @@ def test_doctor_says_what_a_models_layers_hold(tmp_path: Path, adaptive: Command
             assert said["status"] == "note"
             assert "indexed attention" in said["value"]
             assert "plainly" in said["advice"]
+
+
+def test_a_conversation_with_a_hybrid_is_the_targets_own_also_over_an_edit(tmp_path: Path) -> None:
+    """Through the assistant: two turns, an answer made again, an edit, and another conversation's copied opening."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    model = tiny_model("qwen3_5_text", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    for folder, part in ((tmp_path / "target", model), (tmp_path / "draft", noisy(model))):
+        part.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    folders = {"device": "cpu", "target": str(tmp_path / "target"), "draft": str(tmp_path / "draft")}
+    pair = load_pair(load_settings(folders | {"dtype": "float32"}))
+    assert pair.draft is not None
+    assert not pair.warnings
+    stop = StopParams(max_new_tokens=16, ignore_eos=True)
+    plain, drafted = (Assistant(pair, FixedLength(length), None, cache_bytes=2**30) for length in (0, 4))
+    first = [Message("user", "Write a haiku about a river.")]
+    accepted = 0
+
+    def same(messages: list[Message]) -> str:
+        nonlocal accepted
+        texts = [[step.token for step in one.chat(messages, GREEDY, stop)] for one in (plain, drafted)]
+        assert texts[0] == texts[1]
+        assert drafted.last is not None
+        accepted += drafted.last.accepted
+        return drafted.last.text
+
+    answer = same(first)
+    turn = [*first, Message("assistant", answer), Message("user", "Another one, please.")]
+    same(turn)
+    assert same(turn)  # made again
+    edited = [*first, Message("assistant", answer), Message("user", "Now about a mountain, and longer.")]
+    same(edited)
+    same([Message("user", "Write a haiku about a river, and one about the sea.")])
+    assert accepted > 0
+    assert drafted.conversations.nbytes > 0
