@@ -7,18 +7,38 @@ are used then.
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import nanobind
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("adaptive/engines/cpu/native")
 INDEX = Path("adaptive/drafting/native")
-COMMON = "-std=c++17 -O3 -g0 -fvisibility=hidden -fno-strict-aliasing"
+COMMON = "-std=c++17 -O3 -g0 -fvisibility=hidden"
 FLAGS = {
     "avx512bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mfma",
     "avx512vnni": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma",
     "avx2": "-mavx2 -mfma",
 }
+
+
+class Build(build_ext):
+    """nanobind reads memory as other types than were written, and is compiled so that this is right. The kernels do not:
+    on AVX2 that flag costs them a fifth to a third of a pass over several tokens."""
+
+    def build_extensions(self) -> None:
+        """Compile all modules."""
+        compile_file = self.compiler._compile
+
+        def compile_rightly(
+            target: str, source: str, ending: str, arguments: Any, flags: list[str], macros: Any
+        ) -> None:
+            more = ["-fno-strict-aliasing"] if source.endswith("nanobind.cpp") else []
+            compile_file(target, source, ending, arguments, [*flags, *more], macros)
+
+        self.compiler._compile = compile_rightly
+        super().build_extensions()
 
 
 def sources(folder: Path) -> list[Path]:
@@ -50,4 +70,4 @@ def module(folder: Path, name: str, source: str, flags: str = "") -> Extension:
 
 
 kernels = [module(FOLDER, name, f"{name}.cpp", flags) for name, flags in FLAGS.items()]
-setup(ext_modules=[*kernels, module(INDEX, "suffixes", "module.cpp")])
+setup(ext_modules=[*kernels, module(INDEX, "suffixes", "module.cpp")], cmdclass={"build_ext": Build})
