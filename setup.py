@@ -24,8 +24,8 @@ FLAGS = {
 
 
 class Build(build_ext):
-    """nanobind reads memory as other types than were written, and is compiled so that this is right. The kernels do not:
-    on AVX2 that flag costs them a fifth to a third of a pass over several tokens."""
+    """nanobind reads memory as other types than were written, and is compiled so that this is right. The kernels do
+    not, and the flag would cost them a fifth to a third of a pass over several tokens (AVX2)."""
 
     def build_extensions(self) -> None:
         """Compile all modules."""
