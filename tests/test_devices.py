@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from adaptive.engines.cpu import dtype, weights
 from adaptive.engines.load import choose_dtype
+from adaptive.settings import load_settings
 
 
 def config(kind: type[PreTrainedConfig], architecture: str) -> PreTrainedConfig:
@@ -22,6 +26,26 @@ def test_bfloat16_is_for_what_is_multiplied_in_it(multiplied: bool, monkeypatch:
     monkeypatch.setattr(weights, "packs", lambda kind, device: multiplied)
     monkeypatch.setattr(dtype, "fastest_dtype", lambda width: torch.bfloat16)
     known, unknown = config(LlamaConfig, "LlamaForCausalLM"), config(GPT2Config, "GPT2LMHeadModel")
-    assert choose_dtype("auto", "cpu", known) == torch.bfloat16
-    assert choose_dtype("auto", "cpu", unknown) == (torch.bfloat16 if multiplied else torch.float32)
-    assert choose_dtype("bfloat16", "cpu", unknown) == torch.bfloat16  # what is asked for is what is used
+    assert choose_dtype(load_settings({}), "cpu", known) == torch.bfloat16
+    assert choose_dtype(load_settings({}), "cpu", unknown) == (torch.bfloat16 if multiplied else torch.float32)
+    # What is asked for is what is used.
+    assert choose_dtype(load_settings({"dtype": "bfloat16"}), "cpu", unknown) == torch.bfloat16
+
+
+def test_what_was_measured_once_is_kept(tmp_path: Path) -> None:
+    """A busy moment cannot make another run's text another one; a damaged file is measured anew."""
+    here = tmp_path / "state"
+    first = dtype.kept_dtype(64, here)
+    assert not here.exists()  # looking makes no state
+    here.mkdir()
+    for spoiled in (None, "{", "[]", '{"another machine": "torch.float16"}'):
+        if spoiled is not None:
+            (here / dtype.FILE).write_text(spoiled)
+        assert dtype.kept_dtype(64, here) in (torch.float32, torch.bfloat16)
+        kept = json.loads((here / dtype.FILE).read_text())
+        assert ("another machine" in kept) is (spoiled is not None and "another" in spoiled)
+        [mine] = [name for name in kept if "width 64" in name]
+        for other in (torch.float32, torch.bfloat16):
+            (here / dtype.FILE).write_text(json.dumps({**kept, mine: str(other)}))
+            assert dtype.kept_dtype(64, here) == other
+    assert first in (torch.float32, torch.bfloat16)

@@ -99,7 +99,7 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
     from adaptive.engines.cpu.weights import fast_int8
 
     where, config = choose_device(device), read_config(source, settings)
-    dtype, name = choose_dtype(settings.dtype, where, config), class_name(config)
+    dtype, name = choose_dtype(settings, where, config), class_name(config)
     small = draft and where == "cpu" and settings.draft_quantize in ("auto", "int8")
     if small and (settings.draft_quantize == "int8" or (settings.dtype == "auto" and fast_int8())):
         # A draft's int8 is our own: bitsandbytes' is for the memory it saves, not for speed.
@@ -131,25 +131,25 @@ def forward_of(engine: Engine) -> Forward:
     return Forward.TRANSFORMERS if passes.recorded is None else Forward.CUDA_GRAPHS
 
 
-def choose_dtype(name: str, device: str, config: Any) -> torch.dtype:
-    """The dtype of that name; ``auto`` is bfloat16 (or float16) on a GPU and measured on a CPU."""
+def choose_dtype(settings: Settings, device: str, config: Any) -> torch.dtype:
+    """The dtype that is asked for; ``auto`` is bfloat16 (or float16) on a GPU, and on a CPU measured once."""
     import torch
 
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
+    if settings.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, settings.dtype)
         return dtype
     if device.startswith("cuda"):
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     if device == "mps":
         return torch.float16
-    from adaptive.engines.cpu.dtype import fastest_dtype
+    from adaptive.engines.cpu.dtype import kept_dtype
     from adaptive.engines.cpu.plan import FAMILIES
     from adaptive.engines.cpu.weights import packs
 
     # Where only the native kernels multiply bfloat16, a model that they do not run would be emulated, and crawl.
     if not packs(torch.bfloat16, torch.device("cpu")) and class_name(config) not in FAMILIES:
         return torch.float32
-    return fastest_dtype(config.get_text_config().hidden_size)
+    return kept_dtype(config.get_text_config().hidden_size, settings.state_dir)
 
 
 def class_name(config: Any) -> str:
@@ -305,7 +305,7 @@ def load_model(source: Source, settings: Settings, device: str, dtype: torch.dty
     from adaptive.engines.hf.language import has_projection, is_part, text_weights, weight_names
 
     where, config = choose_device(device), read_config(source, settings)
-    dtype = choose_dtype(settings.dtype, where, config) if dtype is None else dtype
+    dtype = choose_dtype(settings, where, config) if dtype is None else dtype
     renamed: dict[str, str] = {}
     if is_part(source.folder, config):
         names = weight_names(source.folder)

@@ -1,20 +1,56 @@
-"""The dtype in which a CPU decodes fastest, found by trying."""
+"""The dtype in which a CPU decodes fastest, found by trying once and kept: another one rounds otherwise, so that greedy
+text would change from run to run where a busy moment decides."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
+from pathlib import Path
 from statistics import median
 
 import torch
 
+from adaptive.engines.cpu import kernels
 from adaptive.engines.cpu.kernels import multiplies
 from adaptive.engines.cpu.weights import PackedLinear, packs
+from adaptive.machine import processor_name
+from checkpoints.files import replace_text
 
 # Bytes of float32 weights that are timed: beyond the caches of most processors, so that what is measured
 # is a model's pass over memory and not one matrix's in cache.
 DTYPE_TRIAL = 64 << 20
 # Seconds after which the trial ends with what it has.
 DTYPE_PATIENCE = 0.3
+
+
+# What was found, in the state folder: names of dtypes by machine, software and width.
+FILE = "dtypes.json"
+
+
+def kept_dtype(width: int, folder: Path) -> torch.dtype:
+    """What ``fastest_dtype`` found when it was first asked for this width on this machine; kept in ``folder``, where
+    there is such a folder and it can be written."""
+    compiled = kernels.library()
+    name = "no kernels" if compiled is None else compiled.name
+    here = f"{processor_name()}; torch {torch.__version__}; {name}; width {width}"
+    known = _read(folder / FILE)
+    for dtype in (torch.float32, torch.bfloat16):
+        if known.get(here) == str(dtype):
+            return dtype
+    found = fastest_dtype(width)
+    if folder.is_dir():
+        with contextlib.suppress(OSError):
+            replace_text(folder, folder / FILE, json.dumps({**known, here: str(found)}, indent=1))
+    return found
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def fastest_dtype(width: int) -> torch.dtype:
