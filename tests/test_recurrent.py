@@ -44,11 +44,31 @@ class Case:
         self.expected = alone(self.model, self.prompt, TOKENS)
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(t, marks=pytest.mark.xdist_group(f"recurrent-{t}")) for t in TYPES]
-)
+@pytest.fixture(scope="module", params=TYPES)
 def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", [*TYPES, *OTHERS, "qwen3_5_moe_text", "mamba2"])
+def test_ten_prompts_of_two_hundred_tokens(model_type: str) -> None:
+    """Each said, said again and gone on with after an edit, at every length."""
+    model = tiny_model(model_type, **{**TYPES, **OTHERS}.get(model_type, {}))
+    target, draft = TransformersEngine(model), TransformersEngine(noisy(model))
+    target.check()
+    assert target.undraftable is None
+    for seed in range(10):
+        prompt, edited = prompt_of(40, seed=seed), prompt_of(30, seed=seed + 100)
+        expected = alone(model, prompt, 200)
+        turn = [*prompt, *expected[:50], *edited]
+        after = alone(model, turn, 40)
+        for length in (1, 4, 9, None):
+            greedy = Greedy(target, draft, length)
+            assert greedy.say(prompt, 200) == expected
+            greedy.again(len(prompt) - 1)
+            assert greedy.say(prompt, 200) == expected
+            greedy.again(len(prompt) + 50)
+            assert greedy.say(turn, 40) == after
 
 
 @pytest.mark.parametrize("model_type", OTHERS)
