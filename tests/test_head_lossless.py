@@ -72,14 +72,17 @@ def test_greedy_output_equals_the_target_alone(
     assert isinstance(head, HeadEngine)
     if not ours:
         target.cpu_forward = head.cpu_forward = None
-    most = TOKENS if ours or some == 1 else THEIR_TOKENS
+    whole = some == 1
+    longest = TOKENS if ours or whole else THEIR_TOKENS
     prompts = prompts[::some] if ours else prompts[:: some + 5]
-    wanted = alone(pair, prompts, most)
+    wanted = alone(pair, prompts, longest)
     for length in ("1", "4", "9", "auto"):
+        # At one token a round and at nine steps for hardly any accepted, the same rounds take the longest.
+        most = longest if whole or length in ("4", "auto") else longest // 3
         assistant = Assistant(pair, length_policy(load_settings({"draft_length": length})), None)
         accepted = drafted = 0
         for prompt, right in zip(prompts, wanted, strict=True):
-            assert said(assistant, [prompt], most=most) == [right]
+            assert said(assistant, [prompt], most=most) == [right[:most]]
             assert assistant.last is not None
             assert {outcome.drafter for outcome in assistant.last.rounds} <= {"head", "none"}
             accepted, drafted = accepted + assistant.last.accepted, drafted + assistant.last.drafted
@@ -219,7 +222,7 @@ def test_a_seed_means_the_same_text_whatever_drafts(
             pair.target.cpu_forward = pair.draft.cpu_forward = None  # type: ignore[union-attr, attr-defined]
         for length in (0, 3):
             assistant = Assistant(pair, FixedLength(length), None)
-            texts.append(said(assistant, prompts[::9], SamplingParams(temperature=0.8, seed=5), 60))
+            texts.append(said(assistant, prompts[::9], SamplingParams(temperature=0.8, seed=5), 60 if ours else 30))
     assert all(text == texts[0] for text in texts)
 
 
