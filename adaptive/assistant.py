@@ -233,7 +233,9 @@ class Assistant:
             if conversation.draft:
                 conversation.draft.tokens = decoding.committed
             if record and decoding.output and self.log is not None:
-                features = self._features(conversation) if isinstance(self.pair.draft, ReadsFeatures) else None
+                draft = self.pair.draft
+                learns = isinstance(draft, ReadsFeatures) and draft.learns
+                features = self._features(conversation) if learns else None
                 self.log.write(
                     Generation(
                         session=session,

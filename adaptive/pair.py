@@ -7,13 +7,13 @@ state folder) is known without loading any weights.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adaptive.engines.head.kinds import HeadKind, head_kind, mtp_weights
 from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
 from adaptive.engines.load import (
     Source,
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from adaptive.engines.protocol import Engine
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
-# What --draft may say instead of naming one: a head grown on the target (which is so where only a target is named),
-# and nothing, so that the target decodes plainly.
-GROW, PLAIN = "auto", "none"
+# What --draft may say instead of naming one: the head inside of the target's checkpoint, or where it has none one that
+# is grown on it (which is so where only a target is named); that head in the checkpoint; and nothing, so that the
+# target decodes plainly.
+GROW, MTP, PLAIN = "auto", "mtp", "none"
 # Bytes read at either end of a weights file for its identity: enough for the whole safetensors header
 # of any model here, and two checkpoints that differ only in the middle do not occur by training.
 IDENTITY_BYTES = 1 << 20
@@ -67,10 +68,10 @@ class Pair:
 def sources(settings: Settings) -> tuple[Source, Source | None]:
     """The target and the draft named in the settings; the bundled pair where neither is.
 
-    No draft where none is wanted, or a head is to be grown (``grows_on``). Raises AdaptiveError for a model that is not
-    there.
+    The draft may be a head inside of the target's checkpoint. There is none where none is wanted, or a head is to be
+    grown (``grows_on``). Raises AdaptiveError for a model that is not there.
     """
-    named = settings.draft if settings.draft not in (GROW, PLAIN) else None
+    named = settings.draft if settings.draft not in (GROW, MTP, PLAIN) else None
     if settings.target is None and settings.draft is None:
         target, draft = str(BUNDLED / "target"), str(BUNDLED / "draft")
     elif settings.target is None and named is not None:
@@ -82,6 +83,8 @@ def sources(settings: Settings) -> tuple[Source, Source | None]:
     if whole.head:
         raise AdaptiveError(f"--target {target} is a head, which only drafts; name the model that it was made for")
     small = _source(draft, settings.draft_revision, draft_quantize, "--draft-quantize") if draft else None
+    if not draft and settings.draft != PLAIN:
+        small = _inside(whole, settings.draft == MTP)
     if small is not None and small.head and whole.gguf is not None:
         raise AdaptiveError(
             f"draft {draft} is a head, which reads the target's hidden states, and llama.cpp gives none; name the "
@@ -90,13 +93,33 @@ def sources(settings: Settings) -> tuple[Source, Source | None]:
     return whole, small
 
 
+def _inside(target: Source, wanted: bool) -> Source | None:
+    """The multi-token head in the target's checkpoint, if there is one. Raises AdaptiveError where it is ``wanted`` and
+    there is none."""
+    if target.gguf is None and mtp_weights(target.folder) is not None:
+        return Source(MTP, target.folder, "none", head=HeadKind.MTP)
+    if not wanted:
+        return None
+    if target.gguf is not None:
+        raise AdaptiveError(
+            f"--draft {MTP} reads the target's hidden states, and llama.cpp gives none; name the target's Hugging Face "
+            "checkpoint, or another draft"
+        )
+    raise AdaptiveError(
+        f"--draft {MTP}: the checkpoint of {target.id} has no multi-token head that is known here; name another draft, "
+        f"or --draft {GROW} for one that is grown here"
+    )
+
+
 def grows_on(settings: Settings) -> Source | None:
-    """The target on which a head is to be grown, where its kind allows that; None where another draft is named, or
-    none is wanted. A GGUF file gives no hidden states. Raises AdaptiveError as ``sources``.
+    """The target on which a head is to be grown, where its kind allows that; None where another draft is named, or is
+    in its checkpoint, or none is wanted. A GGUF file gives no hidden states. Raises AdaptiveError as ``sources``.
     """
     if settings.draft not in (GROW, None) or (settings.target is None and settings.draft is None):
         return None
-    target = sources(settings)[0]
+    target, inside = sources(settings)
+    if inside is not None:
+        return None
     if target.gguf is None:
         return target
     if settings.draft is None:
@@ -111,7 +134,8 @@ def trained_draft(settings: Settings) -> Source | None:
     """The checkpoint that training starts from and adapters belong to: the draft, or what stands for a GGUF draft. A
     head grows from its target (``grows_on``).
 
-    None without a draft, and for a GGUF draft without ``draft_checkpoint``. Raises AdaptiveError as ``sources``.
+    None without a draft, for a GGUF draft without ``draft_checkpoint``, and for a head that came from elsewhere. Raises
+    AdaptiveError as ``sources``.
     """
     return _trained(sources(settings)[1], settings)
 
@@ -124,7 +148,7 @@ def _trained(draft: Source | None, settings: Settings) -> Source | None:
                 f"--draft-checkpoint {name} goes with a GGUF draft, and the draft is "
                 f"{f'the checkpoint {draft.id} itself' if draft else 'none'}; leave it out"
             )
-        return draft
+        return None if draft is not None and draft.head not in (None, HeadKind.GROWN) else draft
     if name is None:
         return None
     if is_gguf_name(name):
@@ -135,7 +159,7 @@ def _trained(draft: Source | None, settings: Settings) -> Source | None:
 def _source(name: str, revision: str | None, quantize: Quantisation, option: str) -> Source:
     if not is_gguf_name(name):
         folder = _folder(name, revision)
-        return Source(name, folder, quantize, head=is_head(folder))
+        return Source(name, folder, quantize, head=head_kind(folder))
     if quantize != "none":
         raise AdaptiveError(f"{option} {quantize} is for checkpoints; a GGUF file is quantised as it is, leave it out")
     file = find_gguf(name, revision)
@@ -154,15 +178,6 @@ def _folder(name: str, revision: str | None) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
         raise AdaptiveError(f"model folder {name} does not exist (and it is not a hub id like owner/name)")
     return hub_folder(name, revision)
-
-
-def is_head(folder: Path) -> bool:
-    """Whether a checkpoint is a head on another model's hidden states: its config has a block that says so."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and isinstance(config.get("head"), dict)
 
 
 def weights_hash(folder: Path) -> str:
@@ -323,7 +338,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             f"the draft ({sizes[1] / 1e6:.0f} MB of weights) is larger than the target ({sizes[0] / 1e6:.0f} MB): "
             "drafting costs more than it can save; swap them, or take a smaller draft"
         )
-    if draft is not None and trained is None:
+    if draft is not None and draft.gguf is not None and trained is None:
         warnings.append(
             f"the draft {draft.id} decodes but cannot learn; name the Hugging Face checkpoint it was made from with "
             "--draft-checkpoint"
@@ -377,6 +392,9 @@ def load_draft_for_training(settings: Settings) -> PreTrainedModel | Head:
         parts = parts_of_folder(sources(settings)[0].folder, settings.trust_remote_code)
         full = Head(parts, float32) if draft is None else Head.read(draft.folder, parts, float32)
         return full.to(choose_device(device))
+    came = sources(settings)[1]
+    if draft is None and came is not None and came.head is not None:
+        raise AdaptiveError(f"{came.head.words} drafts as it came and is not trained; name another draft")
     if draft is None and settings.draft not in (None, PLAIN):
         raise AdaptiveError(
             f"draft {settings.draft} is a GGUF file, which cannot be trained; name the Hugging Face checkpoint it was "

@@ -69,6 +69,7 @@ class Chat:
 
     def greet(self) -> None:
         """What drafts, which session this is, and where an earlier one stands."""
+        from adaptive.engines.protocol import ReadsFeatures
         from adaptive.speculation import growing
         from cli.chat_display import titled
 
@@ -78,7 +79,8 @@ class Chat:
             drafting = "no draft model: plain decoding"
         elif growing(pair):
             drafting = "plain decoding, until a head has been grown from what is said"
-
+        elif isinstance(pair.draft, ReadsFeatures) and not pair.draft.learns:
+            drafting = f"drafted by {pair.draft.words}"
         self.console.print(titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))
         if self.talk.turns:
             self.show_last()

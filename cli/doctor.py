@@ -261,8 +261,9 @@ def _llama_cpp(settings: Settings) -> Finding:
 def _used(settings: Settings) -> Iterator[Finding]:
     """What a run with these settings would take, as far as it is known without loading or fetching a model."""
     from adaptive.devices import choose_device
+    from adaptive.engines.head.kinds import head_kind
     from adaptive.engines.llamacpp.files import is_gguf_name
-    from adaptive.pair import BUNDLED, GROW, PLAIN, pair_identity
+    from adaptive.pair import BUNDLED, GROW, MTP, PLAIN, pair_identity
 
     for option, name in (("device", settings.device), ("draft device", settings.draft_device or settings.device)):
         try:
@@ -281,13 +282,14 @@ def _used(settings: Settings) -> Iterator[Finding]:
             yield from _gguf_file(role, model)
             local = local and Path(model).expanduser().is_file()
             continue
-        if role == "draft" and model in (GROW, PLAIN, None):
+        if role == "draft" and model in (GROW, MTP, PLAIN, None):
             yield _no_model(settings, local)
             continue
         assert model is not None
         if Path(model).expanduser().is_dir():
-            where = " (bundled)" if bundled else ""
-            yield Finding("used", role, "ok", f"{model}{where}")
+            kind = head_kind(Path(model).expanduser())
+            what = " (bundled)" if bundled else "" if kind is None else f" ({kind.words})"
+            yield Finding("used", role, "ok", f"{model}{what}")
             continue
         local = False
         if bundled:
@@ -309,13 +311,18 @@ def _no_model(settings: Settings, local: bool) -> Finding:
     """What drafts where no model is named for it; of a target that is not ``local`` it is not known yet."""
     from adaptive.engines.head.module import unsuitable
     from adaptive.engines.load import read_config
-    from adaptive.pair import PLAIN, grows_on
+    from adaptive.pair import MTP, PLAIN, grows_on, sources
 
     if settings.draft == PLAIN:
         return Finding("used", "draft", "ok", "none: the target decodes alone")
     if not local:
-        return Finding("used", "draft", "ok", "a head, if one can be grown on the target")
+        said = "the multi-token head in the target's checkpoint"
+        grown = "" if settings.draft == MTP else "; where it has none, one that is grown on it"
+        return Finding("used", "draft", "ok", f"{said}{grown}")
     try:
+        inside = sources(settings)[1]
+        if inside is not None and inside.head is not None:
+            return Finding("used", "draft", "ok", f"{inside.head.words}: docs/heads.md")
         target = grows_on(settings)
         if target is None:
             return Finding("used", "draft", "ok", "none: the target decodes alone")

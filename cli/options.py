@@ -34,7 +34,8 @@ SHARED: dict[str, Any] = {
     "draft": Annotated[
         Optional[str],
         typer.Option(
-            help="Draft model: a folder, a hub id, or a GGUF file; auto grows a head, none drafts nothing.",
+            help="Draft: folder or hub id of a model or a head, or a GGUF file; mtp: the head in the target's "
+            "checkpoint, auto: that, or one grown here; or none.",
             rich_help_panel=MODELS,
         ),
     ],

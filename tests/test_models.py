@@ -141,12 +141,14 @@ def test_whatever_keeps_its_past_in_its_own_way_decodes_plainly(model_type: str,
     assert Greedy(engine, engine, 4).say(prompt, 8) == alone(model, prompt, 8)
 
 
-def several_kinds(text_type: str, model_type: str, **small: Any) -> Any:
+def several_kinds(text_type: str, model_type: str, changes: dict[str, Any] | None = None, **small: Any) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
     kind = CONFIG_MAPPING[model_type]
     vision = type(kind().vision_config)(**small)
-    config = kind(text_config=tiny_config(text_type), vision_config=vision, tie_word_embeddings=False)
+    config = kind(
+        text_config=tiny_config(text_type, **(changes or {})), vision_config=vision, tie_word_embeddings=False
+    )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomise(model, 0)
     return model

@@ -18,7 +18,7 @@ from adaptive.types import SamplingParams
 
 def drafter_name(engine: Engine) -> str:
     """What a draft is called in rounds, records and figures."""
-    return "head" if isinstance(engine, ReadsFeatures) else "model"
+    return engine.name if isinstance(engine, ReadsFeatures) else "model"
 
 
 class ModelDrafter:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaptive.devices import choose_device, quantisation
+from adaptive.engines.head.kinds import HeadKind
 from adaptive.engines.llamacpp.files import load_gguf
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Quantisation, Settings
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from adaptive.engines.cpu.kernels import Library
     from adaptive.engines.head.engine import HeadEngine
+    from adaptive.engines.head.kinds import HeadModule
+    from adaptive.engines.hf.engine import TransformersEngine
     from adaptive.engines.protocol import Engine, SamplingKernels
 
 logger = logging.getLogger("adaptive.engines")
@@ -35,15 +38,15 @@ logger = logging.getLogger("adaptive.engines")
 class Source:
     """Where one model comes from. ``id`` is what the user typed, ``folder`` where it lies on disk.
 
-    ``gguf`` is the file for llama.cpp, None for a checkpoint for transformers; ``head``: that checkpoint is a head on
-    its target, and no model by itself.
+    ``gguf`` is the file for llama.cpp, None for a checkpoint for transformers; ``head``: what kind of head on its
+    target that checkpoint is, or has, None for a model by itself.
     """
 
     id: str
     folder: Path
     quantize: Quantisation
     gguf: Path | None = None
-    head: bool = False
+    head: HeadKind | None = None
 
 
 class Forward(Enum):
@@ -100,6 +103,9 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
 
     where, config = choose_device(device), read_config(source, settings)
     dtype, name = choose_dtype(settings, where, config), class_name(config)
+    graphs = settings.cuda_graphs == "auto" and where.startswith("cuda")
+    if source.head not in (None, HeadKind.GROWN):
+        return Choice(Forward.CUDA_GRAPHS if graphs else Forward.TRANSFORMERS, where, dtype)
     small = draft and where == "cpu" and settings.draft_quantize in ("auto", "int8")
     if small and (settings.draft_quantize == "int8" or (settings.dtype == "auto" and fast_int8())):
         # A draft's int8 is our own: bitsandbytes' is for the memory it saves, not for speed.
@@ -111,8 +117,7 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
         if kind == "fused" or (kind is not None and not source.head):
             return Choice(OWN[kind], where, dtype)
     # bitsandbytes' int8 waits for the device within a pass, which cannot be captured.
-    graphs = settings.cuda_graphs == "auto" and where.startswith("cuda") and source.quantize != "int8"
-    forward = Forward.CUDA_GRAPHS if graphs else Forward.TRANSFORMERS
+    forward = Forward.CUDA_GRAPHS if graphs and source.quantize != "int8" else Forward.TRANSFORMERS
     if source.head:
         return Choice(forward, where, dtype)
     return Choice(forward, where, dtype, quantize=source.quantize)
@@ -235,8 +240,6 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
 
     from adaptive.engines.cpu.weights import fast_int8
     from adaptive.engines.head.engine import HeadEngine
-    from adaptive.engines.head.module import Head
-    from adaptive.engines.head.parts import parts_of_model
     from adaptive.engines.hf.engine import TransformersEngine
 
     if not isinstance(target, TransformersEngine) or not target.feature_width:
@@ -251,10 +254,9 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
         )
     if settings.draft_quantize == "nf4":
         raise AdaptiveError("--draft-quantize nf4 is for models; a head is not quantised so, leave it out")
-    parts = parts_of_model(target.model)
-    head = Head(parts) if source is None else Head.read(source.folder, parts)
     asked = settings.draft_quantize == "int8"
     int8 = asked or (settings.draft_quantize == "auto" and settings.dtype == "auto" and fast_int8())
+    head = _head(source, target)
     engine = HeadEngine(head, target, int8=int8 and target.device.type == "cpu", grown=source is None)
     if settings.cuda_graphs == "auto" and target.device.type == "cuda":
         engine.passes.record()
@@ -262,6 +264,19 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
     name = "a head to be grown" if source is None else source.id
     logger.info("%s: %s, %s, on %s", name, forward_of(engine).value, engine.weights, engine.device)
     return engine
+
+
+def _head(source: Source | None, target: TransformersEngine) -> HeadModule:
+    """The module of that head, or of one that is to be grown. Raises AdaptiveError where it does not fit."""
+    from adaptive.engines.head.module import Head
+    from adaptive.engines.head.mtp import MtpHead
+    from adaptive.engines.head.parts import parts_of_model
+
+    if source is not None and source.head is HeadKind.MTP:
+        with weights_progress(lambda share: None):
+            return MtpHead(target.model, source.folder)
+    parts = parts_of_model(target.model)
+    return Head(parts) if source is None else Head.read(source.folder, parts)
 
 
 @contextlib.contextmanager
@@ -291,7 +306,9 @@ def weights_progress(tell: Callable[[float], None]) -> Iterator[None]:
 
 
 def weight_bytes(source: Source | None) -> int:
-    """Of the files that a source's weights lie in; 0 for none."""
+    """Of the files that a source's weights lie in; 0 for none, and for a head that lies in its target's."""
+    if source is not None and source.head is HeadKind.MTP:
+        return 0
     if source is not None and source.gguf is not None:
         return source.gguf.stat().st_size
     return sum(file.stat().st_size for file in source.folder.glob("*.safetensors")) if source else 0

@@ -294,10 +294,14 @@ class Engine(Protocol):
 class ReadsFeatures(Protocol):
     """An engine of a head: its sequences read the hidden states that another engine's keep.
 
-    ``ready``: whether it is to draft. A head that is grown here is not, until it has been trained.
+    ``ready``: whether it is to draft. A head that is grown here is not, until it has been trained. ``learns``: whether
+    it can be trained, from the features of what was said. ``words``: what kind of head it is, for people.
     """
 
+    name: str
     ready: bool
+    learns: bool
+    words: str
 
     def sequence_of(self, target: Sequence) -> Sequence:
         """A new empty sequence over the text of ``target``, which keeps features."""

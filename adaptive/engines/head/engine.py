@@ -2,8 +2,9 @@
 
 Row i of a head reads token i and the feature of token i - 1: the target's hidden state where the target's sequence
 holds that token, else the head's own, which its cache keeps. What was computed from its own is forgotten at a rollback,
-and computed again from the target's once that has come. Where our kernels run its layer a pass is one native call, and
-so is a whole proposal; elsewhere transformers' own forward of the layer does the arithmetic.
+and computed again from the target's once that has come. Of a head that came from elsewhere a text's first token has no
+row: it is held by knowing that there is one. Where our kernels run the layer of a grown head a pass is one native call,
+and so is a whole proposal; elsewhere transformers' own forward of the layer does the arithmetic.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from adaptive.engines.cpu.fused import fits
 from adaptive.engines.cpu.layers import RmsNorm
 from adaptive.engines.cpu.plan import Fuse, Plan, read_plan
 from adaptive.engines.cpu.weights import PackedLinear, of_module
+from adaptive.engines.head.kinds import HeadModule
 from adaptive.engines.head.module import Head
 from adaptive.engines.head.passes import HeadPasses
 from adaptive.engines.hf.cache import RollbackCache
@@ -59,6 +61,7 @@ class HeadSequence:
             self.cache = engine.cpu_forward.cache(features=True)
         else:
             self.cache = RollbackCache(engine.head.config, keeps=True)
+        self._skipped = 0  # tokens at the beginning that have no row
         self._exact = 0  # tokens at the beginning that were computed from the target's features
         self._read: torch.Tensor | None = None  # features that a native call reads
         self._logits, self._probs = Rows(engine.vocab_size), Rows(0)
@@ -71,7 +74,7 @@ class HeadSequence:
     @property
     def length(self) -> int:
         """Tokens in the cache."""
-        return self.cache.length
+        return self._skipped + self.cache.length
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +95,8 @@ class HeadSequence:
         to be that of another of the n, computed here, has a pass of its own."""
         if parents is not None:
             raise no_trees("a head")
+        if len(tokens) and self.length < self.engine.head.begins:
+            return self._begin(tokens, rows)
         count, found = len(tokens), []
         end = min(count, self._together)
         if end == count:
@@ -101,6 +106,15 @@ class HeadSequence:
             found.append(self._extend(tokens[begin:end], max(0, min(end - begin, rows - count + end))).clone())
             begin, end = end, end + 1
         return torch.cat(found)
+
+    def _begin(self, tokens: Ids, rows: int) -> torch.Tensor:
+        """``extend`` where the first token has no row, and its logits say nothing."""
+        self._skipped = self._exact = 1
+        rest = tokens[1:]
+        logits = torch.zeros(0, self.engine.vocab_size, device=self.engine.device)
+        if len(rest):
+            logits = self.extend(rest, min(rows, len(rest)))
+        return logits if rows <= len(rest) else torch.cat([logits.new_zeros(1, self.engine.vocab_size), logits])
 
     def keep(self, path: list[int]) -> None:
         """There is no tree; see the protocol."""
@@ -173,7 +187,7 @@ class HeadSequence:
         if not start:
             parts.append(torch.zeros(1, self.engine.feature_width, device=self.engine.device))
         if self.target is not None and first < border:
-            parts.append(self.target.features(first, border))
+            parts.append(self.engine.head.of_target(self.target.features(first, border)).float())
         if border < end:
             parts.append(self.features(border, end))
         return torch.cat(parts)
@@ -184,14 +198,20 @@ class HeadSequence:
             self._exact = min(self.length, self._known + 1)
 
     def features(self, begin: int, end: int) -> torch.Tensor:
-        """The head's own hidden states (end - begin, width); see the protocol."""
+        """The head's own hidden states (end - begin, width), zeros for a token that has no row; see the protocol."""
         if not 0 <= begin <= end <= self.length:
             raise ValueError(f"features {begin} to {end} of a text of {self.length} tokens")
-        return self.cache.features(begin, end).float()
+        first, last = max(0, begin - self._skipped), max(0, end - self._skipped)
+        if not last:
+            return torch.zeros(end - begin, self.engine.feature_width, device=self.engine.device)
+        found = self.cache.features(first, last).float()
+        return found if len(found) == end - begin else torch.cat([found.new_zeros(1, found.shape[1]), found])
 
     def rollback(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens, and what was computed from the head's own features."""
-        self.cache.rollback(min(length, self._exact))
+        length = min(length, self._exact)
+        self._skipped = min(self._skipped, length)
+        self.cache.rollback(length - self._skipped)
         self._exact = self.length
 
     def copy_prefix(self, other: Sequence, length: int) -> None:
@@ -200,38 +220,44 @@ class HeadSequence:
         assert isinstance(other, HeadSequence)
         length = min(length, other._exact)
         self.cache.rollback(0)
-        self._exact = 0
+        self._skipped = self._exact = 0
         self.reserve(length)
-        self.cache.copy_prefix(other.cache, length)  # type: ignore[arg-type]  # one engine's caches are of one kind
-        self._exact = length
+        skipped = min(self.engine.head.begins, length)
+        if length > skipped:
+            self.cache.copy_prefix(other.cache, length - skipped)  # type: ignore[arg-type]  # caches of one kind
+        self._skipped, self._exact = skipped, length
 
 
 class HeadEngine:
-    """A head on a loaded ``target``, whose embedding, norm and projection it shares, on the target's device.
+    """A head on a loaded ``target``, whose embedding and projection it shares, on the target's device.
 
-    ``grown`` is one that is made here: it does not draft (``ready``) before weights have been trained for it.
-    ``cpu_forward`` computes its layer where the kernels do, ``passes`` elsewhere; ``int8`` asks for int8 linear layers
-    of the kernels.
+    ``grown`` is one that is made here: it does not draft (``ready``) before weights have been trained for it, and
+    ``learns``. ``cpu_forward`` computes its layer where the kernels do, ``passes`` elsewhere; ``int8`` asks for int8
+    linear layers of the kernels.
     """
 
-    name = "head"
     undraftable: str | None = None
     joint = trees = False
 
-    def __init__(self, head: Head, target: TransformersEngine, int8: bool = False, grown: bool = False) -> None:
-        self.head = head.eval()
+    def __init__(self, head: HeadModule, target: TransformersEngine, int8: bool = False, grown: bool = False) -> None:
+        head.eval()
+        self.head = head
+        self.name, self.words = head.kind.value, head.kind.words
         self.grown = grown
         self.ready = not grown
-        self.vocab_size: int = head.body.get_output_embeddings().weight.shape[0]
+        self.learns = isinstance(head, Head)
+        self.vocab_size: int = head.vocab_size
         self.context_length: int = getattr(head.config, "max_position_embeddings", None) or 2**31
         self.feature_width = head.width
-        self.device = torch.device(str(head.fuse.weight.device))
+        self.device = head.device
         self.end_tokens: frozenset[int] = frozenset()
         self.sampling = FALLBACK_SAMPLING
-        packed = () if target.cpu_forward is None else target.cpu_forward.plan.linears
-        self.cpu_forward = (_forward(head, True, ()) if int8 else None) or _forward(head, False, packed)
+        self.cpu_forward: CpuForward | None = None
+        if isinstance(head, Head):
+            packed = () if target.cpu_forward is None else target.cpu_forward.plan.linears
+            self.cpu_forward = (_forward(head, True, ()) if int8 else None) or _forward(head, False, packed)
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
-        self.weights = "int8" if rounded else str(head.fuse.weight.dtype).removeprefix("torch.")
+        self.weights = "int8" if rounded else str(head.dtype).removeprefix("torch.")
         self.passes = HeadPasses(head, self.context_length)
         self._first: dict[str, torch.Tensor] | None = None  # its weights before others were taken over
 
@@ -259,14 +285,19 @@ class HeadEngine:
 
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
         """``apply_adapter`` in steps; see the protocol."""
-        tensors = None if folder is None else self.head.fitting(folder)
+        head = self.head
+        if not isinstance(head, Head):
+            if folder is not None:
+                raise AdaptiveError(f"{head.kind.words} takes no adapter; {folder} was trained for another draft")
+            return
+        tensors = None if folder is None else head.fitting(folder)
         yield
         if self._first is None:
-            self._first = {name: tensor.to("cpu", copy=True) for name, tensor in self.head.own().items()}
+            self._first = {name: tensor.to("cpu", copy=True) for name, tensor in head.own().items()}
         try:
-            yield from self._take(self._first if tensors is None else tensors)
+            yield from self._take(head, self._first if tensors is None else tensors)
         except BaseException as error:  # out of memory, or interrupted: never leave half a head
-            for _ in self._take(self._first):
+            for _ in self._take(head, self._first):
                 pass
             self.ready = not self.grown
             if isinstance(error, (RuntimeError, MemoryError)):
@@ -274,8 +305,8 @@ class HeadEngine:
             raise
         self.ready = folder is not None or not self.grown
 
-    def _take(self, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
-        self.head.put(tensors)
+    def _take(self, head: Head, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+        head.put(tensors)
         yield
         if self.cpu_forward is None:
             return
@@ -284,7 +315,7 @@ class HeadEngine:
             if linear is not self.cpu_forward.plan.lm_head:
                 linear.refresh()
                 yield
-        plan = _plan(self.head, linears[-1].int8, linears)
+        plan = _plan(head, linears[-1].int8, linears)
         assert plan is not None
         self.cpu_forward.use(plan)
 

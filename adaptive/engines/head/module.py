@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from adaptive.engines.head.kinds import HeadKind
 from adaptive.engines.head.parts import Parts, decoder_of, parts_of_model
 from adaptive.errors import AdaptiveError, first_line
 
@@ -40,6 +41,9 @@ FEATURES = "last"
 class Head(nn.Module):
     """``body`` is a causal language model of the target's own class with one layer; ``body.forward`` is not used, but
     who knows how to run the target can run it. ``width`` is the target's hidden size."""
+
+    kind = HeadKind.GROWN
+    begins = 0
 
     def __init__(self, parts: Parts, dtype: torch.dtype | None = None) -> None:
         """A head that starts from the target's last layer, in ``dtype`` (the target's embedding's), on the parts'
@@ -85,6 +89,25 @@ class Head(nn.Module):
         """The decoder layer."""
         found: nn.Module = decoder_of(self.body).layers[0]
         return found
+
+    @property
+    def vocab_size(self) -> int:
+        """Of its logits."""
+        return int(self.body.get_output_embeddings().weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return torch.device(str(self.fuse.weight.device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In what it computes."""
+        return self.fuse.weight.dtype
+
+    def of_target(self, features: torch.Tensor) -> torch.Tensor:
+        """What rows read of the target's features: these."""
+        return features
 
     def forward(
         self,

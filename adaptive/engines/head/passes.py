@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from adaptive.engines.head.module import Head
+from adaptive.engines.head.kinds import HeadModule
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.graphs import SIZES, RecordedPasses
 
@@ -15,15 +15,14 @@ class HeadPasses:
 
     adapter = None
 
-    def __init__(self, head: Head, context_length: int) -> None:
+    def __init__(self, head: HeadModule, context_length: int) -> None:
         self.head = head
         self.model: PreTrainedModel = head.body
         self.context_length = context_length
-        weight = head.fuse.weight
-        self.device = weight.device
+        self.device = head.device
         self.recorded: RecordedPasses | None = None
         # What recorded passes read; and what the next pass does.
-        self._place = weight.new_zeros(SIZES[-1], head.width)
+        self._place = torch.zeros(SIZES[-1], head.width, dtype=head.dtype, device=head.device)
         self._read = self._place
 
     def record(self) -> None:
@@ -57,6 +56,7 @@ class HeadPasses:
     def _hidden(self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache) -> torch.Tensor:
         """Hidden states (n, width), which the cache takes, too."""
         read = self._read[None, : len(tokens)]
-        hidden: torch.Tensor = self.head(tokens[None], read, places[None], past_key_values=cache)
+        positions = places[None] + self.head.begins
+        hidden: torch.Tensor = self.head(tokens[None], read, positions, past_key_values=cache)
         cache.keep(hidden)
         return hidden[0]

@@ -1,0 +1,138 @@
+"""The multi-token head inside a target's checkpoint, computed by transformers' own module for it (``MtpModel``).
+
+Row i reads token x_i and the target's hidden state at token i - 1 **behind** its final norm, so that the first token of
+a text has no row; it predicts x_(i+1) through the target's own projection. Its own hidden state, behind the norm that
+the head has of its own, is what the next row reads while it drafts: ::
+
+    h_i = post_norm(layer(eh_proj([enorm(embed(x_i)), hnorm(f_(i-1))]))),    logits_i = projection(h_i)
+
+Of a checkpoint with several such layers the first one drafts, over and over: it was trained on what the target gives,
+and its hidden state stands for the target's. In: a loaded target and its folder. Out: a module.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from adaptive.engines.head.kinds import HeadKind, mtp_weights
+from adaptive.engines.hf.cache import ATTENTION, layer_kinds
+from adaptive.engines.hf.features import final_norm
+from adaptive.errors import AdaptiveError, first_line
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+
+class MtpHead(nn.Module):
+    """See above; ``body`` is transformers' ``MtpModel`` with one layer."""
+
+    kind = HeadKind.MTP
+    begins = 1
+
+    def __init__(self, target: PreTrainedModel, folder: Path) -> None:
+        """The head in the checkpoint of ``target`` in ``folder``, on the target's device and in its dtype. Raises
+        AdaptiveError where there is none, or one that is not known here."""
+        super().__init__()
+        norm = final_norm(target)
+        pattern = mtp_weights(folder)
+        if pattern is None or norm is None:
+            raise AdaptiveError(f"the checkpoint in {folder} has no multi-token head that is known here")
+        self.body = _loaded(target, folder, pattern)
+        self.norm = norm
+        self.config = self.body.config
+        self.width = int(self.config.hidden_size)
+        strange = set(layer_kinds(self.config)) - ATTENTION
+        if strange:
+            raise AdaptiveError(
+                f"the multi-token head in {folder} has layers of {min(strange).replace('_', ' ')}, which do not draft "
+                "here; name another draft"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """See ``HeadModule``."""
+        return int(self.body.shared_head.weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """See ``HeadModule``."""
+        return torch.device(str(self.body.layers[0].eh_proj.weight.device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``HeadModule``."""
+        found: torch.dtype = self.body.layers[0].eh_proj.weight.dtype
+        return found
+
+    def of_target(self, features: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states (n, width) behind its final norm."""
+        found: torch.Tensor = self.norm(features.to(self.dtype))
+        return found
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states (B, T, width); see ``HeadModule``. Masks are made from the cache."""
+        hidden: torch.Tensor = self.body.forward_layer(
+            0, features.to(self.dtype), position_ids, past_key_values, input_ids=tokens
+        )
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (..., vocab) of hidden states (..., width)."""
+        found: torch.Tensor = self.body._project_to_logits(hidden)
+        return found
+
+
+def _loaded(target: PreTrainedModel, folder: Path, pattern: re.Pattern[str]) -> Any:
+    """transformers' module with the weights whose names match. Raises AdaptiveError."""
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError as error:
+        raise AdaptiveError(
+            "this version of transformers knows no multi-token heads; install transformers 5.23 or later"
+        ) from error
+    device = torch.device(str(target.get_input_embeddings().weight.device))
+    try:
+        with _described(target, folder, pattern):
+            return MtpModel.from_pretrained(target, device_map={"": device}).eval()
+    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
+        raise AdaptiveError(
+            f"the multi-token head in {folder} cannot be loaded ({first_line(error)}); name another draft, or "
+            "--draft none"
+        ) from error
+
+
+@contextmanager
+def _described(target: PreTrainedModel, folder: Path, pattern: re.Pattern[str]) -> Iterator[None]:
+    """Meanwhile the target says what ``MtpModel`` asks of it, which some configs leave out: that there is one such
+    layer, of which kind, where its checkpoint lies, and which of its weights are the layer's."""
+    config, ignored = target.config, target._keys_to_ignore_on_load_unexpected
+    said = copy.copy(config)
+    said.num_mtp_layers = 1
+    said.name_or_path = str(folder)
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if kinds is not None and getattr(config, f"mtp_{name}", None) is None:
+            # As the model's own last layer, but for attention: published heads attend to all that they read.
+            setattr(said, f"mtp_{name}", ["full_attention" if name == "layer_types" else kinds[-1]])
+    target.config = said
+    target._keys_to_ignore_on_load_unexpected = [pattern.pattern]
+    try:
+        yield
+    finally:
+        target.config = config
+        target._keys_to_ignore_on_load_unexpected = ignored
