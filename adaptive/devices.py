@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.installation import install_command
 from adaptive.settings import Quantisation
 
 if TYPE_CHECKING:
@@ -35,16 +37,35 @@ def free_bytes(device: str) -> int:
     return min(free, int(torch.cuda.mem_get_info(where)[0])) if where.startswith("cuda") else free
 
 
-def quantisation(kind: Quantisation, dtype: torch.dtype) -> Any:
-    """The bitsandbytes configuration of transformers for ``kind``, None for none."""
+def quantisation(kind: Quantisation, dtype: torch.dtype, skip: Sequence[str] | None = None) -> Any:
+    """The bitsandbytes configuration of transformers for ``kind``, None for none; ``skip`` are the modules that stay as
+    they are, None for those that transformers leaves out. Raises AdaptiveError where bitsandbytes does not load."""
     if kind == "none":
         return None
     try:
         import bitsandbytes  # noqa: F401
     except Exception as error:
-        raise AdaptiveError(f"--quantize {kind} needs bitsandbytes, which does not load here: {error}") from error
+        raise AdaptiveError(
+            f"--quantize {kind} needs bitsandbytes, which does not load here ({first_line(error)}); {cure()}"
+        ) from error
     from transformers import BitsAndBytesConfig
 
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=None if skip is None else list(skip),
+    )
+
+
+def cure() -> str:
+    """What helps where bitsandbytes does not: to install one that is missing; nothing where it is there."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("bitsandbytes")
+    except PackageNotFoundError:
+        return f"install it: {install_command('bitsandbytes>=0.49')}"
+    return f"version {found} is installed and does not work on this machine: leave --quantize out"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from adaptive.engines.hf.kinds import Kinds
+    from adaptive.engines.load import Source
     from adaptive.settings import Settings
 
 
@@ -197,7 +198,7 @@ def _arithmetic(torch: Any, device: str, name: str) -> Finding:
 
 def _bitsandbytes(settings: Settings) -> Iterator[Finding]:
     """One layer really quantised and run, in each of the two ways."""
-    from adaptive.installation import install_command
+    from adaptive.devices import cure
 
     wanted = {settings.quantize, settings.draft_quantize}
     for kind in ("nf4", "int8"):
@@ -212,7 +213,7 @@ def _bitsandbytes(settings: Settings) -> Iterator[Finding]:
         except Exception as reason:
             works, value = False, first_line(reason)
         status: Literal["ok", "note", "broken"] = "ok" if works else "broken" if kind in wanted else "note"
-        advice = "" if works else f"needed only for --quantize {kind}: {install_command('bitsandbytes>=0.49')}"
+        advice = "" if works else f"needed only for --quantize {kind}: {cure()}"
         yield Finding("machine", f"bitsandbytes {kind}", status, value, advice)
 
 
@@ -352,8 +353,24 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
             yield Finding("used", "dtype", "ok", f"{str(chosen.dtype).removeprefix('torch.')}{measured}")
         quantised = f", {chosen.quantize} by bitsandbytes" if chosen.quantize != "none" else ""
         yield Finding("used", f"{role} forward", "ok", f"{chosen.forward.value} ({chosen.weights}{quantised})")
+        if chosen.quantize == "nf4":
+            yield _four_bits(role, source, settings)
         if source.gguf is None and not source.head and not chosen.forward.own:
             yield _layers(role, Kinds.of(read_config(source, settings).get_text_config()))
+
+
+def _four_bits(role: str, source: Source, settings: Settings) -> Finding:
+    """Which layers of a model will really be held in four bits."""
+    from adaptive.engines.load import four_bits, read_config
+
+    name = f"{role} nf4"
+    try:
+        fit = four_bits(source, read_config(source, settings), settings)
+    except AdaptiveError as error:
+        return Finding("used", name, "broken", str(error), "leave --quantize out, or take int8")
+    if fit.misfits:
+        return Finding("used", name, "note", fit.text, "the other layers stay as they are, and take more memory")
+    return Finding("used", name, "ok", fit.text)
 
 
 def _layers(role: str, kinds: Kinds) -> Finding:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from adaptive.engines.cpu.kernels import Library
     from adaptive.engines.head.engine import HeadEngine
     from adaptive.engines.head.kinds import HeadModule
+    from adaptive.engines.hf.blocks import Fit
     from adaptive.engines.hf.engine import TransformersEngine
     from adaptive.engines.protocol import Engine, SamplingKernels
 
@@ -314,6 +315,33 @@ def weight_bytes(source: Source | None) -> int:
     return sum(file.stat().st_size for file in source.folder.glob("*.safetensors")) if source else 0
 
 
+def four_bits(source: Source, config: Any, settings: Settings) -> Fit:
+    """Which layers of a checkpoint nf4 can hold. Raises AdaptiveError where that is none."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from adaptive.engines.hf.blocks import nf4_fit
+
+    language = bool(class_name(config)) or settings.trust_remote_code
+    try:
+        fit = nf4_fit(
+            config, AutoModelForCausalLM if language else AutoModelForImageTextToText, settings.trust_remote_code
+        )
+    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
+        raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
+    if fit.layers and fit.misfits == fit.layers:
+        raise AdaptiveError(f"--quantize nf4 cannot hold {source.id}: {fit.text}; leave it out, or take int8")
+    return fit
+
+
+def _four_bits(source: Source, config: Any, settings: Settings, dtype: torch.dtype) -> tuple[str, ...] | None:
+    """The modules that are to stay as they are; None where that is what transformers leaves out anyway."""
+    fit = four_bits(source, config, settings)
+    if not fit.misfits:
+        return None
+    logger.warning("%s: %s, the others stay in %s", source.id, fit.text, str(dtype).removeprefix("torch."))
+    return fit.skip
+
+
 def load_model(source: Source, settings: Settings, device: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """A checkpoint on the device asked for, in ``dtype`` or else the one that the settings name. Raises AdaptiveError
     where it cannot be loaded."""
@@ -330,6 +358,7 @@ def load_model(source: Source, settings: Settings, device: str, dtype: torch.dty
         config.tie_word_embeddings = not has_projection(names)
     language = bool(class_name(config)) or settings.trust_remote_code
     loader: Any = AutoModelForCausalLM if language else AutoModelForImageTextToText
+    skip = _four_bits(source, config, settings, dtype) if source.quantize == "nf4" else None
     try:
         model: PreTrainedModel = loader.from_pretrained(
             source.folder,
@@ -337,7 +366,7 @@ def load_model(source: Source, settings: Settings, device: str, dtype: torch.dty
             config=config,
             dtype=dtype,
             device_map={"": where},
-            quantization_config=quantisation(source.quantize, dtype),
+            quantization_config=quantisation(source.quantize, dtype, skip),
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
         )
