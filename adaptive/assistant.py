@@ -148,6 +148,13 @@ class Assistant:
         self.conversations.forget_drafts()
         self.drafted_by.append((adapter, 0 if self.last is None else len(self.last.rounds)))
 
+    def forget(self) -> None:
+        """Have nothing of what was said in memory: neither caches nor the last answer."""
+        self.conversations.forget()
+        self.last = None
+        if self.history is not None:
+            self.history.forget()
+
     def chat(
         self,
         messages: Sequence[Message],

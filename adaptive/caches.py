@@ -157,6 +157,10 @@ class Conversations:
             found.take_over(source)
         return found
 
+    def forget(self) -> None:
+        """Give all caches back, and know no conversation any more."""
+        self._kept = []
+
     def forget_drafts(self) -> None:
         """The draft is another one: its caches begin anew."""
         for conversation in self._kept:

@@ -65,23 +65,27 @@ def history(
     """
     if as_json and as_csv:
         raise AdaptiveError("--json and --csv exclude each other; choose one")
+    from cli.state import find_state
+
+    state = find_state(settings)
+    if html is not None:
+        from adaptive.service.overview import overview
+        from cli.report import write_report
+
+        write_report(overview(state, by.of_rows), state.root.name, by.of_rows, html)
+        typer.echo(f"adaptive: wrote {html}", err=True)
+        if not (as_json or as_csv):
+            return
     from adaptive.promotions import load
     from adaptive.records.history import history as history_of
     from adaptive.records.log import Log
     from adaptive.records.saved import saved_in_words, time_saved
     from checkpoints.store import AdapterStore, training_seconds
-    from cli.state import find_state
 
-    state = find_state(settings)
     with Log(state.records) as log:
         found = history_of(log.figures(), by.of_rows)
         saved, training_s = time_saved(log.spent()), training_seconds(AdapterStore(state.adapters))
         drafters = log.by_drafter()
-    if html is not None:
-        from cli.report import write_report
-
-        write_report(found, state.root.name, by.of_rows, html)
-        typer.echo(f"adaptive: wrote {html}", err=True)
     if as_json:
         known = [asdict(one) for one in load(state.promotions)]
         spent = {"saved": None if saved is None else asdict(saved), "training_seconds": training_s, "promotions": known}
@@ -89,7 +93,7 @@ def history(
         _print_json(found, state.root.name, by, spent)
     elif as_csv:
         _print_csv(found, by)
-    elif html is None:
+    else:
         from rich.console import Console
 
         console = Console(highlight=False)

@@ -26,7 +26,6 @@ HEAVY = (
     "pyarrow",
     "scipy",
     "pydantic_settings",
-    "plotly",
     "plotext",
     "safetensors",
     "fastapi",

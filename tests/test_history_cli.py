@@ -140,11 +140,28 @@ def test_the_html_report_needs_no_network(records: Path, adaptive: Command, tmp_
     assert adaptive("history", "--html", str(report))[0] == 0
     page = report.read_text(encoding="utf-8")
     assert "base draft" in page
-    assert "Plotly.newPlot" in page
-    assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)=", page)
+    assert len(page) < 200_000
+    assert 'name="viewport"' in page
+    assert not re.search(r"<(script|img|iframe|link[^>]*stylesheet)[^>]*(src|href)=", page)
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+    written = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    data = json.loads(written[0])
+    assert data["history"]["totals"]["generations"] == len(SAID)
+    assert data["storage"]["disk"][0]["bytes"] == sum(
+        file.stat().st_size for file in records.parent.glob("records.db*")
+    )
     assert stat.S_IMODE(report.stat().st_mode) == 0o600
     status, _, err = adaptive("history", "--html", str(tmp_path / "nowhere" / "r.html"))
     assert (status, len(err.strip().splitlines())) == (2, 2)  # the pair, and the error
+
+
+def test_what_somebody_called_a_session_is_text_in_the_report(records: Path, adaptive: Command, tmp_path: Path) -> None:
+    with LogWriter(records) as writer:
+        writer.write(generation(1, session="</script><script>{pair}<b>"))
+    assert adaptive("history", "--by", "session", "--html", str(tmp_path / "r.html"))[0] == 0
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert page.count("</script>") == page.count("<script") == 2
+    assert "&lt;/script&gt;&lt;script&gt;{pair}&lt;b&gt;" in page
 
 
 def test_an_empty_log_says_what_to_do(records: Path, adaptive: Command) -> None:

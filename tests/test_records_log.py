@@ -7,6 +7,7 @@ import os
 import sqlite3
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,30 @@ def test_purge_by_age_keeps_the_younger_and_never_reuses_an_id(path: Path) -> No
         assert log.count() == 0
     filled(path, [generation()])
     assert Log(path).last_id() == 4
+
+
+def test_an_answer_is_deleted_with_the_later_chats_that_hold_it(path: Path) -> None:
+    def asked(text: str) -> Message:
+        return Message("user", text)
+
+    first = (asked('say "a, b"'),)
+    second = (*first, Message("assistant", 'a, "b" \u2026 ü'), asked("and c?"))
+    chats = (
+        (first, 'a, "b" \u2026 ü'),
+        (second, "c"),
+        (first, "another answer to it"),
+        ((*second, Message("assistant", "c"), asked("d?")), "d"),
+        ((*first, Message("assistant", "a"), asked("and c?")), "c"),
+    )
+    said = [replace(generation(text=text), messages=messages) for messages, text in chats]
+    filled(path, [*said, generation(raw=True, text="c")])
+    with Log(path) as log:
+        assert log.holders(1) == (2, 4)
+        assert log.holders(2) == (4,)
+        assert log.holders(6) == log.holders(99) == ()
+        assert log.purge(ids={1, *log.holders(1)}) == 3
+        assert [one.id for one in log.generations()] == [3, 5, 6]
+        assert log.purge(ids=()) == 0
 
 
 def test_purge_needs_a_choice(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from service_server import Server
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
+from adaptive.service.peers import TABLES
 from adaptive.service.server import with_key
 from adaptive.settings import load_settings
 
@@ -311,9 +313,16 @@ def test_metrics_count_what_was_drafted_and_accepted(server: Server, client: ope
 
 
 def test_the_page_is_whole_in_itself_and_its_data_is_behind_the_key(server: Server) -> None:
-    page, script = (httpx.get(server.url + path, timeout=60) for path in ("/", "/plotly.js"))
-    assert page.status_code == script.status_code == 200
-    assert "http" not in page.text.replace("http-equiv", "")
+    for path in ("/", "/chat"):
+        page = httpx.get(server.url + path, timeout=60)
+        assert page.status_code == 200
+        assert "http" not in page.text
+        loaded = re.findall(r'(?:src|href)="(assets/[^"]+)"', page.text)
+        assert len(loaded) >= 3
+        assert [httpx.get(f"{server.url}/{one}", timeout=60).status_code for one in loaded] == [200] * len(loaded)
+        assert "default-src 'none'; script-src 'self';" in page.headers["content-security-policy"]
+    assert httpx.get(f"{server.url}/assets/dashboard.html", timeout=60).status_code == 401
+    assert httpx.get(f"{server.url}/adaptive/answers", timeout=60).status_code == 401
     assert httpx.get(f"{server.url}/adaptive/history", timeout=60).status_code == 401
     assert httpx.post(f"{server.url}/adaptive/adapters/rollback", timeout=60).status_code == 401
     with server.http() as http, Log(server.records) as log:
@@ -333,9 +342,14 @@ def test_a_killed_server_starts_again_with_every_answer_it_gave(tmp_path: Path) 
     client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0, timeout=60)
     try:
         # Without a key only this machine's own names are answered to.
-        assert httpx.get(f"{one.url}/slots", headers={"Host": "evil.example"}, timeout=60).status_code == 403
-        assert httpx.get(f"{one.url}/slots", headers={"Origin": "https://evil.example"}, timeout=60).status_code == 403
+        for refused in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+            said = httpx.get(f"{one.url}/slots", headers=refused, timeout=60)
+            assert said.status_code == 403
+            assert "--api-key-file FILE" in said.json()["error"]["message"]
         given = [ask(client, seed=n).choices[0].message.content for n in range(3)]
+        if TABLES[0].exists():  # answers are for this user's programs, as which this test runs
+            shown = httpx.get(f"{one.url}/adaptive/answers", timeout=60).json()["answers"]
+            assert len(shown) == len(given)
         stream = ask(client, stream=True, **ENDLESS)
         next(iter(stream))
     finally:

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: it draws, fits every screen, and its buttons change what is in use."""
+"""The pages in a real browser: they draw, fit every screen, show text as text, and their buttons do what they say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import pytest
 from service_server import Server
 from test_service_learning import publish_random_adapter
 
+from adaptive.service.overview import overview
+from adaptive.state import PairState
 from checkpoints.store import AdapterStore
+from cli.report import write_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 CHROMIUM = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
@@ -24,6 +27,18 @@ pytestmark = [
     pytest.mark.xdist_group("service_browser"),  # by one process, which starts one server and one browser
 ]
 
+# Nothing but the pages is asked for.
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 # CSS pixels of a desktop and of a phone.
 DESKTOP, PHONE = (1280, 1000), (390, 844)
 KEY = "correct-horse"
@@ -64,11 +79,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, elsewhere: str) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+    for flag in FLAGS:
         options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
     try:
@@ -114,7 +130,13 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
     field.clear()
     field.send_keys(f"{KEY}\n")
     until(lambda: text("#answers") == str(len(PROMPTS)))
-    until(lambda: len(browser.find_elements("css selector", ".plot .main-svg")) >= len(("rate", "tokens", "positions")))
+    until(lambda: len(browser.find_elements("css selector", ".plot svg[role=img]")) >= 4)
+    until(lambda: len(browser.find_elements("css selector", "#answers-list > li")) == len(PROMPTS))
+    # What is not there yet says when it will be.
+    until(lambda: "when a training run has ended" in text("#costs"))
+    # Whole positions on the axes of answers and positions.
+    labels = [one.text for one in browser.find_elements("css selector", "#positions svg text[text-anchor=middle]")]
+    assert labels[: len(labels) - 1] == [str(n) for n in range(1, len(labels))]
 
     papers = {}
     for size in (DESKTOP, PHONE):
@@ -148,8 +170,173 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
         assert "saved against plain decoding; nothing was trained" in text("#within")
     browser.save_screenshot(str(tmp_path / "dashboard-after.png"))
     assert text("#problem") == ""
+    nothing_went_wrong(browser)
+
+
+def nothing_went_wrong(browser: Any) -> None:
+    """No script failed, and nothing was asked for that is not there."""
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert all("401" in entry["message"] for entry in severe), severe
+
+
+MARKUP = "<img src=x onerror=\"document.title='owned'\"><b>Say it: </b>"
+
+
+def open_with_key(browser: Any, url: str) -> None:
+    browser.get(url)
+    until(lambda: browser.execute_script("return document.readyState") == "complete")
+    browser.execute_script("sessionStorage.setItem('key', arguments[0])", KEY)
+    browser.get(url)
+
+
+def test_an_answer_shows_who_drafted_its_tokens_and_is_forgotten_after_a_question(server: Server, browser: Any) -> None:
+    show(browser, DESKTOP, "light")
+    with server.http() as http:
+        body = {"prompt": MARKUP, "max_tokens": 40, "ignore_eos": True}
+        answer = http.post("/v1/completions", json=body, headers={"X-Session-Id": "markup"}).json()
+    open_with_key(browser, server.url)
+
+    def first(css: str) -> Any:
+        return browser.find_element("css selector", f"#answers-list > li:first-child {css}")
+
+    until(lambda: bool(browser.find_elements("css selector", "#answers-list > li")))
+    until(lambda: first(".asked").text == MARKUP)  # as it was typed
+    first(".asked").click()
+    until(lambda: bool(browser.find_elements("css selector", ".whole .said")))
+    shown = first(".said").get_property("textContent")
+    assert shown == answer["choices"][0]["text"]
+    drafted = browser.find_elements("css selector", ".whole .said .token.model")
+    assert len(drafted) == answer["drafters"]["model"]["accepted"] > 0
+    assert all(one.get_attribute("title") == "drafted by the draft model" for one in drafted)
+    assert {" ".join(one.text.split()) for one in browser.find_elements("css selector", ".whole .legend li")} >= {
+        "drafted by the draft model",
+        "plain the target's own",
+    }
+    assert f"{len(drafted)} drafted by the draft model" in first(".whole").text
+    assert browser.title != "owned"
+    assert not browser.find_elements("css selector", "#answers-list img")
+
+    def forget(confirm: bool) -> None:
+        first("button.quiet").click()
+        until(lambda: browser.find_element("css selector", "#confirm").is_displayed())
+        value = "yes" if confirm else "no"
+        browser.find_element("css selector", f"#confirm button[value={value}]").click()
+
+    with server.http() as http:
+        before = http.get("/adaptive/answers").json()["answers"]
+        forget(confirm=False)
+        time.sleep(0.2)
+        assert http.get("/adaptive/answers").json()["answers"] == before
+        forget(confirm=True)
+        until(lambda: http.get("/adaptive/answers").json()["answers"] == before[1:])
+    until(lambda: first(".asked").text != MARKUP)
+    nothing_went_wrong(browser)
+
+
+def test_the_report_draws_without_a_network(server: Server, browser: Any, tmp_path: Path) -> None:
+    state = PairState(next(server.home.glob("*/records.db")).parent)
+    file = tmp_path / "report.html"
+    write_report(overview(state, "session"), state.root.name, "session", file)
+    browser.get(file.as_uri())
+    until(lambda: len(browser.find_elements("css selector", ".plot svg[role=img]")) >= 4)
+    assert int(browser.find_element("css selector", "#answers").text) >= len(PROMPTS)
+    assert browser.find_element("css selector", "#sizes dt").text == "answers, on the disk"
+    for size in (DESKTOP, PHONE):
+        show(browser, size, "dark")
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= size[0]
+    nothing_went_wrong(browser)
+
+
+def test_the_chat_streams_stops_edits_regenerates_and_marks_what_was_drafted(server: Server, browser: Any) -> None:
+    show(browser, DESKTOP, "light")
+    browser.get(f"{server.url}/chat")
+    browser.execute_script("sessionStorage.clear()")
+    browser.get(f"{server.url}/chat")
+
+    def all_of(css: str) -> list[Any]:
+        return list(browser.find_elements("css selector", css))
+
+    def one(css: str) -> Any:
+        return browser.find_element("css selector", css)
+
+    def say(text: str) -> None:
+        one("#ask textarea").send_keys(text + "\n")
+
+    def done() -> bool:
+        return one("#send").is_displayed() and bool(all_of("#talk .assistant"))
+
+    # It asks for the key, and goes on with it.
+    until(lambda: one("#key").is_displayed())
+    one("#key input").send_keys(f"{KEY}\n")
+    until(lambda: one("#model").text == "bundled" and not one("#key").is_displayed())
+
+    say(MARKUP)
+    until(done)
+    assert one("#talk .user .text").text == MARKUP
+    answer = one("#talk .assistant > .text").get_property("textContent")
+    assert answer
+    assert "tokens accepted" in one("#talk .assistant .note").text
+    drafted = "".join(token.get_property("textContent") for token in all_of("#talk .assistant .token.drafted"))
+    assert 0 < len(drafted) < len(answer)
+    assert browser.title == "bundled"
+    assert not all_of("#talk img, #talk b")
+
+    # Another answer to the same question takes the place of the first.
+    all_of("#talk .assistant button")[0].click()
+    until(lambda: done() and "tokens accepted" in one("#talk .assistant .note").text)
+    assert len(all_of("#talk .assistant")) == len(all_of("#talk .user")) == 1
+    with server.http() as http:
+        asked = [one["asked"] for one in http.get("/adaptive/answers?limit=2").json()["answers"]]
+    assert asked == [MARKUP, MARKUP]
+
+    # An edited question is asked in place of the first, and what came after it is gone.
+    say("And now?")
+    until(lambda: done() and len(all_of("#talk .assistant")) == 2)
+    all_of("#talk .user button")[0].click()
+    box = one("#talk textarea")
+    box.clear()
+    box.send_keys("Name three colours.")
+    one("#talk .user button").click()
+    until(lambda: done() and "accepted" in one("#talk .assistant .note").text)
+    assert [item.text for item in all_of("#talk .user .text")] == ["Name three colours."]
+
+    # The page remembers it, and a new chat begins empty.
+    browser.refresh()
+    until(lambda: len(all_of("#talk .assistant")) == 1)
+    one("#new").click()
+    assert not all_of("#talk li")
+    with server.http() as http:
+        newest = http.get("/adaptive/answers").json()["answers"][0]
+    assert newest["session"].startswith("page-")
+    assert newest["asked"] == "Name three colours."
+    nothing_went_wrong(browser)
+
+
+def test_a_chat_that_is_stopped_keeps_what_was_said(server: Server, browser: Any) -> None:
+    open_with_key(browser, f"{server.url}/chat")
+    browser.execute_script("document.getElementById('new').click()")
+    # The page asks for no more than its question: a long answer comes from a long question.
+    with server.http() as http:
+        assert http.get("/slots").json()[0]["is_processing"] is False
+    browser.execute_script(SLOW)
+    browser.find_element("css selector", "#ask textarea").send_keys("Tell me a long story.\n")
+    until(lambda: len(browser.find_element("css selector", "#talk .assistant .text").text) > 0)
+    browser.find_element("css selector", "#stop").click()
+    until(lambda: browser.find_element("css selector", "#talk .assistant .note").text == "stopped")
+    kept = browser.find_element("css selector", "#talk .assistant > .text").get_property("textContent")
+    with server.http() as http:
+        until(lambda: http.get("/adaptive/answers").json()["answers"][0]["finish_reason"] == "cancelled")
+    assert kept
+
+
+# Has the page ask for an answer without an end.
+SLOW = """
+const before = window.fetch
+window.fetch = (path, options) => {
+    const body = options.body && {...JSON.parse(options.body), ignore_eos: true, max_tokens: 4000}
+    return before(path, {...options, body: body && JSON.stringify(body)})
+}
+"""
 
 
 ASK = """

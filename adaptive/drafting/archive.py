@@ -170,6 +170,12 @@ class History:
         self.matches = matches or Matches()
         self._text = RunningText()
 
+    def forget(self) -> None:
+        """Have nothing of the running text, nor of records that were deleted."""
+        self._text = RunningText()
+        if self.archive is not None:
+            self.archive.forget_deleted()
+
     def drafter(self, owner: str, temperature: float) -> HistoryDrafter:
         """For one answer, to be made before another is asked for. ``owner`` sees only what was said to them."""
         records = None

@@ -9,9 +9,10 @@ beyond this program.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,13 +24,17 @@ from adaptive.state import PairState
 from checkpoints import files
 
 
-def selection(older_than_s: float | None, session: str | None, now: float) -> tuple[str, tuple[object, ...]]:
-    """A WHERE clause and its values: older than an age in seconds, and of a session, where given."""
+def selection(
+    older_than_s: float | None, session: str | None, now: float, ids: Collection[int] | None = None
+) -> tuple[str, tuple[object, ...]]:
+    """A WHERE clause and its values: older than an age in seconds, of a session, and among ``ids``, where given."""
     terms: list[tuple[str, object]] = []
     if older_than_s is not None:
         terms.append(("created < ?", now - older_than_s))
     if session is not None:
         terms.append(("session = ?", session))
+    if ids is not None:  # as JSON, since a statement takes so many values only
+        terms.append(("id IN (SELECT value FROM json_each(?))", json.dumps(sorted(ids))))
     return " AND ".join(term for term, _ in terms) or "1", tuple(value for _, value in terms)
 
 

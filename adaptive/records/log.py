@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from adaptive.records.figures import FiguresTable, is_packed
 from adaptive.records.recover import Place, abandon, remove
 from adaptive.records.rows import (
     DamagedRecordError,
+    beginning,
     generation_of,
     messages_of,
     owner_of,
@@ -283,18 +284,35 @@ class Log:
             ).fetchall()
         return tuple(Spent(*row) for row in rows)
 
-    def purge(self, *, older_than_s: float | None = None, session: str | None = None, everything: bool = False) -> int:
-        """Delete generations for good and return how many: by age in seconds, by session, both, or all.
+    def holders(self, number: int) -> tuple[int, ...]:
+        """Ids of the later chats that go on from the answer ``number``, and so hold it among their messages."""
+        with self._reading() as connection:
+            row = connection.execute("SELECT messages, text FROM generations WHERE id = ?", (number,)).fetchone()
+            if row is None or row[0] == "[]":
+                return ()
+            begins = beginning(messages_of(row[0]), row[1])
+            query = "SELECT id FROM generations WHERE id > ? AND substr(messages, 1, ?) = ? ORDER BY id"
+            return tuple(found[0] for found in connection.execute(query, (number, len(begins), begins)))
+
+    def purge(
+        self,
+        *,
+        older_than_s: float | None = None,
+        session: str | None = None,
+        ids: Collection[int] | None = None,
+        everything: bool = False,
+    ) -> int:
+        """Delete generations for good and return how many: by age in seconds, by session, by id, together, or all.
 
         Their bytes are overwritten, the file is rewritten without them and the WAL emptied. Needs the
         size of what stays as free disk space; but where the disk is full or the file is damaged, ``everything`` removes
         the file itself. Raises ValueError when nothing is chosen, AdaptiveError when the file cannot be rewritten
         now (the message says what has been done).
         """
-        if not everything and older_than_s is None and session is None:
-            raise ValueError("purge needs an age, a session, or everything=True")
+        if not everything and older_than_s is None and session is None and ids is None:
+            raise ValueError("purge needs an age, a session, ids, or everything=True")
         try:
-            return self._purge(older_than_s, session)
+            return self._purge(older_than_s, session, ids)
         except AdaptiveError as error:
             cause = error.__cause__
             full = isinstance(error, DiskFullError) or (cause is not None and is_disk_full(self.path, cause))
@@ -303,8 +321,8 @@ class Log:
             self.close()
             return remove(self.path)
 
-    def _purge(self, older_than_s: float | None, session: str | None) -> int:
-        where, values = selection(older_than_s, session, time.time())
+    def _purge(self, older_than_s: float | None, session: str | None, ids: Collection[int] | None) -> int:
+        where, values = selection(older_than_s, session, time.time(), ids)
         with self._reading() as connection:
             if connection is not self._file:
                 return 0  # no file, nothing to delete

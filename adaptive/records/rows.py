@@ -258,6 +258,11 @@ def messages_of(text: str) -> tuple[Message, ...]:
         raise DamagedRecordError(f"the messages of a record are damaged ({error})") from error
 
 
+def beginning(messages: tuple[Message, ...], answer: str) -> str:
+    """How the ``messages`` column of a chat begins that goes on from ``messages`` and the answer to them."""
+    return _messages_json((*messages, Message("assistant", answer)))[:-1] + ","
+
+
 def _messages_json(messages: tuple[Message, ...]) -> str:
     # Not escaped to ASCII, so that people can search their own words with LIKE.
     return _storable(json.dumps([{"role": m.role, "content": m.content} for m in messages], ensure_ascii=False))

@@ -49,6 +49,7 @@ class Api:
         self.metrics = metrics
         self.trainer = trainer
         self.model = model_name(settings)
+        self.leaving: Callable[[], bool] = lambda: False  # the server ends: streams without an end of their own do, too
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def session(self) -> Opened:

@@ -16,6 +16,7 @@ from adaptive.drafting.model import drafter_name
 from adaptive.errors import AdaptiveError
 from adaptive.installation import version
 from adaptive.pair import Pair
+from adaptive.service.answers import add_answers
 from adaptive.service.api import Api, NotReadyError, model_object
 from adaptive.service.dashboard import add_dashboard
 from adaptive.service.dialects.completions import add_completions
@@ -42,7 +43,8 @@ def create_app(api: Api) -> FastAPI:
     for add_dialect in (add_completions, add_responses, add_messages, add_llama_server):
         add_dialect(app, api)
     _state(app, api)
-    add_dashboard(app, api.trainer)
+    add_dashboard(app, api)
+    add_answers(app, api)
     _errors(app, api)
     settings = api.settings
     key = settings.api_key.get_secret_value() if settings.api_key else None

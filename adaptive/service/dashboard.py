@@ -1,62 +1,83 @@
-"""The page at ``/`` and what it reads: the history of ``adaptive history``, the trainer, the adapters."""
+"""The pages, and what the dashboard reads: history, trainer, adapters, memory and disk, and what changes."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Response
 from fastapi import Path as InPath
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
 
-from adaptive import promotions
-from adaptive.records.history import By, as_object, history
-from adaptive.records.log import Log
-from adaptive.records.saved import time_saved
-from adaptive.service.trainer import Trainer
-from adaptive.state import PairState
-from checkpoints.manifest import Manifest
-from checkpoints.store import AdapterStore, training_seconds
+from adaptive.records.history import By
+from adaptive.service import pages
+from adaptive.service.api import Api
+from adaptive.service.events import Changes
+from adaptive.service.overview import adapters as known_adapters
+from adaptive.service.overview import past
+from adaptive.service.storage import on_disk, with_memory
 
-PAGE = Path(__file__).with_name("page.html")
-
-# A day: the script comes with the installed plotly and changes with it only.
-SCRIPT_HEADERS = {"Cache-Control": "private, max-age=86400"}
-# Nothing from elsewhere is loaded, and no other page may show this one in a frame.
+# Nothing from elsewhere is loaded, nothing in a page is run but the scripts that come with it, and no other page may
+# show this one in a frame.
 PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline'; "
-    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
+}
+EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "Events as things change"}
 }
 
 AdapterId = Annotated[str, InPath(pattern=r"^[0-9]{1,9}$")]
 
 
-def add_dashboard(app: FastAPI, trainer: Trainer) -> None:
-    """Add the page, ``/adaptive/history``, ``/adaptive/trainer`` and ``/adaptive/adapters`` to ``app``."""
-    store = trainer.store
+def add_dashboard(app: FastAPI, api: Api) -> None:
+    """Add the pages, ``/adaptive/history``, ``trainer``, ``adapters``, ``storage`` and ``events`` to ``app``."""
+    trainer = api.trainer
+    store, state = trainer.store, trainer.state
+    changes = Changes(api)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return Response(_page(), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
+        return _page(pages.dashboard())
 
-    @app.get("/plotly.js", include_in_schema=False)
-    async def script() -> Response:
-        return Response(_plotly(), media_type="text/javascript; charset=utf-8", headers=SCRIPT_HEADERS)
+    @app.get("/chat", include_in_schema=False)
+    async def chat() -> Response:
+        return _page(pages.part("chat.html"))
+
+    @app.get("/assets/{name}", include_in_schema=False)
+    async def asset(name: str) -> Response:
+        if name not in pages.ASSETS:
+            raise HTTPException(404, "there is no such file")
+        return Response(pages.part(name), media_type=pages.TYPES[Path(name).suffix], headers=PAGE_HEADERS)
 
     @app.get("/adaptive/history")
-    async def past(by: By = "adapter") -> dict[str, Any]:
-        return await asyncio.to_thread(_history, trainer.state, store, by)
+    async def history(by: By = "adapter") -> dict[str, Any]:
+        return (await asyncio.to_thread(past, state, store, by))[1]
 
     @app.get("/adaptive/trainer")
     async def training() -> dict[str, Any]:
         return asdict(trainer.status)
 
+    @app.get("/adaptive/events", responses=EVENTS, response_class=Response)
+    async def events() -> Response:
+        return StreamingResponse(
+            changes.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+
+    @app.get("/adaptive/storage")
+    async def storage() -> dict[str, Any]:
+        found = await asyncio.to_thread(on_disk, state)
+        return asdict(with_memory(found, api.engine.session))
+
     @app.get("/adaptive/adapters")
     async def adapters() -> list[dict[str, Any]]:
-        return await asyncio.to_thread(_adapters, store, trainer.state)
+        return await asyncio.to_thread(known_adapters, store, state)
 
     @app.post("/adaptive/adapters/rollback")
     async def rollback() -> dict[str, Any]:
@@ -69,38 +90,5 @@ def add_dashboard(app: FastAPI, trainer: Trainer) -> None:
         return {"current": promoted.id}
 
 
-@functools.cache
-def _page() -> bytes:
-    return PAGE.read_bytes()
-
-
-@functools.cache
-def _plotly() -> bytes:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs()).encode()
-
-
-def _history(state: PairState, store: AdapterStore, by: By) -> dict[str, Any]:
-    with Log(state.records) as log:
-        generations = log.figures()
-        saved = time_saved(log.spent())
-    found = history(generations, by)
-    return {
-        **as_object(found),
-        "saved": None if saved is None else {**asdict(saved), "text": saved.text},
-        "training_seconds": training_seconds(store),
-        "promotions": [{**asdict(one), "text": one.text} for one in promotions.load(state.promotions)],
-    }
-
-
-def _adapters(store: AdapterStore, state: PairState) -> list[dict[str, Any]]:
-    current = store.current_id()
-    speeds = {one.adapter: one.text for one in promotions.load(state.promotions)}
-    return [_object(manifest, current, speeds.get(manifest.id)) for manifest in store.list()]
-
-
-def _object(manifest: Manifest, current: str | None, speed: str | None) -> dict[str, Any]:
-    known = asdict(manifest)
-    del known["files"]
-    return {**known, "current": manifest.id == current, "speed": speed}
+def _page(text: str) -> Response:
+    return Response(text, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)

@@ -114,6 +114,7 @@ class EngineThread:
         self._metrics = metrics
         self._listeners: list[Listener] = []
         self._running: Job | None = None
+        self._forget = False
         # Held while a job comes in or listeners are told, so that ``idle`` is never the last word on a job that waits.
         self._telling = threading.Lock()
         self._told_busy = True  # until the models are loaded
@@ -142,6 +143,10 @@ class EngineThread:
             self._told_busy = True
             for listener in self._listeners:
                 listener.busy()
+
+    def forget_conversations(self) -> None:
+        """Have nothing of earlier conversations in the caches, from before the next answer on."""
+        self._forget = True
 
     def close(self) -> None:
         """Cut what is running, tell those who wait, and release the models."""
@@ -177,6 +182,9 @@ class EngineThread:
     def _turn(self, session: Opened) -> None:
         """One job, or one look at the adapter store."""
         job = self.queue.take(POLL_S)
+        if self._forget:
+            self._forget = False
+            session.assistant.forget()
         if job is None:
             self._tell_idle()  # who was waited for may have gone away before their turn
             session.swapper.use_promoted()
@@ -254,9 +262,10 @@ class EngineThread:
                 if ask.stream and ask.supervise:
                     assert assistant.last is not None
                     assert assistant.last.buffer is not None
-                    job.emit(Piece(index, step.text, step.token, assistant.last.buffer.take(count, count - 1)))
+                    row = assistant.last.buffer.take(count, count - 1)
+                    job.emit(Piece(index, step.text, step.token, row, step.from_draft))
                 elif ask.stream and step.text:
-                    job.emit(Piece(index, step.text))
+                    job.emit(Piece(index, step.text, drafted=step.from_draft))
                 if job.cancelled and step.finish_reason is None:
                     break
         done = assistant.last

@@ -12,9 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaptive.service.errors import error_object
+from adaptive.service.pages import ASSETS
 
-# The page itself and its script hold no data; the page asks for the key before it fetches any.
-OPEN = frozenset({"/health", "/", "/plotly.js"})
+# The pages themselves, their scripts and their style hold no data; they ask for the key before they fetch any.
+OPEN = frozenset({"/health", "/", "/chat", *(f"/assets/{name}" for name in ASSETS)})
 
 # What changes nothing.
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -76,10 +77,16 @@ class Guard:
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
         if self.key is None:
             if _name(headers.get(b"host", b"")) not in LOOPBACK:
-                return 403, "without an API key the server answers to localhost only; check the Host header"
+                return 403, (
+                    "without an API key the server answers to localhost only, and this request names another host; "
+                    "a key is the cure: start the server with --api-key-file FILE, and send the key"
+                )
             origin = headers.get(b"origin")
             if origin is not None and origin not in self.origins and _origin_name(origin) not in LOOPBACK:
-                return 403, "another site's page may not speak to this server; --cors ORIGIN lets it"
+                return 403, (
+                    "another site's page may not speak to this server; start it with --cors ORIGIN for that site, or "
+                    "with --api-key-file FILE and send the key"
+                )
         elif scope["path"] not in OPEN and not self._right_key(headers):
             return 401, "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key: KEY"
         if self.key is None and scope["method"] not in SAFE and not _is_json(headers.get(b"content-type", b"")):
@@ -147,7 +154,7 @@ def _varied(send: Send) -> Send:
 async def _allow(send: Send, asked: dict[bytes, bytes]) -> None:
     """The answer to a preflight: what is asked for, since what a request may do is decided by the key and the body."""
     headers = [
-        (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+        (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
         (b"access-control-allow-headers", asked.get(b"access-control-request-headers", b"")),
         (b"access-control-max-age", str(PREFLIGHT_S).encode()),
     ]

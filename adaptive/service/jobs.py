@@ -45,13 +45,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of answer ``index`` that has become certain. Where logprobs are wanted there is a piece for every
-    token, with the target's distribution (1, k) there; its text may be empty."""
+    """Text of answer ``index`` that has become certain with a token that was ``drafted`` or not. Where logprobs are
+    wanted there is a piece for every token, with the target's distribution (1, k) there; its text may be empty."""
 
     index: int
     text: str
     token: int | None = None
     supervision: Supervision | None = None
+    drafted: bool = False
 
 
 @dataclass(frozen=True)

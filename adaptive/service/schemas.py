@@ -73,9 +73,10 @@ class RequestBody(LooseModel):
 
 
 class StreamOptions(LooseModel):
-    """What a stream carries besides its text."""
+    """What a stream carries besides its text: ``include_drafted`` says of each chunk whether its token was drafted."""
 
     include_usage: bool = False
+    include_drafted: bool = False
 
 
 class Part(LooseModel):
@@ -189,9 +190,9 @@ class Common(RequestBody):
     regex: GrammarText | None = None
 
     @property
-    def wants_usage(self) -> bool:
-        """Whether a stream is to end with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def streams(self) -> StreamOptions:
+        """What a stream is to carry."""
+        return self.stream_options or StreamOptions()
 
     def constrained(self) -> Grammar | None:
         """What answers keep to. Raises AdaptiveError where several things are asked for at once."""

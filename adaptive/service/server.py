@@ -56,11 +56,16 @@ def serve(
             engine = EngineThread(open_session, metrics, settings.queue)
             engine.listen(trainer)
             trainer.costs = lambda: current_costs(engine.policy, state.controller)
-            app = create_app(Api(engine, settings, metrics, trainer))
+            api = Api(engine, settings, metrics, trainer)
             config = uvicorn.Config(
-                app, log_config=None, access_log=False, timeout_graceful_shutdown=int(GRACE_S) + 2, lifespan="off"
+                create_app(api),
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=int(GRACE_S) + 2,
+                lifespan="off",
             )
             server = _Server(config, engine)
+            api.leaving = lambda: server.should_exit
             _run(server, engine, listening)
     if engine.failure is not None:
         raise engine.failure

@@ -16,7 +16,7 @@ from adaptive.service.errors import error_object
 from adaptive.service.figures import figures, usage
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
-from adaptive.service.schemas import ChatRequest, CompletionRequest
+from adaptive.service.schemas import ChatRequest, CompletionRequest, StreamOptions
 from adaptive.service.streams import COMPLETION, Served, data_line
 from adaptive.types import Supervision
 
@@ -30,11 +30,11 @@ def add_completions(app: FastAPI, api: Api) -> None:
     @app.post("/v1/chat/completions", responses=COMPLETION, response_class=Response)
     async def chat(body: ChatRequest, request: Request) -> Response:
         top = (body.top_logprobs or 0) if body.logprobs else None
-        return await api.chat(body, request, partial(Completion, chat=True, top=top, usage=body.wants_usage), top)
+        return await api.chat(body, request, partial(Completion, chat=True, top=top, options=body.streams), top)
 
     @app.post("/v1/completions", responses=COMPLETION, response_class=Response)
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        write = partial(Completion, chat=False, top=body.logprobs, usage=body.wants_usage)
+        write = partial(Completion, chat=False, top=body.logprobs, options=body.streams)
         return await api.complete(body, request, write, body.logprobs)
 
 
@@ -48,11 +48,11 @@ class _Choice:
 
 
 class Completion:
-    """Writes one response; ``top`` alternatives a token where logprobs are wanted (None: none), ``usage`` at the end
-    of a stream."""
+    """Writes one response; ``top`` alternatives a token where logprobs are wanted (None: none), and in a stream what
+    its ``options`` say."""
 
-    def __init__(self, served: Served, chat: bool, top: int | None, usage: bool) -> None:
-        self._served, self._chat, self._top, self._usage = served, chat, top, usage
+    def __init__(self, served: Served, chat: bool, top: int | None, options: StreamOptions) -> None:
+        self._served, self._chat, self._top, self._options = served, chat, top, options
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{served.name}"
         self._choices: dict[int, _Choice] = {}
 
@@ -90,7 +90,7 @@ class Completion:
         parts = choice.reader.feed(piece.text) if self._chat else [piece.text]
         if logprobs is not None and not any(isinstance(part, str) for part in parts):
             parts = ["", *parts]
-        yield from self._parts(piece.index, parts, logprobs)
+        yield from self._parts(piece.index, parts, logprobs, piece.drafted if self._options.include_drafted else None)
 
     def answer(self, answer: Answer) -> Iterator[str]:
         """What was held back, and the chunk that says how the answer ended."""
@@ -102,7 +102,7 @@ class Completion:
 
     def end(self, answers: Sequence[Answer]) -> Iterator[str]:
         """Usage, where it was asked for, and the end."""
-        if self._usage:
+        if self._options.include_usage:
             yield data_line({**self._head(self._kind), "choices": [], "usage": usage(answers), **figures(answers)})
         yield "data: [DONE]\n\n"
 
@@ -120,7 +120,9 @@ class Completion:
             if self._chat:
                 yield data_line(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}))
 
-    def _parts(self, index: int, parts: Sequence[Part], logprobs: dict[str, Any] | None) -> Iterator[str]:
+    def _parts(
+        self, index: int, parts: Sequence[Part], logprobs: dict[str, Any] | None, drafted: bool | None = None
+    ) -> Iterator[str]:
         choice = self._choices[index]
         for part in parts:
             if isinstance(part, Call):
@@ -133,6 +135,8 @@ class Completion:
             else:
                 continue
             tokens, logprobs = (logprobs, None) if isinstance(part, str) else (None, logprobs)
+            if drafted is not None:
+                said["drafted"] = drafted
             yield data_line(self._chunk(index, said, logprobs=tokens))
 
     def _said(self, text: str) -> dict[str, Any]:

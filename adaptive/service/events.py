@@ -1,0 +1,94 @@
+"""What the dashboard follows: server-sent events that tell what has changed, so that a page asks for that only then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from adaptive.drafting.model import drafter_name
+from adaptive.service.api import Api
+from adaptive.service.streams import PING, PING_S
+from adaptive.state import PairState
+
+# Seconds between two looks. Lower shows the same things sooner than anybody reads them, higher lags behind.
+LOOK_S = 0.5
+
+
+class Changes:
+    """What there is to tell, by the name of its event. One look serves every page that is open."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._looked = float("-inf")
+        self._found: dict[str, Any] = {}
+
+    async def look(self) -> dict[str, Any]:
+        """What each event would say now. ``log`` and ``adapters`` say only that they are others than before."""
+        if time.monotonic() - self._looked >= LOOK_S / 2:
+            self._looked = time.monotonic()
+            log, adapters = await asyncio.to_thread(_versions, self._api.trainer.state)
+            trainer = asdict(self._api.trainer.status)
+            self._found = {"now": now(self._api), "trainer": trainer, "log": log, "adapters": adapters}
+        return self._found
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Everything at first, then what has changed, a comment where that is nothing; until the server ends."""
+        told: dict[str, Any] = {}
+        spoke = time.monotonic()
+        while not self._api.leaving():
+            for name, found in (await self.look()).items():
+                if name not in told or told[name] != found:
+                    told[name] = found
+                    yield f"event: {name}\ndata: {json.dumps(found)}\n\n"
+                    spoke = time.monotonic()
+            if time.monotonic() - spoke >= PING_S:
+                yield PING
+                spoke = time.monotonic()
+            await asyncio.sleep(LOOK_S)
+
+
+def now(api: Api) -> dict[str, Any]:
+    """What the server does: how the last answer was decoded, by which adapter, and whether one is under way."""
+    engine, session = api.engine, api.engine.session
+    draft = None if session is None or session.pair.draft is None else drafter_name(session.pair.draft)
+    return {
+        "state": engine.state,
+        "model": api.model,
+        "draft": draft,
+        "adapter": engine.adapter,
+        "speculation": engine.speculation.as_object(),
+        "running": engine.slot.busy,
+        "waiting": len(engine.queue),
+    }
+
+
+def _versions(state: PairState) -> tuple[str, str]:
+    """Of the log and of the adapter store: another text after every change, also by other processes."""
+    log = [state.records, state.records.with_name(f"{state.records.name}-wal")]
+    return _version(log), _version([state.adapters, *_inside(state.adapters)])
+
+
+def _version(places: list[Path]) -> str:
+    found = []
+    for place in places:
+        try:
+            seen = place.stat()
+        except OSError:
+            continue
+        found.append((seen.st_ino, seen.st_mtime_ns, seen.st_size if place.is_file() else 0))
+    return format(hash(tuple(found)) % 2**64, "x")
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    try:
+        entries = sorted(os.listdir(folder))
+    except OSError:
+        return
+    # The lock's own file changes when somebody only looks.
+    yield from (folder / name for name in entries if not name.startswith("."))

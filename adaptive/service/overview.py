@@ -1,0 +1,61 @@
+"""What is known of a pair from its state folder, for the dashboard and for the report of ``adaptive history``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from adaptive import promotions
+from adaptive.records.history import By, History, as_object, history
+from adaptive.records.log import Log
+from adaptive.records.saved import time_saved
+from adaptive.service.storage import Storage, on_disk
+from adaptive.state import PairState
+from checkpoints.manifest import Manifest
+from checkpoints.store import AdapterStore, training_seconds
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The history as data and as an object for JSON, with what was saved, and the adapters and sizes beside it."""
+
+    found: History
+    history: dict[str, Any]
+    adapters: list[dict[str, Any]]
+    storage: Storage
+
+
+def overview(state: PairState, by: By) -> Overview:
+    """All of it. Raises AdaptiveError where the log cannot be read."""
+    store = AdapterStore(state.adapters)
+    found, known = past(state, store, by)
+    return Overview(found, known, adapters(store, state), on_disk(state))
+
+
+def past(state: PairState, store: AdapterStore, by: By) -> tuple[History, dict[str, Any]]:
+    """The history, and it as an object for JSON with the time saved and what promotions brought."""
+    with Log(state.records) as log:
+        generations = log.figures()
+        saved = time_saved(log.spent())
+        drafters = log.by_drafter()
+    found = history(generations, by)
+    return found, {
+        **as_object(found),
+        "saved": None if saved is None else {**asdict(saved), "text": saved.text},
+        "training_seconds": training_seconds(store),
+        "promotions": [{**asdict(one), "text": one.text} for one in promotions.load(state.promotions)],
+        "drafters": {name: asdict(one) for name, one in drafters.items()},
+    }
+
+
+def adapters(store: AdapterStore, state: PairState) -> list[dict[str, Any]]:
+    """Every adapter with its gate result, oldest first."""
+    current = store.current_id()
+    speeds = {one.adapter: one.text for one in promotions.load(state.promotions)}
+    return [_object(manifest, current, speeds.get(manifest.id)) for manifest in store.list()]
+
+
+def _object(manifest: Manifest, current: str | None, speed: str | None) -> dict[str, Any]:
+    known = asdict(manifest)
+    del known["files"]
+    return {**known, "current": manifest.id == current, "speed": speed}

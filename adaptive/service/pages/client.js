@@ -1,0 +1,70 @@
+"use strict";
+// Asks the server, for the dashboard and the chat: with its key where it wants one, which this tab remembers.
+
+let key = sessionStorage.getItem("key");
+
+class NeedsKey extends Error {}
+
+function headers() {
+  const found = {"Content-Type": "application/json"};
+  if (key) found.Authorization = "Bearer " + key;
+  return found;
+}
+
+// The response, or what the server says is wrong.
+async function ask(path, {method = "GET", body, signal, more = {}} = {}) {
+  const answer = await fetch(path, {method, body: body && JSON.stringify(body), signal, headers: {...headers(), ...more}});
+  if (answer.ok) return answer;
+  const said = (await answer.json().catch(() => ({}))).error?.message || answer.statusText;
+  if (answer.status === 401) throw new NeedsKey(key ? said : "");
+  throw new Error(said);
+}
+
+const call = async (path, options) => (await ask(path, options)).json();
+
+// Server-sent events of a response, each as [name, data], until it ends.
+async function* eventsOf(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    held += value;
+    const whole = held.split("\n\n");
+    held = whole.pop();
+    for (const one of whole) {
+      let name = "message";
+      const data = [];
+      for (const line of one.split("\n")) {
+        if (line.startsWith("event: ")) name = line.slice(7);
+        if (line.startsWith("data: ")) data.push(line.slice(6));
+      }
+      if (data.length) yield [name, data.join("\n")];
+    }
+  }
+}
+
+// Show what is wrong; where it is the key, ask for one and then go on.
+function fail(error) {
+  document.getElementById("problem").textContent = error.message;
+  const form = document.getElementById("key");
+  if (error instanceof NeedsKey && form.hidden) {
+    form.hidden = false;
+    form.querySelector("input").focus();
+  }
+}
+
+function withKey(goOn) {
+  const form = document.getElementById("key");
+  form.onsubmit = event => {
+    event.preventDefault();
+    key = form.querySelector("input").value;
+    sessionStorage.setItem("key", key);
+    goOn();
+  };
+}
+
+function welcome() {
+  document.getElementById("problem").textContent = "";
+  document.getElementById("key").hidden = true;
+}

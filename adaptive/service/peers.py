@@ -1,0 +1,52 @@
+"""Who is at the other end of a connection over loopback: the user of this server, or another one of this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Connections of this machine with the user at each end, as Linux tells them.
+TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+
+End = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
+
+
+def same_user(peer: tuple[str, int], here: tuple[str, int]) -> bool:
+    """Whether the ``peer`` (address, port) of a connection that ends ``here`` belongs to this process's user, or to
+    root, who can read everything anyway. False also where the system does not say, as on others than Linux."""
+    ends = _end(*peer), _end(*here)
+    return any(uid in (os.getuid(), 0) for local, remote, uid in _connections() if (local, remote) == ends)
+
+
+def _connections() -> Iterator[tuple[End, End, int]]:
+    for table in TABLES:
+        try:
+            lines = table.read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            yield _of_hex(fields[1]), _of_hex(fields[2]), int(fields[7])
+
+
+def _of_hex(text: str) -> End:
+    """An address as the kernel writes it: words of 32 bits in the machine's own order, and the port."""
+    address, _, port = text.partition(":")
+    words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
+    raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+    return _plain(ipaddress.ip_address(raw)), int(port, 16)
+
+
+def _end(address: str, port: int) -> End:
+    return _plain(ipaddress.ip_address(address)), port
+
+
+def _plain(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address of IPv4 as such, where a program speaks it by way of IPv6."""
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address if mapped is None else mapped

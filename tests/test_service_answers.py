@@ -1,0 +1,188 @@
+"""Single answers at a real server: who drafted their tokens, forgetting them for good, and what the page follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from service_server import Server
+
+from adaptive.records.origins import origins
+from adaptive.service.peers import TABLES, same_user
+from adaptive.types import Round
+
+KEY = "correct-horse"
+pytestmark = pytest.mark.xdist_group("service_answers")  # by one process, which starts one server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    one = Server(tmp_path_factory.mktemp("answers"), "--distill", "off", key=KEY).wait_until_ready()
+    try:
+        yield one
+    finally:
+        one.stop()
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with server.http() as client:
+        yield client
+
+
+def chat(http: httpx.Client, *said: str, session: str) -> dict[str, Any]:
+    """The answer to a chat in which person and model take turns."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    body = {"messages": messages, "max_tokens": 24}
+    answer = http.post("/v1/chat/completions", json=body, headers={"X-Session-Id": session})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def on_disk(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file())
+
+
+def test_tokens_come_from_their_rounds() -> None:
+    rounds = [Round("model", 4, 2, 0, 0), Round("none", 0, 0, 0, 0), Round("history", 3, 3, 0, 0)]
+    assert origins(rounds, 9) == [None, "model", "model", None, None, "history", "history", "history", None]
+    assert origins(rounds, 3) == [None, "model", "model"]  # a stop cut the last round
+    assert origins((), 3) == [None, None, None]
+
+
+def test_an_answer_shows_which_of_its_tokens_were_drafted(http: httpx.Client) -> None:
+    given = chat(http, "What is seven plus five? It is 12, so what is twelve plus five?", session="one")
+    newest = http.get("/adaptive/answers?limit=1").json()["answers"][0]
+    assert newest["session"] == "one"
+    assert newest["asked"].startswith("What is seven plus five?")
+    whole = http.get(f"/adaptive/answers/{newest['id']}").json()
+    assert "".join(token["text"] for token in whole["tokens"]) == whole["text"] == text_of(given)
+    assert len(whole["tokens"]) == given["usage"]["completion_tokens"]
+    accepted: dict[str, int] = {}
+    for token in whole["tokens"]:
+        if token["drafter"] is not None:
+            accepted[token["drafter"]] = accepted.get(token["drafter"], 0) + 1
+    told = {name: one["accepted"] for name, one in given["drafters"].items() if one["accepted"]}
+    assert accepted == told
+    assert sum(accepted.values()) == given["timings"]["draft_n_accepted"] > 0
+    assert whole["tokens"][0]["drafter"] is None  # from the prompt's own pass
+
+
+def test_a_stream_says_of_each_token_whether_it_was_drafted_when_it_is_asked_to(http: httpx.Client) -> None:
+    def chunks(**options: bool) -> list[dict[str, Any]]:
+        body = {"messages": [{"role": "user", "content": "Count from one to nine."}], "max_tokens": 24, "stream": True}
+        with http.stream("POST", "/v1/chat/completions", json={**body, "stream_options": options}) as stream:
+            lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: {")]
+        return [json.loads(line) for line in lines]
+
+    marked = chunks(include_drafted=True)
+    said = [chunk["choices"][0] for chunk in marked if chunk["choices"][0]["delta"].get("content")]
+    timings = marked[-1]["timings"]
+    assert 0 < sum(choice["drafted"] for choice in said) <= timings["draft_n_accepted"]
+    assert not said[0]["drafted"]
+    assert not any("drafted" in chunk["choices"][0] for chunk in chunks())
+
+
+def test_a_forgotten_answer_is_nowhere_and_what_holds_it_goes_with_it(server: Server, http: httpx.Client) -> None:
+    secret = "Aurelian-Vandermeer-4711"
+    first = chat(http, f"My name is {secret}. Greet me.", session="greeting")
+    chat(http, f"My name is {secret}. Greet me.", text_of(first), "Again!", session="greeting")
+    chat(http, "Name three colours.", session="colours")
+    shown = http.get("/adaptive/answers?limit=3").json()["answers"]
+    assert [one["session"] for one in shown] == ["colours", "greeting", "greeting"]
+    last, number = (one["id"] for one in shown[1:])
+    assert http.get(f"/adaptive/answers/{number}").json()["held_by"] == [last]
+    assert secret.encode() in on_disk(server.home)
+
+    assert http.delete(f"/adaptive/answers/{number}").json() == {"deleted": 2}
+    assert secret.encode() not in on_disk(server.home)
+    assert http.get(f"/adaptive/answers/{number}").status_code == 404
+    assert http.delete(f"/adaptive/answers/{number}").status_code == 404
+    assert http.get("/adaptive/answers").json()["answers"][0]["session"] == "colours"
+    deadline = time.monotonic() + 30
+    while http.get("/slots").json()[0]["conversations_cached"]:
+        assert time.monotonic() < deadline, "the caches still hold it"
+        time.sleep(0.05)
+
+
+def test_a_session_is_forgotten_by_its_name(http: httpx.Client) -> None:
+    name = "plans / 2026?"
+    for question in ("One?", "Two?"):
+        chat(http, question, session=name)
+    path = "/adaptive/sessions/plans%20%2F%202026%3F"
+    assert http.get(path).json() == {"answers": 2}
+    assert http.delete(path).json() == {"deleted": 2}
+    assert http.get(path).json() == {"answers": 0}
+    assert all(one["session"] != name for one in http.get("/adaptive/answers").json()["answers"])
+
+
+def test_answers_come_page_by_page(http: httpx.Client) -> None:
+    for question in ("One?", "Two?", "Three?"):
+        chat(http, question, session="pages")
+    first = http.get("/adaptive/answers?limit=2").json()
+    assert [one["asked"] for one in first["answers"]] == ["Three?", "Two?"]
+    assert first["more"]
+    then = http.get(f"/adaptive/answers?limit=100&before={first['answers'][-1]['id']}").json()
+    assert then["answers"][0]["asked"] == "One?"
+    assert not then["more"]
+
+
+@pytest.mark.skipif(not TABLES[0].exists(), reason="only Linux says whose a connection is")
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_connection_of_another_user_is_told_from_one_of_this_user(family: socket.AddressFamily) -> None:
+    host = "127.0.0.1" if family == socket.AF_INET else "::1"
+    with socket.socket(family) as listening:
+        try:
+            listening.bind((host, 0))
+        except OSError:
+            pytest.skip("this machine has no such addresses")
+        listening.listen(2)
+        port = listening.getsockname()[1]
+        with socket.create_connection((host, port)), listening.accept()[0] as ours:
+            assert same_user(ours.getpeername()[:2], ours.getsockname()[:2])
+            assert not same_user((host, 1), ours.getsockname()[:2])
+        if os.getuid() != 0:
+            pytest.skip("only root can be another user")
+        child = os.fork()
+        if child == 0:  # another user's program, which connects and waits to be told that it was seen
+            os.setuid(65534)
+            socket.create_connection((host, port)).recv(1)
+            os._exit(0)
+        with listening.accept()[0] as theirs:
+            seen = same_user(theirs.getpeername()[:2], theirs.getsockname()[:2])
+        os.waitpid(child, 0)
+        assert not seen
+
+
+def test_the_page_is_told_what_changes_and_a_server_that_ends_ends_its_streams(server: Server) -> None:
+    """The last test of this file: the server is gone after it."""
+    with server.http() as http, server.http() as other, http.stream("GET", "/adaptive/events") as stream:
+        names: list[str] = []
+        asked = False
+        for line in stream.iter_lines():
+            if line.startswith("event: "):
+                names.append(line.removeprefix("event: "))
+            if len(names) >= 4 and not asked:
+                asked = True
+                assert sorted(names) == ["adapters", "log", "now", "trainer"]
+                names.clear()
+                other.post("/v1/completions", json={"prompt": "Once", "max_tokens": 8})
+            if asked and "log" in names and line.startswith("data: "):
+                break
+        sizes = other.get("/adaptive/storage").json()
+        assert "answers" in {size["name"] for size in sizes["disk"]}
+        assert sizes["memory"][0]["bytes"] > 50e6
+        began = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - began < 8  # a stream that went on would hold it for 12 s
