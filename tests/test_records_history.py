@@ -152,3 +152,10 @@ def test_the_log_gives_the_same_figures_as_the_rounds_themselves(tmp_path: Path)
     assert found.totals.tokens_per_second == pytest.approx((7 + 4) / (0.7 + 0.4))
     assert found.rows[0].tokens_per_second == pytest.approx(said[0].timings.per_second)
     assert [(s.generation, s.after) for s in found.swaps] == [(2, "0001"), (3, None)]
+
+
+def test_an_answer_of_one_token_has_no_speed() -> None:
+    """Its token came out of the prompt's pass; the moment until it was shown is no time of decoding."""
+    one = GenerationFigures(1, "s", 1.7e9, None, 1, 1e-6, 0.0, ())
+    assert history([one]).totals.tokens_per_second is None
+    assert series([one])[0].tokens_per_second is None

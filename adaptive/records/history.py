@@ -142,7 +142,7 @@ def _figures(key: str, sums: Sums) -> Figures:
         key=key,
         generations=sums.generations,
         tokens=sums.tokens,
-        tokens_per_second=sums.timed / sums.seconds if sums.seconds else None,
+        tokens_per_second=sums.timed / sums.seconds if sums.timed and sums.seconds else None,
         expected_tokens_per_second=sums.forecast / sums.expected if sums.expected else None,
         mean_draft_length=drafted / rounds if rounds else None,
         tokens_per_round=tokens_per_round(sums.rounds),

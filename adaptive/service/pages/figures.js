@@ -4,7 +4,7 @@
 
 const at = id => document.getElementById(id);
 const percent = x => x === null ? "–" : (100 * x).toFixed(0) + "%";
-const plain = x => x >= 10 || x === 0 ? x.toFixed(0) : x.toFixed(1);
+const plain = x => x >= 10 ? x.toFixed(0) : String(Number(x.toFixed(1)));
 percent.unit = .01;
 plain.unit = .1;
 const count = (n, one, several) => `${n} ${n === 1 ? one : several}`;
