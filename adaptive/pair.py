@@ -180,11 +180,14 @@ def _folder(name: str, revision: str | None) -> Path:
     return hub_folder(name, revision)
 
 
-def weights_hash(folder: Path) -> str:
-    """A short hash of config, tokenizer and the weights' identity (names, sizes, first and last megabyte)."""
+def weights_hash(folder: Path, needed: bool = True) -> str:
+    """A short hash of config, tokenizer and the weights' identity (names, sizes, first and last megabyte).
+
+    Raises AdaptiveError where there are no weights and they are ``needed``.
+    """
     digest = hashlib.sha256()
     weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
+    if not weights and needed:
         raise AdaptiveError(f"{folder} holds no weights: there is no *.safetensors file in it")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         if (folder / name).is_file():
@@ -199,10 +202,10 @@ def weights_hash(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _weights_hash(source: Source) -> str:
+def _weights_hash(source: Source, needed: bool = True) -> str:
     """``weights_hash``, also of a GGUF file: its size, first and last megabyte."""
     if source.gguf is None:
-        return weights_hash(source.folder)
+        return weights_hash(source.folder, needed)
     size = source.gguf.stat().st_size
     digest = hashlib.sha256(f"{size}".encode())
     with source.gguf.open("rb") as stream:
@@ -213,15 +216,19 @@ def _weights_hash(source: Source) -> str:
 
 
 def pair_identity(settings: Settings) -> PairIdentity:
-    """Names the pair from both ids and hashes, without loading weights."""
+    """Names the pair from both ids and hashes, without loading weights. A target that another server runs may be a
+    folder of its config and tokenizer alone."""
     target, draft = sources(settings)
-    return _identity(target, draft, _trained(draft, settings), grows_on(settings) is not None)
+    grows = grows_on(settings) is not None
+    return _identity(target, draft, _trained(draft, settings), grows, whole=grows)
 
 
-def _identity(target: Source, draft: Source | None, trained: Source | None, grows: bool) -> PairIdentity:
+def _identity(
+    target: Source, draft: Source | None, trained: Source | None, grows: bool, whole: bool = True
+) -> PairIdentity:
     """``trained`` is the checkpoint that adapters belong to; a GGUF draft without one has adapters of its own file. A
-    head that ``grows`` shares the folder of its target alone, and so the log."""
-    target_hash = _weights_hash(target)
+    head that ``grows`` shares the folder of its target alone, and so the log. ``whole``: the target needs weights."""
+    target_hash = _weights_hash(target, whole)
     draft_hash = _weights_hash(draft) if draft else "none"
     both = hashlib.sha256(f"{target_hash}{draft_hash}".encode()).hexdigest()[:8]
     names = [re.sub(r"[^\w.-]+", "-", Path(s.id).name) if s else "none" for s in (target, draft)]

@@ -16,6 +16,12 @@ import numpy.typing as npt
 
 from adaptive.errors import AdaptiveError
 
+# What ``Generation.engine`` begins with where another server answered, and the servers of which that is known that a
+# draft's likeliest tokens are proposed, and stand where the target says the same: whatever the temperature, a token is
+# accepted where the draft's likeliest one was said.
+UPSTREAM_PREFIX = "upstream "
+LIKELIEST_PROPOSED = frozenset(UPSTREAM_PREFIX + name for name in ("llama-server", "vllm", "sglang", "lm-studio"))
+
 # Below it logits divided by a temperature are no numbers any more; a client that sends 1e-8 wants the likeliest token.
 LEAST_TEMPERATURE = 1e-5
 

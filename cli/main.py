@@ -27,6 +27,7 @@ from cli import (
     export,
     generate,
     history,
+    learn,
     records,
     serve,
 )
@@ -66,6 +67,7 @@ app.command()(demo.demo)
 app.command()(chat.chat)
 app.command()(generate.generate)
 app.command()(serve.serve)
+app.command()(learn.learn)
 app.command()(distill.distill)
 app.command()(calibrate.calibrate)
 app.command()(bench.bench)

@@ -21,7 +21,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from adaptive.errors import AdaptiveError
 from adaptive.records.features import Features as HiddenStates
 from adaptive.records.features import FeatureSpool, tokens_hash
-from adaptive.types import Generation, SamplingParams, Supervision
+from adaptive.types import LIKELIEST_PROPOSED, Generation, SamplingParams, Supervision
 
 FEATURES = Features(
     {
@@ -220,10 +220,18 @@ def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] |
                 continue  # what the target would have said is not known
             limited = g.finish_reason == "length"
             key = prompt_key(g)
-            made.append(row(logged.id, key, g.domain, g.prompt, g.output, g.sampling, g.supervision, limited))
+            made.append(row(logged.id, key, g.domain, g.prompt, g.output, _accepted_as(g), g.supervision, limited))
         if damaged is not None:
             damaged.update(reader.damaged)
     return from_rows(r for r in made if len(r["output"]) >= 2 and len(r["prompt"]))
+
+
+def _accepted_as(generation: Generation) -> SamplingParams:
+    """The sampling by which drafted tokens are accepted. Where another server proposes the draft's likeliest tokens,
+    one is accepted exactly where it was said, as under greedy decoding."""
+    sampling = generation.sampling
+    likeliest = generation.engine in LIKELIEST_PROPOSED
+    return SamplingParams(constrained=sampling.constrained) if likeliest else sampling
 
 
 def join(first: Dataset, second: Dataset) -> Dataset:

@@ -47,9 +47,9 @@ def serve(
     """
     settings = with_key(settings)
     with only_server(state, settings) as note:
-        listening = _listen(settings.host, settings.port)
+        listening = listen(settings.host, settings.port)
         with contextlib.closing(listening), background(settings, state) as trainer:
-            url = _url(settings.host, listening.getsockname()[1])
+            url = address(settings.host, listening.getsockname()[1])
             note(url)
             logger.info("listening on %s", url)
             metrics = Metrics()
@@ -178,7 +178,7 @@ def _holder(notice: Path) -> str:
         return "by a process that has just started"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM)
@@ -192,5 +192,5 @@ def _listen(host: str, port: int) -> socket.socket:
     return opened
 
 
-def _url(host: str, port: int) -> str:
+def address(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

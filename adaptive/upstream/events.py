@@ -1,0 +1,89 @@
+"""An answer on its way through: read event by event, or as one object, and handed on without what was asked for."""
+
+from __future__ import annotations
+
+from adaptive.upstream.asking import Asked
+from adaptive.upstream.kinds import Kind
+from adaptive.upstream.reports import Collected
+from adaptive.upstream.surgery import Cut, cut
+
+ENDS = (b"\n\n", b"\r\n\r\n")
+# Bytes of one event that is not read to its end: no server's token takes so many.
+LONGEST_EVENT = 8 << 20
+
+
+class Passage:
+    """One answer: bytes of the server in, bytes for the client out, and what was ``collected`` of them."""
+
+    def __init__(self, asked: Asked, kind: Kind, streamed: bool) -> None:
+        """``streamed``: the server's answer comes in events."""
+        self.collected = Collected()
+        self.ended = False  # the answer came to its end, as its last event or brace says
+        self._added = asked.added
+        self._absent = kind.absent and asked.chat
+        self._quiet = kind.quiet
+        self._streamed = streamed
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What can be handed on once ``data`` has come."""
+        self._held += data
+        if not self._streamed:
+            return b""
+        out = b""
+        while (end := _end(self._held)) is not None:
+            event, self._held = self._held[:end], self._held[end:]
+            out += self._event(event)
+        if len(self._held) > LONGEST_EVENT:
+            out, self._held = out + self._held, b""
+        return out
+
+    def rest(self, whole: bool) -> bytes:
+        """What is left at the end; ``whole`` says that nothing was cut. An event without its end is no event to a
+        client, and may hold what it did not ask for."""
+        held, self._held = self._held, b""
+        if self._streamed:
+            return b"" if self._added and b'"logprobs"' in held else held
+        if not whole:
+            return held if not self._added else b""
+        found = self._read(held)
+        self.ended = found is not None
+        return held if found is None or not self._added else found.text.encode()
+
+    def _event(self, event: bytes) -> bytes:
+        line = event.strip()
+        if not line.startswith(b"data:") or b"\n" in line:
+            return event
+        said = line[5:].strip()
+        if said == b"[DONE]":
+            self.ended = True
+            return event
+        found = self._read(said)
+        if found is None or not (self._added and found.found):
+            return event
+        if self._quiet and _silent(found):
+            return b""
+        begins = event.index(said)
+        return event[:begins] + found.text.encode() + event[begins + len(said) :]
+
+    def _read(self, said: bytes) -> Cut | None:
+        try:
+            found = cut(said.decode(), self._absent)
+        except (ValueError, RecursionError):  # not JSON, or not as JSON is
+            return None
+        self.collected.add(found.whole)
+        return found
+
+
+def _end(held: bytes) -> int | None:
+    """The place behind the first event that is complete."""
+    places = [(held.find(end) + len(end)) for end in ENDS if end in held]
+    return min(places, default=None)
+
+
+def _silent(found: Cut) -> bool:
+    """Whether the event says nothing but log-probabilities."""
+    return all(
+        choice.get("finish_reason") is None and not choice.get("text") and not any((choice.get("delta") or {}).values())
+        for choice in found.whole["choices"]
+    )

@@ -1,0 +1,63 @@
+"""The servers that people run: how each is told apart, what its log-probabilities are, and how it samples.
+
+What is said of a server here was read in its public source, and is written down with where it stands in
+``docs/notes/2026-11-upstream.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from adaptive.types import UPSTREAM_PREFIX
+
+# Alternatives a token that are asked for where a server has no limit of its own: as many as the log keeps of our own
+# target (``decoding/supervision.py``). More is JSON that nobody uses, fewer leaves mass without a name.
+WANTED = 32
+# What OpenAI's own API allows, and servers that follow it.
+OPENAI_MOST = 20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of server.
+
+    ``owner`` is what it says of itself in ``/v1/models``; ``alternatives`` a token it is asked for. ``tempered``: its
+    log-probabilities are those after temperature (and penalties), else those of the model itself. ``heat_last``: it
+    cuts (top-k, top-p, min-p) before it divides by the temperature, else after. ``absent``: a chat's choice without
+    log-probabilities has no such key, else it is null. ``quiet``: without log-probabilities it sends no event for a
+    token without text. ``numbers`` are fields that make it say token ids in the place of their text.
+    """
+
+    name: str
+    owner: str
+    alternatives: int = OPENAI_MOST
+    tempered: bool = False
+    heat_last: bool = False
+    absent: bool = False
+    quiet: bool = False
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> str:
+        """What the log calls it."""
+        return UPSTREAM_PREFIX + self.name
+
+
+LLAMA_SERVER = Kind("llama-server", "llamacpp", alternatives=WANTED, heat_last=True, absent=True)
+VLLM = Kind("vllm", "vllm", numbers={"return_tokens_as_token_ids": True})
+SGLANG = Kind("sglang", "sglang", alternatives=WANTED, tempered=True)
+LM_STUDIO = Kind("lm-studio", "organization_owner", alternatives=0)
+ADAPTIVE = Kind("adaptive", "adaptive", quiet=True)
+UNKNOWN = Kind("unknown", "")
+
+KINDS = {kind.name: kind for kind in (LLAMA_SERVER, VLLM, SGLANG, LM_STUDIO, ADAPTIVE, UNKNOWN)}
+
+
+def kind_of(models: object) -> Kind:
+    """The kind of server that gave this answer to ``GET /v1/models``."""
+    data = models.get("data") if isinstance(models, dict) else None
+    first = data[0] if isinstance(data, list) and data else None
+    owner = first.get("owned_by") if isinstance(first, dict) else None
+    return next((kind for kind in KINDS.values() if kind.owner and kind.owner == owner), UNKNOWN)

@@ -1,0 +1,197 @@
+"""Writes what passed through into the log, on a thread of its own, so that no request waits for it or fails with it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+
+from adaptive.drafting.archive import owner_name
+from adaptive.errors import AdaptiveError
+from adaptive.records.writer import LogWriter
+from adaptive.service.jobs import Prompt
+from adaptive.types import Generation, SamplingParams, Timings
+from adaptive.upstream.asking import Asked
+from adaptive.upstream.distributions import supervision
+from adaptive.upstream.kinds import Kind
+from adaptive.upstream.prompts import Prompts
+from adaptive.upstream.reports import MOST_TOKENS, Choice, Collected
+from adaptive.upstream.sampling import defaults_of, sampling_of
+from adaptive.upstream.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("adaptive.upstream")
+
+# Tokens of answers that wait to be logged, of some 3 kB each with their alternatives. What is more is not logged, and
+# counted. Fewer lose records where many answers end at once, more take memory from whoever answers.
+MOST_WAITING = 50_000
+# Seconds that the server has for a question about its tokens. It is asked after its answer, and nobody waits for that.
+ASK_S = 10.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request and what came of it. ``whole`` says that the answer came to its end; seconds are wall-clock:
+    ``first_s`` to the first byte of the answer, ``all_s`` to its last."""
+
+    asked: Asked
+    collected: Collected
+    kind: Kind
+    created: float
+    first_s: float
+    all_s: float
+    whole: bool
+    session: str
+    key: str | None
+
+
+class Logbook:
+    """Takes exchanges and logs them. ``counts`` says how many were logged, and why the others were not."""
+
+    def __init__(self, writer: LogWriter, tokenizer: PreTrainedTokenizerBase, folder: Path, url: str) -> None:
+        """``folder`` is the target's checkpoint, ``url`` the server's."""
+        self.writer = writer
+        self.counts: Counter[str] = Counter()
+        self.problems: Counter[str] = Counter()  # why exchanges were not logged, in words
+        self._vocabulary = Vocabulary(tokenizer)
+        self._folder = folder
+        self._client = httpx.Client(base_url=url, timeout=ASK_S, trust_env=False)
+        self._prompts: Prompts | None = None
+        self._defaults: dict[str, Any] = {}
+        self._waiting = 0  # tokens
+        self._lock = threading.Lock()
+        self._queue: queue.Queue[Exchange | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="logbook", daemon=True)
+        self._thread.start()
+
+    def put(self, exchange: Exchange) -> None:
+        """Hand an exchange over; returns at once."""
+        with self._lock:
+            full = self._waiting > MOST_WAITING
+            self._waiting += 0 if full else exchange.collected.tokens
+        if full:
+            self._missed("more answers came than could be logged")
+        else:
+            self._queue.put(exchange)
+
+    def close(self) -> None:
+        """Log what waits, and end."""
+        self._queue.put(None)
+        self._thread.join()
+        self._client.close()
+
+    def _run(self) -> None:
+        while (exchange := self._queue.get()) is not None:
+            try:
+                for generation in self._generations(exchange):
+                    self.writer.write(generation)
+                    self.counts["logged"] += 1
+                    self.counts["supervised"] += generation.supervision is not None
+            except AdaptiveError as error:
+                self._missed(str(error))
+            except Exception as error:  # whatever a server may have said: requests go on, and so does the log
+                self._missed(f"{type(error).__name__}: {error}")
+            with self._lock:
+                self._waiting -= exchange.collected.tokens
+
+    def _missed(self, reason: str) -> None:
+        self.counts["missed"] += 1
+        self.problems[reason] += 1
+        if self.problems[reason] == 1:
+            logger.warning("an answer is not logged: %s", reason)
+
+    def _generations(self, exchange: Exchange) -> Iterator[Generation]:
+        """The answers of an exchange. Raises AdaptiveError for one that is not known for certain."""
+        asked, collected = exchange.asked, exchange.collected
+        if collected.failed or not collected.choices:
+            return  # nothing was said
+        if collected.tokens > MOST_TOKENS:
+            raise AdaptiveError(f"it has more than {MOST_TOKENS} tokens")
+        if self._prompts is None:
+            self._prompts = Prompts(self._vocabulary.tokenizer, exchange.kind)
+            props = self._asker(exchange)("/props", None)
+            self._defaults = defaults_of(exchange.kind, props, self._folder)
+        sampling = sampling_of(asked.said, self._defaults)
+        counted = _counted(collected)
+        prompts = self._prompts.of(asked.said, asked.chat, counted, self._asker(exchange))
+        for index, choice in sorted(collected.choices.items()):
+            place = index // max(1, int(asked.said.get("n") or 1))
+            yield self._generation(exchange, prompts[min(place, len(prompts) - 1)], choice, sampling)
+
+    def _generation(self, exchange: Exchange, prompt: Prompt, choice: Choice, sampling: SamplingParams) -> Generation:
+        collected, vocabulary = exchange.collected, self._vocabulary
+        alone = len(collected.choices) == 1
+        output = vocabulary.output(choice, collected.usage.get("completion_tokens") if alone else None)
+        if not output:
+            raise AdaptiveError("the server does not say which tokens its answer has")
+        cached = (collected.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        made = supervision(choice.reports, output, vocabulary, sampling, exchange.kind) if choice.reports else None
+        return Generation(
+            session=exchange.session,
+            created=exchange.created,
+            messages=prompt.messages,
+            prompt_text=prompt.text if not prompt.messages else "",
+            text=choice.text,
+            prompt=np.array(prompt.ids, np.int32),
+            output=np.array(output, np.int32),
+            sampling=sampling,
+            adapter=None,
+            engine=exchange.kind.engine,
+            domain=None,
+            finish_reason=_ended(exchange, choice),
+            rounds=(),
+            timings=_timings(exchange, len(prompt.ids), min(cached, len(prompt.ids)), len(output)),
+            supervision=made,
+            owner=owner_name(str(exchange.asked.said.get("user") or "")),
+        )
+
+    def _asker(self, exchange: Exchange) -> Callable[[str, Mapping[str, Any] | None], Any]:
+        def ask(path: str, body: Mapping[str, Any] | None) -> Any:
+            headers = {} if exchange.key is None else {"Authorization": exchange.key}
+            try:
+                answer = (
+                    self._client.get(path, headers=headers)
+                    if body is None
+                    else self._client.post(path, json=dict(body), headers=headers)
+                )
+                return answer.json() if answer.status_code == 200 else None
+            except (httpx.HTTPError, ValueError):
+                return None
+
+        return ask
+
+
+def _counted(collected: Collected) -> int | None:
+    """The tokens of the prompts, as the server has counted them."""
+    counted = collected.usage.get("prompt_tokens")
+    if isinstance(counted, int):
+        return counted
+    parts = collected.timings.get("prompt_n"), collected.timings.get("cache_n")  # llama.cpp's server, in a stream
+    return sum(parts) if all(isinstance(part, int) for part in parts) else None  # type: ignore[arg-type]
+
+
+def _ended(exchange: Exchange, choice: Choice) -> str:
+    """How the answer ended: one that was cut on its way, by either side, is ``cancelled``."""
+    if choice.finish_reason is None or not exchange.whole:
+        return "cancelled"
+    return "length" if choice.finish_reason == "length" else "stop"
+
+
+def _timings(exchange: Exchange, prompt: int, cached: int, predicted: int) -> Timings:
+    """As the server measured them, where it says so; else by our clock. Of an answer in one piece only all is known."""
+    said = exchange.collected.timings
+    first = exchange.first_s if exchange.asked.streamed else 0.0
+    seconds = first, exchange.all_s - first
+    if all(isinstance(said.get(name), (int, float)) for name in ("prompt_ms", "predicted_ms")):
+        seconds = said["prompt_ms"] / 1000, said["predicted_ms"] / 1000
+    return Timings(prompt - cached, cached, max(0.0, seconds[0]), predicted, max(0.0, seconds[1]))

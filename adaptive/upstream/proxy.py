@@ -1,0 +1,354 @@
+"""The proxy: every request goes to the server as it came, and its answer back, byte for byte.
+
+Only requests for an answer are looked into. They are asked with log-probabilities, which are taken out of the answer
+again, and what was said goes to the logbook when it has ended, by itself or because either side has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from starlette.types import Message, Receive, Scope, Send
+
+from adaptive.service.errors import error_object
+from adaptive.upstream.asking import PATHS, Asked, read, with_logprobs
+from adaptive.upstream.events import Passage
+from adaptive.upstream.kinds import UNKNOWN, Kind, kind_of
+from adaptive.upstream.logbook import Exchange, Logbook
+
+logger = logging.getLogger("adaptive.upstream")
+
+# Headers that are between two neighbours only (RFC 9110), and what each of the two connections sets for itself.
+HOP = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
+)
+# Whoever sends it with "off" is not logged.
+OPT_OUT = b"x-adaptive-record"
+# Seconds to reach the server, and between an answer and the end of an idle connection to it: less than servers keep
+# one (5 s with most), so that no request goes into one that has just been closed.
+CONNECT_S, IDLE_S = 10.0, 3.0
+# Bytes of a request or of an answer that is looked into. A longer one passes without being held in memory.
+MOST_READ = 32 << 20
+# What a server answers that does not take the fields that were added: llama.cpp's some of it with 500.
+REFUSALS = frozenset({400, 404, 422, 500, 501})
+STATUS = "/adaptive/upstream"
+# How a connection ends that is closed before an answer has begun.
+CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+
+
+class ServerCutError(Exception):
+    """The server has ended its answer before its end."""
+
+
+class ClientGoneError(Exception):
+    """Nobody reads the answer any more."""
+
+
+@dataclass
+class Counts:
+    """Requests so far: all, those that passed without being logged on purpose, and those that were cut."""
+
+    requests: int = 0
+    private: int = 0
+    cut: int = 0
+    failed: int = 0
+
+
+class Proxy:
+    """The ASGI application in front of the server at ``url``."""
+
+    def __init__(self, url: str, logbook: Logbook | None, most: int, kind: Kind | None = None) -> None:
+        """``logbook`` None logs nothing. At most ``most`` requests are with the server at a time; others wait. ``kind``
+        None finds it out."""
+        self.url = url.rstrip("/")
+        self.logbook = logbook
+        self.counts = Counts()
+        self.kind = kind
+        self._steps: list[int] | None = None  # alternatives to ask for, the most first
+        self._places = asyncio.Semaphore(most)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=most, keepalive_expiry=IDLE_S)
+        timeout = httpx.Timeout(None, connect=CONNECT_S)
+        self.client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
+
+    async def close(self) -> None:
+        """Close the connections to the server."""
+        await self.client.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        if scope["path"] == STATUS and scope["method"] == "GET":
+            await _say(send, 200, self.status())
+            return
+        self.counts.requests += 1
+        passing = _Passing(self, scope, receive, send)
+        try:
+            async with self._places:
+                await passing.run()
+        except httpx.HTTPError as error:
+            self.counts.failed += 1
+            await passing.fail(f"the server at {self.url} cannot be reached: {_reason(error)}")
+        except (ServerCutError, ClientGoneError):
+            self.counts.cut += 1  # the answer is not completed, so that the connection to the client ends here, too
+        except asyncio.CancelledError:
+            if not passing.gone:
+                raise
+            self.counts.cut += 1
+        finally:
+            passing.unwatch()
+
+    def status(self) -> dict[str, Any]:
+        """What has passed and what was logged, for people."""
+        book = self.logbook
+        logged = None if book is None else {**book.counts, "why_not": dict(book.problems)}
+        asked = self._steps[0] if self._steps else None
+        return {
+            "upstream": self.url,
+            "engine": None if self.kind is None else self.kind.name,
+            "alternatives": asked,
+            **vars(self.counts),
+            "log": logged,
+        }
+
+    async def known(self, key: str | None) -> Kind:
+        """The kind of the server, asked once; unknown while it does not answer."""
+        if self.kind is None:
+            headers = {} if key is None else {"Authorization": key}
+            try:
+                answer = await self.client.get(f"{self.url}/v1/models", headers=headers, timeout=CONNECT_S)
+                said = answer.json() if answer.status_code == 200 else None
+            except (httpx.HTTPError, ValueError):
+                said = None
+            if said is None:
+                return UNKNOWN
+            self.kind = kind_of(said)
+            logger.info("the server at %s is %s", self.url, self.kind.name)
+        return self.kind
+
+    def alternatives(self, kind: Kind) -> int:
+        """How many a token are asked for."""
+        if self._steps is None:
+            self._steps = [most for most in (kind.alternatives, 20, 5) if 0 < most <= kind.alternatives] + [0]
+        return self._steps[0]
+
+    def refused(self, asked: int) -> None:
+        """The server does not give so many; the next number below is tried from now on."""
+        if self._steps is not None and len(self._steps) > 1 and self._steps[0] == asked:
+            self._steps = [most for most in self._steps if most < asked]
+            logger.warning("the server gives no %d alternatives a token; %d are asked for", asked, self._steps[0])
+
+
+class _Passing:
+    """One request on its way."""
+
+    def __init__(self, proxy: Proxy, scope: Scope, receive: Receive, send: Send) -> None:
+        self.proxy, self.scope, self.receive, self.send = proxy, scope, receive, send
+        self.headers = [(name, value) for name, value in scope["headers"] if name not in HOP]
+        self.started = self.gone = False
+        self._watcher: asyncio.Task[None] | None = None
+        self.created, self.began = time.time(), time.perf_counter()
+
+    async def run(self) -> None:
+        """Ask the server and hand its answer on. Raises httpx.HTTPError where it cannot be asked."""
+        headers = dict(self.headers)
+        private = headers.get(OPT_OUT, b"").strip().lower() in (b"off", b"no", b"0", b"false")
+        self.headers = [(name, value) for name, value in self.headers if name != OPT_OUT]
+        chat = PATHS.get(self.scope["path"])
+        short = int(headers.get(b"content-length", b"0") or 0) <= MOST_READ
+        if self.scope["method"] != "POST" or chat is None or self.proxy.logbook is None or private or not short:
+            self.proxy.counts.private += private
+            await self._pass(self._incoming())
+            return
+        body = b"".join([piece async for piece in self._incoming()])
+        asked = read(body, chat)
+        if asked is None or asked.said.get("store") is False:
+            self.proxy.counts.private += asked is not None
+            await self._pass(body)
+            return
+        await self._ask(asked, headers)
+
+    async def fail(self, reason: str) -> None:
+        """Tell the client that there is no answer, or end the one that has begun."""
+        if not self.started:
+            await _say(self.send, 502, error_object(502, reason))
+
+    async def _ask(self, asked: Asked, headers: dict[bytes, bytes]) -> None:
+        key = headers[b"authorization"].decode("latin-1") if b"authorization" in headers else None
+        kind = await self.proxy.known(key)
+        wanted = self.proxy.alternatives(kind)
+        more = with_logprobs(asked, kind, wanted)
+        async with self._sent(more.body, more.added) as response:
+            if not (more.added and response.status_code in REFUSALS):
+                await self._answer(more, kind, headers, key, response)
+                return
+        # Whatever the reason was, the client is told what the server says to its own request.
+        async with self._sent(asked.body, plain=False) as response:
+            if response.status_code < 400:
+                self.proxy.refused(wanted)
+            await self._answer(asked, kind, headers, key, response)
+
+    async def _answer(
+        self, asked: Asked, kind: Kind, headers: dict[bytes, bytes], key: str | None, response: httpx.Response
+    ) -> None:
+        content = response.headers.get("content-type", "")
+        encoded = response.headers.get("content-encoding", "identity") != "identity"
+        if response.status_code != 200 or encoded or not content.startswith(("application/json", "text/event-stream")):
+            await self._relay(response)
+            return
+        streamed = content.startswith("text/event-stream")
+        passage = Passage(asked, kind, streamed)
+        first: float | None = None
+        whole = False
+        try:
+            if streamed:
+                await self._start(response)
+            async for data in self._incoming_of(response):
+                first = first or time.perf_counter() - self.began
+                if out := passage.feed(data):
+                    await self._send_body(out)
+            out = passage.rest(whole=True)
+            if not streamed:
+                await self._start(response, len(out))
+            await self._send_body(out)
+            whole = passage.ended
+            await self._finish()
+        finally:
+            self._note(asked, kind, headers, key, passage, first, whole)
+
+    def _note(
+        self,
+        asked: Asked,
+        kind: Kind,
+        headers: dict[bytes, bytes],
+        key: str | None,
+        passage: Passage,
+        first: float | None,
+        whole: bool,
+    ) -> None:
+        book = self.proxy.logbook
+        taken = time.perf_counter() - self.began
+        session = headers.get(b"x-session-id", b"upstream").decode("latin-1")
+        assert book is not None
+        try:
+            book.put(Exchange(asked, passage.collected, kind, self.created, first or taken, taken, whole, session, key))
+        except Exception:  # a failing log never touches a request
+            logger.exception("an answer could not be handed to the log")
+
+    async def _pass(self, body: bytes | AsyncIterator[bytes]) -> None:
+        async with self._sent(body, plain=False) as response:
+            await self._relay(response)
+
+    async def _relay(self, response: httpx.Response) -> None:
+        """The answer as it comes."""
+        await self._start(response)
+        async for data in self._incoming_of(response):
+            await self._send_body(data)
+        await self._finish()
+
+    @contextlib.asynccontextmanager
+    async def _sent(self, body: bytes | AsyncIterator[bytes], plain: bool) -> AsyncIterator[httpx.Response]:
+        """The server's answer to this request; with ``plain`` not compressed."""
+        headers = [(name, value) for name, value in self.headers if name not in (b"host", b"content-length")]
+        if plain:
+            headers = [(name, value) for name, value in headers if name != b"accept-encoding"]
+            headers.append((b"accept-encoding", b"identity"))
+        if not isinstance(body, bytes):
+            headers += [(name, value) for name, value in self.headers if name == b"content-length"]
+            bodiless = not any(n in (b"content-length", b"transfer-encoding") for n, _ in self.scope["headers"])
+            body = b"" if bodiless else body
+        if isinstance(body, bytes):
+            self._watch()  # else when it has been read
+        target = self.proxy.url + self.scope["raw_path"].decode("latin-1")
+        if self.scope["query_string"]:
+            target += "?" + self.scope["query_string"].decode("latin-1")
+        method, client = self.scope["method"], self.proxy.client
+        for last in (not isinstance(body, bytes), True):
+            request = httpx.Request(method, target, headers=headers, content=body or None)
+            try:
+                response = await client.send(request, stream=True)
+                break
+            except CLOSED:  # it may have ended an idle connection at the very moment when we took that
+                if last:
+                    raise
+        try:
+            yield response
+        finally:
+            await response.aclose()
+
+    async def _incoming(self) -> AsyncIterator[bytes]:
+        """The body of the client's request. Raises ClientGoneError where it does not come to its end."""
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            yield message.get("body", b"")
+            if not message.get("more_body"):
+                self._watch()
+                return
+
+    async def _incoming_of(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        """The body of the server's answer, as it is on the wire. Raises ServerCutError."""
+        try:
+            async for piece in response.aiter_raw():
+                yield piece
+        except httpx.HTTPError as error:
+            raise ServerCutError(str(error)) from error
+
+    def _watch(self) -> None:
+        """From now on end this task where the client goes away; its request has been read."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def watch() -> None:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+            if self._watcher is not None:
+                self.gone = True
+                task.cancel()
+
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(watch())
+
+    def unwatch(self) -> None:
+        """The answer has ended, which looks to who receives as if the client had gone."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.cancel()
+
+    async def _start(self, response: httpx.Response, length: int | None = None) -> None:
+        """Begin the answer with the server's status and headers; ``length`` is that of the body, where it is another
+        than the server's."""
+        headers = [(name.lower(), value) for name, value in response.headers.raw]
+        headers = [(name, value) for name, value in headers if name not in HOP]
+        if length is not None:
+            headers = [(n, b"%d" % length if n == b"content-length" else value) for n, value in headers]
+        self.started = True
+        await self.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+
+    async def _send_body(self, data: bytes) -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _finish(self) -> None:
+        self.unwatch()
+        await self.send({"type": "http.response.body", "body": b""})
+
+
+async def _say(send: Send, status: int, said: dict[str, Any]) -> None:
+    body = json.dumps(said).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    start: Message = {"type": "http.response.start", "status": status, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

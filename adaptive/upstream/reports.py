@@ -1,0 +1,121 @@
+"""What a server says of each token of its answer, collected while the answer passes through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+# Tokens of an answer that are collected. Beyond them nothing of it is logged: they take memory until it has ended.
+MOST_TOKENS = 32_768
+# Log-probabilities below it are a server's way to write that it has none (OpenAI and we say -9999).
+NONE_BELOW = -9000.0
+
+
+class Named(NamedTuple):
+    """A token as a server names it: its id where it says that, else the ``text`` it stands for."""
+
+    id: int | None
+    text: str
+    logprob: float
+
+
+class Report(NamedTuple):
+    """One output token, and the alternatives to it with their log-probabilities (itself among them, mostly)."""
+
+    token: Named
+    alternatives: tuple[Named, ...]
+
+
+@dataclass
+class Choice:
+    """One answer so far. ``finish_reason`` as the server says it, None where it has not ended."""
+
+    reports: list[Report] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    calls: bool = False
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What was shown."""
+        return "".join(self.pieces)
+
+
+@dataclass
+class Collected:
+    """The answers to one request, by index; ``usage`` and ``timings`` as the server gives them."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)
+    tokens: int = 0
+    failed: bool = False
+
+    def add(self, said: dict[str, Any]) -> None:
+        """One object of the answer: all of it, or what one event holds. What is not understood is passed over."""
+        self.failed |= "error" in said
+        for name in ("usage", "timings"):
+            if isinstance(said.get(name), dict):
+                setattr(self, name, said[name])
+        choices = said.get("choices")
+        for one in choices if isinstance(choices, list) else ():
+            if isinstance(one, dict) and isinstance(one.get("index", 0), int):
+                self._add(self.choices.setdefault(one.get("index", 0), Choice()), one)
+
+    def _add(self, choice: Choice, one: dict[str, Any]) -> None:
+        for said in (one.get("delta"), one.get("message")):
+            if isinstance(said, dict):
+                choice.pieces += [said[k] for k in ("reasoning_content", "content") if isinstance(said.get(k), str)]
+                choice.calls |= bool(said.get("tool_calls"))
+        if isinstance(one.get("text"), str):
+            choice.pieces.append(one["text"])
+        if isinstance(one.get("finish_reason"), str):
+            choice.finish_reason = one["finish_reason"]
+        if isinstance(one.get("logprobs"), dict) and self.tokens <= MOST_TOKENS:
+            reports = _reports(one["logprobs"])
+            choice.reports += reports
+            self.tokens += len(reports)
+
+
+def _reports(logprobs: dict[str, Any]) -> list[Report]:
+    """Of either of OpenAI's two shapes: a list of entries, or lists beside each other."""
+    content = logprobs.get("content")
+    if isinstance(content, list):
+        return [
+            Report(_entry(entry), tuple(_entry(one) for one in entry.get("top_logprobs") or () if _known(one)))
+            for entry in content
+            if isinstance(entry, dict)
+        ]
+    tokens, own = logprobs.get("tokens"), logprobs.get("token_logprobs")
+    if not isinstance(tokens, list) or not isinstance(own, list):
+        return []
+    others = logprobs.get("top_logprobs") or [{}] * len(tokens)
+    return [
+        Report(
+            _named(token, logprob),
+            tuple(_named(name, value) for name, value in (alternatives or {}).items() if value > NONE_BELOW),
+        )
+        for token, logprob, alternatives in zip(tokens, own, others, strict=False)
+    ]
+
+
+def _known(entry: object) -> bool:
+    return isinstance(entry, dict) and _logprob(entry) > NONE_BELOW
+
+
+def _logprob(entry: dict[str, Any]) -> float:
+    value = entry.get("logprob")
+    return float(value) if isinstance(value, (int, float)) else NONE_BELOW
+
+
+def _entry(entry: dict[str, Any]) -> Named:
+    number = entry.get("id")
+    named = _named(str(entry.get("token", "")), _logprob(entry))
+    return named if not isinstance(number, int) else named._replace(id=number)
+
+
+def _named(text: str, logprob: float | None) -> Named:
+    """A token by its text; ``token_id:123`` names its id (vLLM)."""
+    mark, _, number = text.rpartition("token_id:")
+    given = int(number) if not mark and text.startswith("token_id:") and number.isascii() and number.isdigit() else None
+    return Named(given, text, NONE_BELOW if logprob is None else float(logprob))

@@ -1,0 +1,161 @@
+"""``adaptive learn``: the proxy on a port, the log behind it, and training while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from adaptive.errors import AdaptiveError
+from adaptive.pair import load_tokenizer, sources
+from adaptive.records.retention import Keep
+from adaptive.records.writer import LogWriter
+from adaptive.service.guard import LOOPBACK, Guard
+from adaptive.service.server import GRACE_S, address, listen, only_server, with_key
+from adaptive.service.trainer import Trainer, background
+from adaptive.settings import Settings
+from adaptive.state import PairState
+from adaptive.upstream.asking import PATHS
+from adaptive.upstream.kinds import KINDS, Kind
+from adaptive.upstream.logbook import Logbook
+from adaptive.upstream.proxy import Proxy
+from checkpoints.store import AdapterStore
+
+logger = logging.getLogger("adaptive.upstream")
+
+
+def checked_url(url: str) -> str:
+    """The address of a server, without the ``/v1`` that clients are given. Raises AdaptiveError for what is none."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise AdaptiveError(f"--upstream is {url!r}; it must be an address such as http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def checked_kind(name: str | None) -> Kind | None:
+    """The kind of server of this name, None where it is to be found out. Raises AdaptiveError."""
+    if name is None or name in KINDS:
+        return None if name is None else KINDS[name]
+    raise AdaptiveError(f"--engine is {name!r}; it must be one of {', '.join(KINDS)}")
+
+
+def learn(settings: Settings, state: PairState, url: str, kind: Kind | None, most: int) -> None:
+    """Serve the proxy in front of ``url`` until SIGTERM or ctrl-C, with at most ``most`` requests there at a time.
+
+    Raises AdaptiveError where the pair's folder is in use, the port is taken, or the pair's tokenizers differ.
+    """
+    settings = with_key(settings)
+    with only_server(state, settings) as note:
+        listening = listen(settings.host, settings.port)
+        with (
+            contextlib.closing(listening),
+            background(settings, state) as trainer,
+            logbook(settings, state, url) as book,
+        ):
+            here = address(settings.host, listening.getsockname()[1])
+            note(here)
+            logger.info("listening on %s, in front of %s", here, url)
+            proxy = Proxy(url, book, most, kind)
+            key = settings.api_key.get_secret_value() if settings.api_key else None
+            app = Door(Resting(proxy, trainer), key)
+            config = uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                timeout_graceful_shutdown=int(GRACE_S),
+                lifespan="off",
+            )
+            trainer.idle()
+            _run(_Server(config, proxy), listening)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which closes the proxy's connections when it has ended."""
+
+    def __init__(self, config: uvicorn.Config, proxy: Proxy) -> None:
+        super().__init__(config)
+        self._proxy = proxy
+
+    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        await super().shutdown(sockets)  # type: ignore[arg-type]
+        await self._proxy.close()
+
+
+def _run(server: _Server, listening: object) -> None:
+    # uvicorn raises what it caught once more when it has ended; by then there is nothing left to interrupt.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listening])  # type: ignore[list-item]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        logger.info("stopped")
+
+
+@contextlib.contextmanager
+def logbook(settings: Settings, state: PairState, url: str) -> Iterator[Logbook | None]:
+    """The log of what passes; None where nothing is to be kept."""
+    tokenizer = load_tokenizer(settings)
+    if not settings.record:
+        yield None
+        return
+    after = AdapterStore(state.adapters).last_record()
+    keep = Keep(settings.keep_days, settings.keep_gb)
+    with LogWriter(state.records, after=after, keep=keep) as writer:
+        book = Logbook(writer, tokenizer, sources(settings)[0].folder, url)
+        try:
+            yield book
+        finally:
+            book.close()
+            if writer.problem:
+                logger.warning("log: %s", writer.problem)
+
+
+class Door:
+    """Who may ask: with a key whoever sends it, else programs and pages of this machine only.
+
+    Without the latter any web site could reach the server through a browser here, by a name that resolves to this
+    machine: the server sees our own name in its Host header, and cannot tell. What pages may read is the server's say.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._guarded = Guard(app, key, max_body=2**62)
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if self._key is None and scope["type"] == "http":
+            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            if (urlsplit(f"//{host}").hostname or "") in LOOPBACK:
+                await self._app(scope, receive, send)
+                return
+        await self._guarded(scope, receive, send)
+
+
+class Resting:
+    """Lets training stand still while an answer is being made."""
+
+    def __init__(self, app: ASGIApp, trainer: Trainer) -> None:
+        self._app, self._trainer, self._open = app, trainer, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http" or scope["path"] not in PATHS:
+            await self._app(scope, receive, send)
+            return
+        self._open += 1
+        if self._open == 1:
+            self._trainer.busy()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= 1
+            if self._open == 0:
+                self._trainer.idle()

@@ -1,0 +1,66 @@
+"""From what a server calls a token to its id, by the target's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from adaptive.upstream.reports import Choice, Named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Vocabulary:
+    """The tokens of a target. The table of texts is made when it is first needed, which takes a second or two."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.size = len(tokenizer)
+
+    @cached_property
+    def _by_text(self) -> dict[str, int]:
+        """Ids of the texts that only one token has; parts of a character all read the same, and are left out."""
+        texts = self.tokenizer.batch_decode([[number] for number in range(self.size)])
+        found: dict[str, int] = {}
+        for number, text in enumerate(texts):
+            found[text] = number if text not in found else -1
+        return {text: number for text, number in found.items() if number >= 0}
+
+    def id_of(self, named: Named) -> int | None:
+        """The id of a token, None where its text does not tell."""
+        if named.id is not None:
+            return named.id if 0 <= named.id < self.size else None
+        return self._by_text.get(named.text)
+
+    def output(self, choice: Choice, completion_tokens: int | None) -> list[int] | None:
+        """The token ids of an answer, None where they cannot be told for certain.
+
+        Without reports they are those of its text, if there are as many as the server has counted (or one less,
+        the end of the answer, which has no text).
+        """
+        if choice.reports:
+            ids = [self.id_of(report.token) for report in choice.reports]
+            known = [number for number in ids if number is not None]
+            return known if len(known) == len(ids) else self._aligned(choice, ids)
+        if choice.calls or completion_tokens is None:
+            return None  # calls are not said as the model wrote them
+        encoded = self._encode(choice.text)
+        end = self.tokenizer.eos_token_id
+        if len(encoded) == completion_tokens - 1 and choice.finish_reason == "stop" and isinstance(end, int):
+            encoded.append(end)
+        return encoded if len(encoded) == completion_tokens else None
+
+    def _aligned(self, choice: Choice, ids: Sequence[int | None]) -> list[int] | None:
+        """Ids of an answer of which some tokens are parts of characters: those of its whole text, if they agree with
+        all that are known."""
+        encoded = self._encode(choice.text)
+        if len(encoded) not in (len(ids), len(ids) - 1):
+            return None
+        encoded += [number for number in ids[len(encoded) :] if number is not None]
+        agree = all(known in (None, number) for known, number in zip(ids, encoded, strict=False))
+        return encoded if agree and len(encoded) == len(ids) else None
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))

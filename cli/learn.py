@@ -1,0 +1,74 @@
+"""``adaptive learn``: a proxy in front of a server that somebody else runs, from whose answers a draft learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import PAIR, shared_options
+
+if TYPE_CHECKING:
+    from adaptive.settings import Settings
+
+PROXY = "Proxy"
+
+# Beside the usual ports of the servers themselves (8080, 8000, 30000, 1234).
+PORT = 8090
+
+
+@shared_options(*PAIR, "trust_remote_code", "device", "draft_device", "record", "keep_days", "keep_gb", asks=False)
+def learn(
+    settings: Settings,
+    upstream: Annotated[
+        Optional[str], typer.Option(help="Address of the server.", metavar="URL", rich_help_panel=PROXY)
+    ] = None,
+    engine: Annotated[
+        Optional[str],
+        typer.Option(
+            help="llama-server, vllm, sglang, lm-studio or adaptive, if it cannot be told.", rich_help_panel=PROXY
+        ),
+    ] = None,
+    connections: Annotated[
+        int, typer.Option(min=1, help="Requests that may be with the server at a time.", rich_help_panel=PROXY)
+    ] = 64,
+    host: Annotated[Optional[str], typer.Option(help="Address to listen on.", rich_help_panel=PROXY)] = None,
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", rich_help_panel=PROXY)] = PORT,
+    api_key_file: Annotated[
+        Optional[Path],
+        typer.Option(help="File with the server's key, which clients must send.", rich_help_panel=PROXY),
+    ] = None,
+    distill: Annotated[
+        Optional[str],
+        typer.Option(help="When to train: idle, always, off, or a window like 22:00-06:00.", rich_help_panel=PROXY),
+    ] = None,
+) -> None:
+    """Stand in front of a server, pass everything on unchanged, and log what it says for its draft to learn from.
+
+    --target is the model that it serves (its config and tokenizer are enough), --draft the checkpoint to train.
+
+    Example: adaptive learn --upstream http://127.0.0.1:8080 --target Qwen/Qwen2.5-14B-Instruct --draft ./draft
+    """
+    import logging
+
+    from adaptive.settings import change_settings
+
+    if upstream is None:
+        raise AdaptiveError("name the server with --upstream, such as http://127.0.0.1:8080")
+    given = {"host": host, "port": port, "api_key_file": api_key_file, "distill": distill}
+    settings = change_settings(settings, {name: value for name, value in given.items() if value is not None})
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    logging.getLogger("adaptive").setLevel(logging.INFO)
+
+    from adaptive.pair import pair_identity
+    from adaptive.state import open_state
+    from adaptive.upstream import server
+    from cli.state import show_migrations
+
+    url, kind = server.checked_url(upstream), server.checked_kind(engine)
+    show_migrations()
+    state = open_state(settings.state_dir, pair_identity(settings).id)
+    server.learn(settings, state, url, kind, connections)

@@ -1,0 +1,134 @@
+"""Supervision from what servers report is the target's own distribution, whatever they did to it before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import BUNDLED
+
+from adaptive.sampling import transform_logits
+from adaptive.types import SamplingParams
+from adaptive.upstream.distributions import supervision
+from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, VLLM, Kind
+from adaptive.upstream.reports import NONE_BELOW, Collected, Named, Report
+from adaptive.upstream.vocabulary import Vocabulary
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    from transformers import AutoTokenizer
+
+    return Vocabulary(AutoTokenizer.from_pretrained(BUNDLED / "target"))
+
+
+@pytest.fixture(scope="module")
+def logits(vocabulary: Vocabulary) -> torch.Tensor:
+    """Of 60 positions, spread as a trained model's are: a few likely tokens, and a long tail."""
+    generator = torch.Generator().manual_seed(0)
+    ranks = torch.arange(1, vocabulary.size + 1).log()
+    rows = [-(1.2 + 1.5 * torch.rand(1, generator=generator)) * ranks for _ in range(60)]
+    return torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rows])
+
+
+def reported(logprobs: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Report]:
+    """What a server says of these tokens that has these log-probabilities (n, vocab)."""
+    top = logprobs.topk(count, dim=-1)
+    reports = []
+    for row, token, values, ids in zip(
+        logprobs, tokens.tolist(), top.values.tolist(), top.indices.tolist(), strict=True
+    ):
+        alternatives = tuple(Named(i, "", v) for i, v in zip(ids, values, strict=True))
+        reports.append(Report(Named(token, "", float(row[token])), alternatives))
+    return reports
+
+
+@pytest.mark.parametrize("kind", [LLAMA_SERVER, VLLM, SGLANG, ADAPTIVE], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
+def test_supervision_is_the_distribution_at_temperature_1(
+    kind: Kind, temperature: float, logits: torch.Tensor, vocabulary: Vocabulary
+) -> None:
+    sampling = SamplingParams(temperature=temperature)
+    truth = logits.log_softmax(-1)
+    shown = (logits / temperature).log_softmax(-1) if kind.tempered and temperature else truth
+    tokens = truth.argmax(-1)
+    made = supervision(reported(shown, tokens, 32), tokens.tolist(), vocabulary, sampling, kind)
+    assert made is not None
+    top = truth.topk(32, dim=-1)
+    assert np.array_equal(made.ids, top.indices.numpy())
+    ratios = made.logprobs.astype(np.float32) - made.logprobs[:, :1].astype(np.float32)
+    assert np.abs(ratios - (top.values - top.values[:, :1]).numpy()).max() < 0.01  # exact but for float16
+    exact = not (kind.tempered and temperature not in (0.0, 1.0))
+    assert np.abs(made.logprobs.astype(np.float32) - top.values.numpy()).max() < (0.01 if exact else 0.2)
+    left = (1 - top.values.exp().sum(-1)).log().numpy()
+    assert np.abs(made.rest.astype(np.float32) - left).max() < (0.01 if exact else 0.75)
+    if not exact:  # which is much nearer than what was reported
+        assert (shown.topk(32).values - top.values).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 10}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.8}])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("kind", [VLLM, SGLANG, LLAMA_SERVER], ids=lambda kind: kind.name)
+def test_chosen_is_what_the_token_was_drawn_with(
+    kind: Kind, temperature: float, cuts: dict[str, float], logits: torch.Tensor, vocabulary: Vocabulary
+) -> None:
+    sampling = SamplingParams(temperature=temperature, **cuts)  # type: ignore[arg-type]
+    if kind.heat_last:
+        kept = transform_logits(logits, SamplingParams(temperature=1.0, **cuts))  # type: ignore[arg-type]
+        drawn = (kept / temperature).log_softmax(-1)
+    else:
+        drawn = transform_logits(logits, sampling).log_softmax(-1)
+    torch.manual_seed(0)
+    tokens = torch.multinomial(drawn.exp(), 1)[:, 0]
+    shown = logits / temperature if kind.tempered else logits
+    made = supervision(reported(shown.log_softmax(-1), tokens, 32), tokens.tolist(), vocabulary, sampling, kind)
+    assert made is not None
+    truth = drawn.gather(-1, tokens[:, None])[:, 0].numpy()
+    assert np.abs(made.chosen.astype(np.float32) - truth).max() < 0.06
+    greedy = supervision(
+        reported(logits.log_softmax(-1), tokens, 4), tokens.tolist(), vocabulary, SamplingParams(), VLLM
+    )
+    assert greedy is not None
+    assert not greedy.chosen.any()
+
+
+def test_a_token_without_alternatives_leaves_the_answer_without_supervision(vocabulary: Vocabulary) -> None:
+    """So llama.cpp's server says of what it has accepted from a draft: probability 1, and nobody else."""
+    known = Report(Named(5, "", -0.5), (Named(5, "", -0.5), Named(6, "", -1.5)))
+    accepted = Report(Named(7, "", 0.0), ())
+    assert supervision([known, known], [5, 5], vocabulary, SamplingParams(), LLAMA_SERVER) is not None
+    assert supervision([known, accepted], [5, 7], vocabulary, SamplingParams(), LLAMA_SERVER) is None
+
+
+def test_tokens_are_known_by_id_by_number_or_by_text(vocabulary: Vocabulary) -> None:
+    text = " the"
+    number = vocabulary.tokenizer.encode(text, add_special_tokens=False)[0]
+    chat = {"content": [
+        {"id": 9, "token": "?", "logprob": -1.0, "top_logprobs": []},
+        {"token": "token_id:11", "logprob": -1.0, "top_logprobs": [{"token": "token_id:12", "logprob": -2.0}]},
+        {"token": vocabulary.tokenizer.decode([number]), "logprob": -1.0, "top_logprobs": []},
+    ]}  # fmt: skip
+    collected = Collected()
+    collected.add({"choices": [{"index": 0, "logprobs": chat, "text": "x"}]})
+    older = {
+        "tokens": ["token_id:3"],
+        "token_logprobs": [-9999.0],
+        "top_logprobs": [{"token_id:4": -0.1, "a": -9999.0}],
+    }
+    collected.add({"choices": [{"index": 1, "logprobs": older, "finish_reason": "stop"}]})
+    assert vocabulary.output(collected.choices[0], None) == [9, 11, number]
+    (report,) = collected.choices[1].reports
+    assert [vocabulary.id_of(one) for one in report.alternatives] == [4]
+    assert report.token.logprob <= NONE_BELOW
+
+
+def test_an_answer_that_is_only_text_is_logged_if_its_tokens_are_counted(vocabulary: Vocabulary) -> None:
+    text = "Once upon a time there was a dog."
+    ids = vocabulary.tokenizer.encode(text, add_special_tokens=False)
+    collected = Collected()
+    collected.add({"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]})
+    choice = collected.choices[0]
+    assert vocabulary.output(choice, len(ids)) == ids
+    assert vocabulary.output(choice, len(ids) + 1) == [*ids, vocabulary.tokenizer.eos_token_id]
+    assert vocabulary.output(choice, len(ids) + 2) is None
+    assert vocabulary.output(choice, None) is None

@@ -1,0 +1,354 @@
+"""The proxy in front of a server on raw sockets: bytes pass as they are, and what breaks off breaks off for both."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import BUNDLED
+from upstream_server import STREAM, Heard, Script, Scripted, chunk, plain, scripted, served, until
+
+from adaptive.records.log import Log
+from adaptive.records.writer import LogWriter
+from adaptive.types import Generation
+from adaptive.upstream.logbook import Logbook
+from adaptive.upstream.proxy import Proxy
+
+CHAT = "/v1/chat/completions"
+ASK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+
+
+class Stage:
+    """A server that does ``script``, the proxy in front of it, and the log behind."""
+
+    def __init__(self, stack: ExitStack, tokenizer: object, log: Path, script: Script, kind: str, most: int) -> None:
+        self.server: Scripted = stack.enter_context(scripted(script, kind))
+        self.writer = LogWriter(log)
+        self.book = Logbook(self.writer, tokenizer, BUNDLED / "target", self.server.url)  # type: ignore[arg-type]
+        stack.callback(self.writer.close)
+        stack.callback(self.book.close)
+        self.proxy = Proxy(self.server.url, self.book, most)
+        self.url = stack.enter_context(served(self.proxy))
+        self.log = log
+
+    def logged(self, count: int) -> list[Generation]:
+        """The records, once there are so many."""
+        until(lambda: self.writer.flush(10) and self._count() >= count)
+        with Log(self.log) as log:
+            return [one.generation for one in log.generations()]
+
+    def _count(self) -> int:
+        with Log(self.log) as log:
+            return log.count()
+
+
+Make = Callable[..., Stage]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> object:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(BUNDLED / "target")
+
+
+@pytest.fixture
+def stage(tokenizer: object, tmp_path: Path) -> Iterator[Make]:
+    with ExitStack() as stack:
+        yield lambda script, kind="llama-server", most=64: Stage(
+            stack, tokenizer, tmp_path / "records.db", script, kind, most
+        )
+
+
+def logprobs(token: int, *others: int) -> str:
+    entry = {"id": token, "token": "t", "bytes": [116], "logprob": -0.25}
+    top = [entry, *({"id": other, "token": "o", "logprob": -3.0} for other in others)]
+    return json.dumps({"content": [{**entry, "top_logprobs": top}]})
+
+
+def events(count: int, more: bool, end: bool = True) -> list[bytes]:
+    """A stream of llama.cpp's server, with log-probabilities or without."""
+    made = []
+    for number in range(count):
+        extra = f',"logprobs":{logprobs(100 + number, 7)}' if more else ""
+        made.append(
+            b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"content":"w%d "}%b}],"id":"x"}\n\n'
+            % (number, extra.encode())
+        )
+    if end:
+        timings = b'{"prompt_n":1,"prompt_ms":2.50,"predicted_ms":10.00}'
+        made.append(b'data: {"choices":[{"finish_reason":"stop","index":0,"delta":{}}],"timings":%b}\n\n' % timings)
+        made.append(b"data: [DONE]\n\n")
+    return made
+
+
+def say(heard: Heard, connection: socket.socket) -> None:
+    """Answer a chat of three tokens, streamed or not."""
+    asked = json.loads(heard.body)
+    more = bool(asked.get("logprobs"))
+    if asked.get("stream"):
+        connection.sendall(STREAM + b"".join(map(chunk, events(3, more))) + chunk(b""))
+        return
+    entries = [json.loads(logprobs(100 + n, 7))["content"][0] for n in range(3)]
+    extra = f', "logprobs" : {json.dumps({"content": entries})}' if more else ""
+    said = f'{{ "choices":[{{"finish_reason":"stop","index":0,"message":{{"content":"w\\u0030"}}{extra}}}], "n":1.50 }}'
+    connection.sendall(plain(said.encode(), more="X-Odd: 1\r\n"))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_comes_byte_for_byte_as_without_the_proxy(stage: Make, streamed: bool) -> None:
+    here = stage(say)
+    body = {**ASK, "stream": streamed}
+    direct, through = (httpx.post(url + CHAT, json=body) for url in (here.server.url, here.url))
+    assert through.content == direct.content
+    assert b"logprobs" not in through.content
+    assert dict(through.headers) == dict(direct.headers)
+    sent = json.loads(here.server.asked(CHAT)[-1].body)
+    assert (sent["logprobs"], sent["top_logprobs"]) == (True, 32)
+    (record,) = here.logged(1)
+    assert record.output.tolist() == [100, 101, 102]
+    assert record.finish_reason == "stop"
+    assert record.engine == "upstream llama-server"
+    assert record.messages[0].content == "hi"
+    assert record.supervision is not None
+    assert record.supervision.ids.tolist() == [[100, 7], [101, 7], [102, 7]]
+
+
+def test_a_client_that_asks_for_log_probabilities_gets_its_own(stage: Make) -> None:
+    here = stage(say)
+    body = {**ASK, "logprobs": True, "top_logprobs": 2}
+    direct, through = (httpx.post(url + CHAT, json=body) for url in (here.server.url, here.url))
+    assert through.content == direct.content
+    assert b"logprobs" in through.content
+    assert here.server.asked(CHAT)[0].body == here.server.asked(CHAT)[1].body
+    assert here.logged(1)[0].output.tolist() == [100, 101, 102]
+
+
+def test_everything_else_passes_unchanged(stage: Make) -> None:
+    packed = gzip.compress(b"x" * 500)
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if heard.path.startswith("/missing"):
+            connection.sendall(plain(b"no such thing", "text/plain", "404 Not Found", "X-Why: a\r\nX-Why: b\r\n"))
+        elif heard.path.startswith("/packed"):
+            connection.sendall(plain(packed, "text/plain", more="Content-Encoding: gzip\r\n"))
+        else:
+            connection.sendall(plain(heard.body, "application/octet-stream"))
+
+    here = stage(script)
+    with httpx.Client(base_url=here.url) as client:
+        missing = client.get("/missing/%7Ea%2Fb?x=1&x=%20")
+        assert (missing.status_code, missing.content) == (404, b"no such thing")
+        assert missing.headers.get_list("x-why") == ["a", "b"]
+        with client.stream("GET", "/packed") as answer:
+            assert b"".join(answer.iter_raw()) == packed
+        data = bytes(range(256)) * 3000
+        assert client.put("/any", content=data, headers={"X-Mine": "ü".encode()}).content == data
+        assert client.post("/any", content=iter([b"a", b"b" * 70_000])).content == b"a" + b"b" * 70_000
+        client.delete("/any")
+    first = here.server.heard[0].head
+    assert first.startswith("GET /missing/%7Ea%2Fb?x=1&x=%20 HTTP/1.1")
+    assert f"host: {here.server.url[7:]}" in first.lower()
+    put = here.server.asked("/any")[0]
+    assert "x-mine: \xc3\xbc" in put.head
+    assert [heard.head.split()[0] for heard in here.server.heard] == ["GET", "GET", "PUT", "POST", "DELETE"]
+
+
+def test_nothing_is_added_and_nothing_logged_for_who_opts_out(stage: Make) -> None:
+    here = stage(say)
+    body = json.dumps(ASK).encode()
+    httpx.post(here.url + CHAT, content=body, headers={"X-Adaptive-Record": "off"})
+    private = json.dumps({**ASK, "store": False}).encode()
+    httpx.post(here.url + CHAT, content=private)
+    assert [heard.body for heard in here.server.asked(CHAT)] == [body, private]
+    assert "adaptive-record" not in here.server.heard[0].head.lower()
+    httpx.post(here.url + CHAT, json=ASK)
+    assert len(here.logged(1)) == 1
+    assert httpx.get(here.url + "/adaptive/upstream").json()["private"] == 2
+
+
+def test_without_a_log_requests_pass_as_they_are(tokenizer: object) -> None:
+    body = json.dumps(ASK).encode()
+    with scripted(say) as server, served(Proxy(server.url, None, 4)) as url:
+        httpx.post(url + CHAT, content=body)
+        assert server.asked(CHAT)[0].body == body
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_server_that_breaks_off_breaks_off_for_the_client(stage: Make, at: int) -> None:
+    def script(heard: Heard, connection: socket.socket) -> None:
+        connection.sendall(STREAM + b"".join(map(chunk, events(at, more=True, end=False))))
+        connection.sendall(b"40\r\n" + events(1, more=True)[0][:40])  # half of a chunk
+
+    here = stage(script)
+    got: list[bytes] = []
+    with ExitStack() as stack:
+        answer = stack.enter_context(httpx.stream("POST", here.url + CHAT, json={**ASK, "stream": True}))
+        with pytest.raises(httpx.RemoteProtocolError):
+            got.extend(answer.iter_raw())
+    assert b"".join(got) == b"".join(events(at, more=False, end=False))
+    if at:
+        (record,) = here.logged(1)
+        assert record.finish_reason == "cancelled"
+        assert record.output.tolist() == [100 + n for n in range(at)]
+
+
+def test_a_client_that_goes_ends_the_server_s_work(stage: Make) -> None:
+    ended: list[float] = []
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        connection.sendall(STREAM)
+        try:
+            for number in range(3000):
+                connection.sendall(chunk(events(number + 1, more=True, end=False)[-1] if number < 50 else b": .\n\n"))
+                time.sleep(0.01)
+        except OSError:
+            ended.append(time.monotonic())
+
+    here = stage(script)
+    with httpx.stream("POST", here.url + CHAT, json={**ASK, "stream": True}) as answer:
+        next(answer.iter_raw())
+    until(lambda: bool(ended))
+    (record,) = here.logged(1)
+    assert record.finish_reason == "cancelled"
+    assert record.output.tolist()[:1] == [100]
+    assert here.proxy.counts.cut == 1
+
+
+def test_a_client_that_goes_before_the_answer_ends_the_server_s_work(stage: Make) -> None:
+    gone: list[bool] = []
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        connection.settimeout(20)
+        gone.append(connection.recv(1) == b"")
+
+    here = stage(script)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(here.url + CHAT, json=ASK, timeout=0.5)
+    until(lambda: bool(gone))
+    assert gone == [True]
+
+
+def test_what_a_server_does_not_take_is_left_out(stage: Make) -> None:
+    """And the client is told what the server says to its own request, be it an answer or an error."""
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        asked = json.loads(heard.body)
+        if asked.get("top_logprobs", 0) > 5:
+            connection.sendall(plain(b'{"error":"too many"}', status="400 Bad Request"))
+        elif asked.get("wrong"):
+            connection.sendall(plain(b'{"error":"wrong"}', status="400 Bad Request"))
+        else:
+            say(heard, connection)
+
+    here = stage(script, kind="vllm")
+    wrong = httpx.post(here.url + CHAT, json={**ASK, "wrong": 1})
+    assert (wrong.status_code, wrong.content) == (400, b'{"error":"wrong"}')
+    for _ in range(2):
+        assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
+    tops = [json.loads(heard.body).get("top_logprobs") for heard in here.server.asked(CHAT)]
+    assert tops == [20, None, 20, None, 5]
+    assert here.proxy.status()["alternatives"] == 5
+
+
+def test_an_error_of_the_server_is_passed_on(stage: Make) -> None:
+    said = plain(b'{"error":{"message":"busy"}}', status="503 Service Unavailable", more="Retry-After: 7\r\n")
+    here = stage(lambda heard, connection: connection.sendall(said))
+    answer = httpx.post(here.url + CHAT, json=ASK)
+    assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (
+        503, {"error": {"message": "busy"}}, "7",
+    )  # fmt: skip
+    assert len(here.server.asked(CHAT)) == 1
+
+
+def test_a_connection_that_was_closed_while_it_was_idle_is_opened_anew(stage: Make) -> None:
+    heard: list[bytes] = []
+
+    def script(asked: Heard, connection: socket.socket) -> None:
+        heard.append(asked.body)
+        if len(heard) > 1:
+            say(asked, connection)
+
+    here = stage(script)
+    assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
+    assert heard[0] == heard[1]
+
+
+def test_a_server_that_is_down_is_said_in_one_line(tokenizer: object) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with served(Proxy(url, None, 4)) as here:
+            answer = httpx.post(here + CHAT, json=ASK)
+    assert answer.status_code == 502
+    assert url in answer.json()["error"]["message"]
+
+
+def test_a_log_that_fails_touches_no_request(stage: Make) -> None:
+    here = stage(say)
+    here.writer.close()  # from now on every write raises
+    for _ in range(3):
+        assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
+    until(lambda: here.book.counts["missed"] == 3)
+    assert "RuntimeError" in next(iter(here.book.problems))
+
+
+def test_what_is_no_chat_of_text_is_not_logged_and_passes(stage: Make) -> None:
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if heard.body.startswith(b'{"messages": ['):
+            say(heard, connection)
+        else:
+            connection.sendall(plain(b'{"error": "what?"}', status="400 Bad Request"))
+
+    here = stage(script)
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    answer = httpx.post(
+        here.url + CHAT, content=json.dumps({"messages": [{"role": "user", "content": [picture]}]}).encode()
+    )
+    assert answer.status_code == 200
+    broken = [b"", b"[1]", b'{"messages":', b"\xff"]
+    for body in broken:
+        assert httpx.post(here.url + CHAT, content=body).status_code == 400
+    assert [heard.body for heard in here.server.asked(CHAT)[1:]] == broken
+    until(lambda: here.book.counts["missed"] == 1)
+    assert "more than text" in next(iter(here.book.problems))
+
+
+def _many(stage: Make, requests: int, most: int) -> None:
+    def script(heard: Heard, connection: socket.socket) -> None:
+        time.sleep(0.002)
+        say(heard, connection)
+
+    here = stage(script, most=most)
+
+    async def ask() -> list[bytes]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(limits=limits, timeout=120) as client:
+            answers = await asyncio.gather(
+                *(client.post(here.url + CHAT, json={**ASK, "stream": n % 2 == 0}) for n in range(requests))
+            )
+        return [answer.content for answer in answers]
+
+    said = asyncio.run(ask())
+    assert set(said[0::2]) == {b"".join(events(3, more=False))}
+    assert len(set(said[1::2])) == 1
+    assert here.server.most <= most + 1  # and a question of the log's own
+    until(lambda: here.book.counts["logged"] + here.book.counts["missed"] == requests, 120)
+    assert len(here.logged(requests)) == requests
+
+
+def test_many_requests_at_once_lose_none(stage: Make) -> None:
+    _many(stage, 100, 8)
+
+
+@pytest.mark.long
+def test_a_thousand_requests_at_once_lose_none(stage: Make) -> None:
+    _many(stage, 1000, 16)

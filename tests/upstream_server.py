@@ -1,0 +1,164 @@
+"""A server of the tests' own, on raw sockets, that answers byte for byte what a test says, and breaks off where it
+says; and the proxy in front of it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from adaptive.service.server import listen
+from adaptive.upstream.proxy import Proxy
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A request as it came: its first line and headers, and its body."""
+
+    head: str
+    body: bytes
+
+    @property
+    def path(self) -> str:
+        return self.head.split()[1]
+
+
+Script = Callable[[Heard, socket.socket], None]
+
+MODELS = {"llama-server": "llamacpp", "vllm": "vllm", "sglang": "sglang", "adaptive": "adaptive"}
+
+
+def plain(body: bytes, kind: str = "application/json", status: str = "200 OK", more: str = "") -> bytes:
+    """A whole answer with its length."""
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{more}\r\n"
+    return head.encode() + body
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a chunked answer; empty data ends it."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@dataclass
+class Scripted:
+    """The server. ``heard`` are the requests; ``most`` the most that were under way at a time."""
+
+    script: Script
+    kind: str = "llama-server"
+    heard: list[Heard] = field(default_factory=list)
+    most: int = 0
+    _now: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    url: str = ""
+
+    def asked(self, path: str) -> list[Heard]:
+        """What was asked of a path."""
+        return [heard for heard in self.heard if heard.path.partition("?")[0] == path]
+
+    def answer(self, connection: socket.socket) -> None:
+        heard = _read(connection)
+        if heard is None:
+            return
+        with self._lock:
+            self.heard.append(heard)
+            self._now += 1
+            self.most = max(self.most, self._now)
+        try:
+            if heard.path == "/v1/models" and self.kind in MODELS:
+                said = b'{"data": [{"id": "m", "owned_by": "%b"}]}' % MODELS[self.kind].encode()
+                connection.sendall(plain(said))
+            elif heard.path in ("/props", "/apply-template", "/tokenize"):
+                connection.sendall(plain(b"{}", status="404 Not Found"))
+            else:
+                self.script(heard, connection)
+        except OSError:
+            pass  # whoever asked has gone
+        finally:
+            with self._lock:
+                self._now -= 1
+
+
+def _read(connection: socket.socket) -> Heard | None:
+    held = b""
+    while b"\r\n\r\n" not in held:
+        data = connection.recv(65536)
+        if not data:
+            return None
+        held += data
+    head, _, body = held.partition(b"\r\n\r\n")
+    lines = {line.lower().partition(b":")[0]: line.partition(b":")[2] for line in head.split(b"\r\n")}
+    if b"chunked" in lines.get(b"transfer-encoding", b""):
+        while not body.endswith(b"\r\n0\r\n\r\n"):
+            body += connection.recv(65536)
+        body = _joined(body)
+    while len(body) < int(lines.get(b"content-length", b"0")):
+        body += connection.recv(65536)
+    return Heard(head.decode("latin-1"), body)
+
+
+def _joined(chunks: bytes) -> bytes:
+    """What a chunked body holds."""
+    found = b""
+    while chunks:
+        length, _, chunks = chunks.partition(b"\r\n")
+        found, chunks = found + chunks[: int(length, 16)], chunks[int(length, 16) + 2 :]
+    return found
+
+
+@contextlib.contextmanager
+def scripted(script: Script, kind: str = "llama-server") -> Iterator[Scripted]:
+    """A running server that does ``script`` with each request for an answer, and closes the connection."""
+    server = Scripted(script, kind)
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            server.answer(self.request)
+
+    class Listening(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+        request_queue_size = 1024
+
+    with Listening(("127.0.0.1", 0), Handler) as listening:
+        server.url = f"http://127.0.0.1:{listening.server_address[1]}"
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
+def served(proxy: Proxy) -> Iterator[str]:
+    """The proxy on a port of its own; yields its address."""
+    listening = listen("127.0.0.1", 0)
+    config = uvicorn.Config(
+        proxy, log_config=None, access_log=False, server_header=False, date_header=False, lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for something to be so."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
