@@ -8,16 +8,21 @@ import pytest
 import torch
 from tiny_models import Greedy, alone, noisy, prompt_of, tiny_model
 
-from adaptive.engines.hf import recurrent
+from adaptive.engines.checkpoints import CHECKPOINTS
+from adaptive.engines.cpu import kernels
+from adaptive.engines.cpu.delta import States
+from adaptive.engines.hf import engine
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.engine import REMEMBER_BEFORE, TransformersEngine
 from adaptive.engines.hf.recurrent import State
 
 TOKENS = 20
 RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+OURS = " by our own forward"
 # Gated delta nets, a state space dual beside attention in one layer, and short convolutions; two layers each.
 TYPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": RECURRENT,
+    "qwen3_5_text" + OURS: RECURRENT,
     "falcon_h1": {"num_hidden_layers": 2},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
 }
@@ -35,26 +40,42 @@ OTHERS: dict[str, dict[str, Any]] = {
 class Case:
     """A model as target, itself as draft, and a draft that agrees now and then."""
 
-    def __init__(self, model_type: str) -> None:
-        self.model = tiny_model(model_type, **{**TYPES, **OTHERS}[model_type])
-        self.target = TransformersEngine(self.model)
+    def __init__(self, name: str) -> None:
+        self.ours = name.endswith(OURS)
+        self.model = tiny_model(name.removesuffix(OURS), **{**TYPES, **OTHERS}[name])
+        self.target = engine_of(self.model, self.ours)
         self.target.check()
-        self.draft = TransformersEngine(noisy(self.model))
+        self.draft = engine_of(noisy(self.model), self.ours)
         self.prompt = prompt_of(40)
         self.expected = alone(self.model, self.prompt, TOKENS)
 
 
+def engine_of(model: Any, ours: bool) -> TransformersEngine:
+    """By our own forward or by transformers'."""
+    if not ours:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine, "cpu_forward", lambda *given, **named: None)
+            return TransformersEngine(model)
+    made = TransformersEngine(model)
+    assert made.cpu_forward is not None
+    assert made.cpu_forward.fused
+    return made
+
+
 @pytest.fixture(scope="module", params=TYPES)
 def case(request: pytest.FixtureRequest) -> Case:
+    if request.param.endswith(OURS) and kernels.library() is None:
+        pytest.skip("the kernels are not built, or not for this processor")
     return Case(request.param)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", [*TYPES, *OTHERS, "qwen3_5_moe_text", "mamba2"])
-def test_ten_prompts_of_two_hundred_tokens(model_type: str) -> None:
+@pytest.mark.parametrize("name", [*TYPES, *OTHERS, "qwen3_5_moe_text", "mamba2"])
+def test_ten_prompts_of_two_hundred_tokens(name: str) -> None:
     """Each said, said again and gone on with after an edit, at every length."""
-    model = tiny_model(model_type, **{**TYPES, **OTHERS}.get(model_type, {}))
-    target, draft = TransformersEngine(model), TransformersEngine(noisy(model))
+    ours = name.endswith(OURS)
+    model = tiny_model(name.removesuffix(OURS), **{**TYPES, **OTHERS}.get(name, {}))
+    target, draft = engine_of(model, ours), engine_of(noisy(model), ours)
     target.check()
     assert target.undraftable is None
     for seed in range(10):
@@ -118,9 +139,18 @@ def test_a_rollback_that_keeps_the_state_is_found(case: Case, monkeypatch: pytes
         self._marks = [self._mark()]
         self._calls = []
 
+    def ours_wrong(self: States, length: int) -> int:
+        assert self._base is not None
+        self._base += length - self.length
+        self.length = length
+        return length
+
     monkeypatch.setattr(State, "rollback", wrong)
+    monkeypatch.setattr(States, "rollback", ours_wrong)
     assert Greedy(case.target, case.draft, 4).say(case.prompt, TOKENS) != case.expected
-    other = TransformersEngine(case.model)
+    if case.ours:  # which is not tried at loading
+        return
+    other = engine_of(case.model, ours=False)
     other.check()
     assert other.undraftable is not None
 
@@ -157,8 +187,11 @@ def test_a_copied_beginning_goes_on_alone(case: Case) -> None:
 
 
 def state_of(cache: Any) -> list[torch.Tensor]:
-    assert isinstance(cache, RollbackCache)
     assert cache.states is not None
+    if isinstance(cache.states, States):
+        cache.states._settle()
+        return [cache.states._bases, cache.states._log[:, : cache.states.sizes.kernel - 1, : -2 * 4]]
+    assert isinstance(cache, RollbackCache)
     found = []
     for state in cache.states._all:
         window = state.window()
@@ -197,4 +230,4 @@ def test_memory_of_states_is_bounded_and_counted(case: Case) -> None:
     assert found[-1] == found[-2]
     # The state, two marks, checkpoints; and the inputs of the last pass, at most as wide as what the model is given.
     inputs = 16 * 8 * case.model.config.hidden_size * 4 * 6
-    assert found[-1] <= (3 + recurrent.CHECKPOINTS) * one_state + inputs * case.model.config.num_hidden_layers
+    assert found[-1] <= (3 + CHECKPOINTS) * one_state + inputs * case.model.config.num_hidden_layers

@@ -2,14 +2,18 @@
 
 Keys lie there as the rotary embedding writes them: every pair of numbers is one complex number; or where attention is
 native, in panels of several keys (``native/attention.h``). A step writes its own tokens in place, a rollback
-is an assignment, and the views that all layers need are taken in one call.
+is an assignment, and the views that all layers need are taken in one call. Layers with a recurrent state have
+``States`` instead (``delta.py``).
 """
 
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import torch
+
+from adaptive.engines.cpu.delta import States
 
 # Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats. A multiple of any panel of keys.
 GROWTH = 512
@@ -17,12 +21,21 @@ GROWTH = 512
 
 class CpuCache:
     """Keys and values (layers, 2, heads, capacity, head size) of one text, and with a ``width`` the hidden states
-    (capacity, width) of its tokens, float32. ``panel``: keys that lie in a panel, 1 where each lies by itself."""
+    (capacity, width) of its tokens, float32. ``panel``: keys that lie in a panel, 1 where each lies by itself;
+    ``states``: what the other layers remember, if there are others."""
 
     def __init__(
-        self, layers: int, heads: int, size: int, dtype: torch.dtype, device: torch.device, width: int, panel: int
+        self,
+        layers: int,
+        heads: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        width: int,
+        panel: int,
+        states: States | None = None,
     ) -> None:
-        self.panel = panel
+        self.panel, self.states = panel, states
         self.length = 0
         self.capacity = 0
         # Keys and values (2, heads, capacity, size) of every layer.
@@ -80,9 +93,28 @@ class CpuCache:
         assert self.hidden is not None
         return self.hidden[begin:end]
 
+    def begin(self, count: int, steps: int = 0) -> Any:
+        """What the kernels are told of a pass with recurrent layers, see ``States.begin``; None without any."""
+        return None if self.states is None else self.states.begin(count, steps)
+
+    def end(self, count: int) -> None:
+        """A pass that has begun appended so many tokens."""
+        self.length += count
+        if self.states is not None:
+            self.states.end(count)
+
+    def undo(self, whole: bool) -> None:
+        """A pass that has begun was interrupted, see ``States.undo``: fewer tokens may be held."""
+        if self.states is not None:
+            self.states.undo(whole)
+            self.length = self.states.length
+
     def rollback(self, length: int) -> None:
-        """Forget all tokens after the first ``length``."""
+        """Forget all tokens after the first ``length``. Recurrent states may not reach back so far: ``length`` then
+        says how many are held."""
         self.length = min(length, self.length)
+        if self.states is not None:
+            self.length = self.states.rollback(self.length)
 
     @torch.inference_mode()
     def keep_path(self, path: list[int]) -> None:
@@ -102,7 +134,9 @@ class CpuCache:
 
     @torch.inference_mode()
     def copy_prefix(self, other: CpuCache, length: int) -> None:
-        """Hold the first ``length`` tokens of ``other``; the capacity suffices."""
+        """Hold the first ``length`` tokens of ``other``, or fewer as after a rollback; the capacity suffices."""
+        if self.states is not None and other.states is not None:
+            length = self.states.copy(other.states, length)
         whole = min(-(-length // GROWTH) * GROWTH, other.capacity)  # whole panels
         self._buffer[:, :, :, :whole] = other._buffer[:, :, :, :whole]
         if self.hidden is not None:
@@ -111,5 +145,6 @@ class CpuCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return self._buffer.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
+        """Bytes of the buffers, and of states with their checkpoints."""
+        held = self._buffer.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
+        return held + (0 if self.states is None else self.states.nbytes + self.states.checkpoint_nbytes)

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.cpu.cache import CpuCache
+from adaptive.engines.cpu.delta import States
 from adaptive.engines.cpu.fused import decoder, fits
 from adaptive.engines.cpu.kernels import Attention, library, native_tree
 from adaptive.engines.cpu.layers import RmsNorm, TensorFunction
@@ -66,7 +67,7 @@ class CpuForward:
         self._attention: Attention | None = None
         capped = any(layer.softcap is not None for layer in plan.layers)
         if Attention.supports(plan.head_size, plan.dtype, plan.device) and not capped:
-            self._attention = Attention(plan.heads, plan.key_heads, plan.head_size, len(plan.ropes))
+            self._attention = Attention(plan.heads, plan.key_heads, plan.head_size, len(plan.ropes), plan.gated)
         # Whether a pass is one native call, for any number of tokens but where many are left to torch and AMX.
         self.fused = self._attention is not None and fits(plan)
         if self.fused:
@@ -88,7 +89,9 @@ class CpuForward:
         p = self.plan
         found = library() if self._attention is not None else None
         panel, width = 1 if found is None else found.panel, p.width if features else 0
-        return CpuCache(len(p.layers), p.key_heads, p.head_size, p.dtype, p.device, width, panel)
+        nets = [layer.delta for layer in p.layers if layer.delta is not None]
+        states, attending = None if p.delta is None else States(p.delta, nets), len(p.layers) - len(nets)
+        return CpuCache(attending, p.key_heads, p.head_size, p.dtype, p.device, width, panel, states)
 
     def use(self, plan: Plan) -> None:
         """Follow a change of any weights: ``plan`` is of the same model, read again."""
@@ -120,6 +123,9 @@ class CpuForward:
         began = time.perf_counter()
         try:
             logits = self._pass(tokens, rows, cache, tree)
+        except BaseException:
+            cache.undo(whole=False)
+            raise
         finally:
             if threads != given:
                 torch.set_num_threads(given)
@@ -135,6 +141,7 @@ class CpuForward:
     ) -> torch.Tensor:
         """The same into ``logits`` (rows, vocab), float32, where passes are ``fused``; no tensor is made. A head reads
         what is ``given``, and its own features behind that, of which the first token's is held."""
+        self.check(tokens)
         count, rows, start = len(tokens), len(logits), cache.length
         rope, decoder = self.prepare(start + count, cache), self.native_pass()
         parts = -(-count // MANY)
@@ -144,23 +151,28 @@ class CpuForward:
             # The rows of logits that are of this part's tokens.
             wanted = logits[max(0, begin - count + rows) : max(0, end - count + rows)] if parts > 1 else logits
             rope_at, threads = rope + begin * self._rope_bytes, self.threads_for(end - begin)
-            began = time.perf_counter()
+            recall, began = cache.begin(end - begin), time.perf_counter()
             some, place = tokens[begin:end], address(wanted)
-            decoder(
-                some,
-                len(wanted),
-                rope_at,
-                cache.table,
-                cache.capacity,
-                start + begin,
-                cache.hidden_address,
-                given.address,
-                given.known,
-                place,
-                threads,
-            )
+            try:
+                decoder(
+                    some,
+                    len(wanted),
+                    rope_at,
+                    cache.table,
+                    cache.capacity,
+                    start + begin,
+                    cache.hidden_address,
+                    given.address,
+                    given.known,
+                    place,
+                    recall,
+                    threads,
+                )
+            except BaseException:
+                cache.undo(whole=True)
+                raise
             self.took(end - begin, time.perf_counter() - began)
-        cache.length = start + count
+            cache.end(end - begin)
         return logits
 
     def propose(self, call: ProposalCall, probs: Rows, cache: CpuCache, given: Given = NOTHING) -> Proposed:
@@ -173,6 +185,7 @@ class CpuForward:
         elif len(tokens) > FEW:
             self(torch.tensor(tokens[:-1]), 0, cache)
             tokens = tokens[-1:]
+        self.check(tokens)
         start, advise, drawn = cache.length, call.advise, bool(call.uniform)
         rope = self.prepare(start + len(tokens) + call.length - 1, cache)
         threads, decoder = self.threads_for(1), self.native_pass()
@@ -180,27 +193,32 @@ class CpuForward:
         if isinstance(advise, Thresholds):
             thresholds, adviser = self._native_thresholds(advise), None
         place = address(probs(0, call.length)) if drawn else 0
-        began = time.perf_counter()
-        drafted, passed = decoder.propose(
-            self.sampling.native(call.sampling),
-            tokens,
-            call.length,
-            call.vocab,
-            call.uniform,
-            place,
-            thresholds,
-            adviser,
-            rope,
-            cache.table,
-            cache.capacity,
-            start,
-            cache.hidden_address,
-            given.address,
-            given.known,
-            threads,
-        )
+        recall, began = cache.begin(len(tokens), call.length - 1), time.perf_counter()
+        try:
+            drafted, passed = decoder.propose(
+                self.sampling.native(call.sampling),
+                tokens,
+                call.length,
+                call.vocab,
+                call.uniform,
+                place,
+                thresholds,
+                adviser,
+                rope,
+                cache.table,
+                cache.capacity,
+                start,
+                cache.hidden_address,
+                given.address,
+                given.known,
+                recall,
+                threads,
+            )
+        except BaseException:
+            cache.undo(whole=True)
+            raise
         self.took(1, (time.perf_counter() - began) / (passed - len(tokens) + 1))
-        cache.length = start + passed
+        cache.end(passed)
         return Proposed(drafted, probs(0, len(drafted)) if drawn else None)
 
     def _native_thresholds(self, given: Thresholds) -> Any:
@@ -213,28 +231,39 @@ class CpuForward:
     def verify(self, call: VerificationCall, logits: torch.Tensor, cache: CpuCache) -> Judgement:
         """Where passes are ``fused``, one over a few tokens into ``logits``, and what stands; see ``FusedCalls``."""
         tokens, q = [*call.fed, *call.drafted], call.q
+        self.check(tokens)
         start, size = cache.length, len(tokens)
         rope, decoder = self.prepare(start + size, cache), self.native_pass()
         place, fewer = (0, 0) if q is None else (address(q), q.shape[1])
-        threads, began = self.threads_for(size), time.perf_counter()
-        found = decoder.verify(
-            self.sampling.native(call.sampling),
-            tokens,
-            len(call.drafted),
-            place,
-            fewer,
-            call.uniform,
-            rope,
-            cache.table,
-            cache.capacity,
-            start,
-            cache.hidden_address,
-            address(logits),
-            threads,
-        )
+        threads, recall, began = self.threads_for(size), cache.begin(size), time.perf_counter()
+        try:
+            found = decoder.verify(
+                self.sampling.native(call.sampling),
+                tokens,
+                len(call.drafted),
+                place,
+                fewer,
+                call.uniform,
+                rope,
+                cache.table,
+                cache.capacity,
+                start,
+                cache.hidden_address,
+                address(logits),
+                recall,
+                threads,
+            )
+        except BaseException:
+            cache.undo(whole=True)
+            raise
         self.took(size, time.perf_counter() - began)
-        cache.length = start + size
+        cache.end(size)
         return Judgement(*found)
+
+    def check(self, tokens: list[int]) -> None:
+        """Raises IndexError for a token beyond the vocabulary, before a pass begins to change recurrent states."""
+        if self.plan.delta is not None and tokens and not 0 <= min(tokens) <= max(tokens) < len(self.plan.embed.weight):
+            raise IndexError("a token is not of the model's vocabulary")
 
     def prepare(self, end: int, cache: CpuCache) -> int:
         """Reserve for so many tokens in all; the address of the next one's cos and sin."""
@@ -277,11 +306,11 @@ class CpuForward:
         space = self._space(count)
         x = plan.embed(tokens)
         if self._attention is not None:
-            self._native_layers(x, space, cache, place, tree, self._attention)
+            self._native_layers(x, given, space, cache, place, tree, self._attention)
         else:
             self._torch_layers(x, space, cache, place, tree)
         if tree is None:
-            cache.length = start + given
+            cache.end(given)
         if cache.hidden is not None:
             cache.hidden[place : place + given] = x[:given]
         if not rows:
@@ -295,26 +324,34 @@ class CpuForward:
     def _native_layers(
         self,
         x: torch.Tensor,
+        given: int,
         space: Workspace,
         cache: CpuCache,
         place: int,
         tree: TokenTree | None,
         attention: Attention,
     ) -> None:
-        """All layers, added into the residual stream x (n, width) in place, of tokens that lie from ``place`` on."""
+        """All layers, added into the residual stream x (n, width), of tokens from ``place`` on."""
         start = cache.length
         cache.ensure_capacity(place + len(x))
         shape = None if tree is None else native_tree(tree)
         # The model's rotary embeddings of a token lie one after the other.
         rope, step = self._rope_address + start * self._rope_bytes, self._rope_bytes // len(self.plan.ropes)
-        for layer, place in zip(self.plan.layers, cache.addresses, strict=True):
+        recall, places, nets = cache.begin(given), iter(cache.addresses), 0
+        for layer in self.plan.layers:
+            if layer.delta is not None:
+                mixed = x.new_zeros(len(x), layer.attention_output.inputs)
+                layer.delta(layer.qkv(x, layer.attention_norm), mixed, nets, given, recall)
+                _output_and_mlp(x, layer, mixed)
+                nets += 1
+                continue
             layer.qkv(x, layer.attention_norm, space.qkv)
             if layer.qk_norm is not None:
                 layer.qk_norm(space.qk)
             attention(
                 space.qkv,
                 rope + layer.rope * step,
-                place,
+                next(places),
                 cache.capacity,
                 start,
                 layer.window,

@@ -52,6 +52,7 @@ def decoder(plan: Plan, attention: Attention) -> Any:
             scale=layer.scale,
             rope=layer.rope,
             window=layer.window,
+            delta=None if layer.delta is None else layer.delta.native,
         )
         for layer in plan.layers
     ]

@@ -70,6 +70,8 @@ def _pass(forward: CpuForward, parts: Sequence[Part], count: int, logits: int) -
     """One native call over ``count`` tokens in all; ``logits`` is the address of the rows."""
     kernels = library()
     assert kernels is not None
+    tokens = [token for part in parts for token in part.tokens]
+    forward.check(tokens)
     for part in parts:  # before any is asked where it lies: the tables of cos and sin may move
         forward.prepare(part.begin + len(part.tokens), part.cache)
     texts = []
@@ -79,12 +81,17 @@ def _pass(forward: CpuForward, parts: Sequence[Part], count: int, logits: int) -
             tree, start = None, part.begin
         rope = forward.rope_at(start)
         place = cache.table, cache.capacity, start, cache.hidden_address
-        texts.append(kernels.module.Text(count_here, rows, rope, *place, None if tree is None else native_tree(tree)))
-    tokens = [token for part in parts for token in part.tokens]
+        nodes = None if tree is None else native_tree(tree)
+        texts.append(kernels.module.Text(count_here, rows, rope, *place, nodes, cache.begin(count_here)))
     threads, decoder = forward.threads_for(count), forward.native_pass()
     began = time.perf_counter()
-    decoder.together(tokens, texts, logits, threads)
+    try:
+        decoder.together(tokens, texts, logits, threads)
+    except BaseException:
+        for part in parts:
+            part.cache.undo(whole=True)
+        raise
     forward.took(count, time.perf_counter() - began)
     for part in parts:
         if part.tree is None:
-            part.cache.length += len(part.tokens)
+            part.cache.end(len(part.tokens))

@@ -231,12 +231,13 @@ class NativeLinear:
 
 
 class Attention:
-    """Rotation, cache and attention of new tokens, for heads of these sizes. ``native`` as of a ``NativeLinear``."""
+    """Rotation, cache and attention of new tokens, for heads of these sizes. ``native`` as of a ``NativeLinear``. Where
+    it is ``gated``, what each query sees is multiplied by the sigmoid of numbers that stand at the end of a row."""
 
-    def __init__(self, heads: int, key_heads: int, size: int, ropes: int) -> None:
+    def __init__(self, heads: int, key_heads: int, size: int, ropes: int, gated: bool = False) -> None:
         found = library()
         assert found is not None
-        self.native = found.module.Attention(heads, key_heads, size, ropes)
+        self.native = found.module.Attention(heads, key_heads, size, ropes, gated)
 
     @staticmethod
     def supports(size: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from adaptive.engines.cpu.kernels import Attention, multiplies
+from adaptive.engines.cpu.delta import DeltaNet, DeltaSizes
+from adaptive.engines.cpu.kernels import Attention, Prologue, multiplies
 from adaptive.engines.cpu.layers import Gate, QkNorm, RmsNorm, TensorFunction, native_gate
 from adaptive.engines.cpu.weights import PackedLinear, of_module, packs, packs_int8, stacked
 
@@ -36,6 +37,7 @@ class Layer:
     ``qkv`` gives queries, keys and values in a row, each head's numbers in the pairs that the rotary embedding turns;
     ``rope`` says which of the model's rotary embeddings, ``window`` how many tokens a query sees (0: all). Norms
     ``after_`` a part are Gemma's, of what the part adds to the residual stream; ``softcap`` bounds attention scores.
+    With a ``delta`` net the layer does not attend: ``qkv`` is the net's projection (``native/delta.h``).
     """
 
     attention_norm: RmsNorm
@@ -50,6 +52,7 @@ class Layer:
     rope: int
     window: int
     softcap: float | None
+    delta: DeltaNet | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Plan:
     """A whole model. ``dtype`` is that of activations and cache, ``weight_dtype`` that of the linear layers' inputs;
     ``ropes`` map positions (1, n) to cos and sin as complex numbers (n, head size / 2); ``softcap`` bounds the logits;
     ``names`` gives a module's name in the model, for following adapters; ``fuse`` is how a head reads, None for a model
-    that embeds its tokens."""
+    that embeds its tokens. ``gated``: ``qkv`` gives a gate for each query behind the values, of what it sees.
+    ``delta``: of the layers that do not attend, if there are any."""
 
     layers: tuple[Layer, ...]
     linears: tuple[PackedLinear, ...]
@@ -85,6 +89,8 @@ class Plan:
     device: torch.device
     names: dict[nn.Module, str]
     fuse: Fuse | None = None
+    gated: bool = False
+    delta: DeltaSizes | None = None
 
     @property
     def width(self) -> int:
@@ -106,6 +112,8 @@ def forward_kind(
     if dtype != torch.float64 and not packs(dtype, device) and not multiplies(dtype, device):
         return None
     size = _head_size(config)
+    if architecture in RECURRENT and not _recurs(config, torch.promote_types(dtype, torch.float32), device):
+        return None
     if size % 2 or getattr(config, "use_bidirectional_attention", False) or not _fixed_ropes(config):
         return None
     if not multiplies(torch.int8 if int8 else dtype, device):
@@ -126,6 +134,24 @@ def read_plan(model: PreTrainedModel, int8: bool = False, packed: Iterable[Packe
     if forward_kind(name, model.config, model.dtype, model.device, int8) is None:
         return None
     return FAMILIES[name](model, Packing(int8, packed))
+
+
+def _recurs(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether gated delta nets of this config and the attention between them are computed: natively, or not at all."""
+    if set(config.layer_types) - {"linear_attention", "full_attention"}:
+        return False
+    silu = native_gate(ACT2FN[config.hidden_act]) is Prologue.SILU_GATE
+    return silu and Attention.supports(_head_size(config), dtype, device) and _delta_sizes(config).computed
+
+
+def _delta_sizes(config: Any) -> DeltaSizes:
+    return DeltaSizes(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+    )
 
 
 def _head_size(config: Any) -> int:
@@ -198,24 +224,27 @@ def _mlp(module: Any, pack: Packing) -> Mlp:
     return Mlp(pack(module.gate_proj, module.up_proj), Gate(module.act_fn), pack(module.down_proj))
 
 
-def pair_order(heads: int, size: int) -> torch.Tensor:
+def pair_order(heads: int, size: int, rotated: int | None = None) -> torch.Tensor:
     """Where each output of ``heads`` projected heads comes from, (heads * size,) int64.
 
-    Checkpoints rotate number i of a head together with number i + size / 2; here the two stand side by
-    side, so that a rotation is one complex multiplication. Scores do not change: queries and keys move alike.
+    Checkpoints rotate number i of a head together with number i + rotated / 2, of the first ``rotated`` (or all); here
+    the two stand side by side, so that a rotation is one complex multiplication. Scores do not change: queries and keys
+    move alike.
     """
-    inside = torch.arange(size).view(2, size // 2).T.reshape(-1)
+    turned = size if rotated is None else rotated
+    inside = torch.cat([torch.arange(turned).view(2, turned // 2).T.reshape(-1), torch.arange(turned, size)])
     return (torch.arange(heads)[:, None] * size + inside).reshape(-1)
 
 
-def _rope(module: nn.Module, dtype: torch.dtype, kind: str | None = None) -> TensorFunction:
-    """The model's own rotary embedding: cos + i sin of every angle."""
+def _rope(module: nn.Module, dtype: torch.dtype, size: int, kind: str | None = None) -> TensorFunction:
+    """The model's own rotary embedding of heads of this size: cos + i sin of every angle, 1 for what is not rotated."""
 
     def cos_sin(positions: torch.Tensor) -> torch.Tensor:
         like = torch.empty(1, dtype=dtype, device=positions.device)
         cos, sin = module(like, positions) if kind is None else module(like, positions, kind)
         half = cos.shape[-1] // 2
-        return torch.complex(cos[0, :, :half], sin[0, :, :half])
+        turned = torch.complex(cos[0, :, :half], sin[0, :, :half])
+        return torch.cat([turned, turned.new_ones(len(turned), size // 2 - half)], dim=1)
 
     return cos_sin
 
@@ -273,14 +302,6 @@ def _llama_like(model: PreTrainedModel, pack: Packing) -> Plan:
     def norm(module: nn.Module, out: torch.dtype = kind) -> RmsNorm:
         return RmsNorm(module, dtype, out, plus_one=gemma)
 
-    def qk_norm(attention: nn.Module) -> QkNorm | None:
-        if not hasattr(attention, "q_norm"):
-            return None
-        inside = pair_order(1, size)
-        q, k = norm(attention.q_norm), norm(attention.k_norm)  # type: ignore[arg-type]
-        weights = [q.weight[inside]] * heads + [k.weight[inside]] * key_heads
-        return QkNorm(q, torch.stack(weights))
-
     layers, linears = [], []
     for index, (block, window) in enumerate(zip(base.layers, _windows(model), strict=True)):
         attention, mlp = block.self_attn, _mlp(block.mlp, pack)
@@ -291,7 +312,7 @@ def _llama_like(model: PreTrainedModel, pack: Packing) -> Plan:
             Layer(
                 attention_norm=norm(block.input_layernorm),
                 qkv=qkv,
-                qk_norm=qk_norm(attention),
+                qk_norm=_qk_norm(attention, norm, pair_order(1, size), heads, key_heads),
                 attention_output=attention_output,
                 after_attention_norm=norm(block.post_attention_layernorm, dtype) if gemma else None,
                 mlp_norm=norm(block.pre_feedforward_layernorm if gemma else block.post_attention_layernorm),
@@ -311,7 +332,7 @@ def _llama_like(model: PreTrainedModel, pack: Packing) -> Plan:
         final_norm=norm(base.norm),
         lm_head=lm_head,
         softcap=getattr(config, "final_logit_softcapping", None),
-        ropes=tuple(_rope(base.rotary_emb, dtype, kind) for kind in rope_kinds),
+        ropes=tuple(_rope(base.rotary_emb, dtype, size, kind) for kind in rope_kinds),
         heads=heads,
         key_heads=key_heads,
         head_size=size,
@@ -323,6 +344,92 @@ def _llama_like(model: PreTrainedModel, pack: Packing) -> Plan:
     )
 
 
+def _qk_norm(
+    attention: Any, norm: Callable[[nn.Module], RmsNorm], inside: torch.Tensor, heads: int, key_heads: int
+) -> QkNorm | None:
+    """That of an attention's heads, whose numbers are ordered as ``inside``; None where it has none."""
+    if not hasattr(attention, "q_norm"):
+        return None
+    q, k = norm(attention.q_norm), norm(attention.k_norm)
+    return QkNorm(q, torch.stack([q.weight[inside]] * heads + [k.weight[inside]] * key_heads))
+
+
+def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
+    """Gated delta nets, and between them attention whose queries have a gate, rotated in a part of each head."""
+    config = model.config
+    base: Any = model.model
+    dtype, kind = _dtypes(model, pack.int8)
+    sizes, size, heads, key_heads = (
+        _delta_sizes(config),
+        _head_size(config),
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
+    rotated = 2 * base.rotary_emb.inv_freq.numel()
+    inside = pair_order(1, size, rotated)
+    # The projection of queries gives each head's query, and then its gate.
+    queries = torch.arange(heads)[:, None] * 2 * size
+    keys = 2 * heads * size + pair_order(key_heads, size, rotated)
+    values = 2 * heads * size + key_heads * size + torch.arange(key_heads * size)
+    gates = queries + size + torch.arange(size)
+    order = torch.cat([(queries + inside).reshape(-1), keys, values, gates.reshape(-1)])
+
+    def norm(module: nn.Module) -> RmsNorm:
+        return RmsNorm(module, dtype, kind, plus_one=True)
+
+    layers, linears = [], []
+    for block in base.layers:
+        mlp = _mlp(block.mlp, pack)
+        if block.block_type == "linear_attention":
+            net = block.linear_attn
+            mixed = pack(net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
+            output, delta, heads_norm = pack(net.out_proj), DeltaNet(net, sizes), None
+        else:
+            attention = block.self_attn
+            mixed = pack(attention.q_proj, attention.k_proj, attention.v_proj, order=order)
+            output, delta = pack(attention.o_proj), None
+            heads_norm = _qk_norm(attention, norm, inside, heads, key_heads)
+        linears += [mixed, output, mlp.gate_up, mlp.down]
+        layers.append(
+            Layer(
+                attention_norm=norm(block.input_layernorm),
+                qkv=mixed,
+                qk_norm=heads_norm,
+                attention_output=output,
+                after_attention_norm=None,
+                mlp_norm=norm(block.post_attention_layernorm),
+                mlp=mlp,
+                after_mlp_norm=None,
+                scale=size**-0.5,
+                rope=0,
+                window=0,
+                softcap=None,
+                delta=delta,
+            )
+        )
+    lm_head = pack(model.lm_head)
+    return Plan(
+        layers=tuple(layers),
+        linears=(*linears, lm_head),
+        embed=Embedding(base.embed_tokens, dtype),
+        final_norm=norm(base.norm),
+        lm_head=lm_head,
+        softcap=None,
+        ropes=(_rope(base.rotary_emb, dtype, size),),
+        heads=heads,
+        key_heads=key_heads,
+        head_size=size,
+        context_length=config.max_position_embeddings,
+        dtype=dtype,
+        weight_dtype=kind,
+        device=model.device,
+        names=_names(model),
+        gated=True,
+        delta=sizes if any(layer.delta is not None for layer in layers) else None,
+    )
+
+
+RECURRENT = {"Qwen3_5ForCausalLM"}
 FAMILIES: dict[str, Callable[[PreTrainedModel, Packing], Plan]] = {
     "LlamaForCausalLM": _llama_like,
     "Qwen2ForCausalLM": _llama_like,
@@ -330,4 +437,5 @@ FAMILIES: dict[str, Callable[[PreTrainedModel, Packing], Plan]] = {
     "MistralForCausalLM": _llama_like,
     "Gemma2ForCausalLM": _llama_like,
     "Gemma3ForCausalLM": _llama_like,
+    "Qwen3_5ForCausalLM": _qwen3_5,
 }

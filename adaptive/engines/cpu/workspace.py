@@ -14,11 +14,12 @@ from adaptive.engines.cpu.plan import Plan
 class Workspace:
     """Buffers for a pass over n tokens, and the views of them that every layer uses.
 
-    ``qkv`` (n, (heads + 2 * key heads) * size) takes the result of the fused projection, ``qk`` is its queries and
-    keys by head. ``queries`` (n, key heads, group, size / 2) and ``keys_values`` (2, key heads, n, size / 2) are
-    complex views of it. ``rotated`` and ``query_rows`` are two views of the rotated queries, the second as attention
-    wants them. ``attended`` and ``attended_rows`` are two views of attention's result, the second as the next linear
-    layer wants it. ``grouped``: the queries of one key head are rows of one matrix.
+    ``qkv`` (n, (heads + 2 * key heads) * size) takes the result of the fused projection, gates of the queries behind it
+    where there are any; ``qk`` is its queries and keys by head. ``queries`` (n, key heads, group, size / 2) and
+    ``keys_values`` (2, key heads, n, size / 2) are complex views of it. ``rotated`` and ``query_rows`` are two views of
+    the rotated queries, the second as attention wants them. ``attended`` and ``attended_rows`` are two views of
+    attention's result, the second as the next linear layer wants it. ``grouped``: the queries of one key head are rows
+    of one matrix.
     """
 
     qkv: torch.Tensor
@@ -37,8 +38,9 @@ def make_workspace(p: Plan, count: int) -> Workspace:
     size, group, key_heads = p.head_size, p.heads // p.key_heads, p.key_heads
     # A key head's queries are the rows of one product; for many tokens the mask would be too large.
     grouped = count <= FEW or group == 1 or any(layer.softcap is not None for layer in p.layers)
-    qkv = torch.empty(count, (p.heads + 2 * key_heads) * size, dtype=p.dtype, device=p.device)
-    pairs = torch.view_as_complex(qkv.view(count, p.heads + 2 * key_heads, size // 2, 2))
+    several = p.heads * (2 if p.gated else 1) + 2 * key_heads
+    qkv = torch.empty(count, several * size, dtype=p.dtype, device=p.device)
+    pairs = torch.view_as_complex(qkv.view(count, several, size // 2, 2))
     attended_rows = torch.empty(count, p.heads * size, dtype=p.weight_dtype, device=p.device)
     attended = attended_rows.view(count, key_heads, group, size)
     if grouped:
@@ -51,9 +53,9 @@ def make_workspace(p: Plan, count: int) -> Workspace:
         attended = attended.permute(1, 2, 0, 3)
     return Workspace(
         qkv=qkv,
-        qk=qkv.view(count, p.heads + 2 * key_heads, size)[:, : p.heads + key_heads],
+        qk=qkv.view(count, several, size)[:, : p.heads + key_heads],
         queries=pairs[:, : p.heads].view(count, key_heads, group, size // 2),
-        keys_values=pairs[:, p.heads :].view(count, 2, key_heads, size // 2).permute(1, 2, 0, 3),
+        keys_values=pairs[:, p.heads : p.heads + 2 * key_heads].unflatten(1, (2, key_heads)).permute(1, 2, 0, 3),
         rotated=torch.view_as_complex(rotated.unflatten(-1, (size // 2, 2))),
         query_rows=query_rows,
         attended=attended,

@@ -323,7 +323,8 @@ class HeadEngine:
 def _forward(head: Head, int8: bool, packed: Iterable[PackedLinear]) -> CpuForward | None:
     """Our forward of a head where a pass is one native call, else None."""
     plan = _plan(head, int8, packed)
-    return None if plan is None or not fits(plan) else CpuForward(plan)
+    # One with a recurrent state is computed by transformers' forward of its layer.
+    return None if plan is None or plan.delta is not None or not fits(plan) else CpuForward(plan)
 
 
 @torch.inference_mode()

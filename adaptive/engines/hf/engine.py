@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +90,24 @@ class TransformersSequence:
         if parents is not None:
             return self._extend_tree(tokens, rows, parents)
         self.tree = NO_TREE
-        forward = self.engine.cpu_forward
+        forward, before = self.engine.cpu_forward, self._remembered(len(tokens), rows)
+        if before:
+            self.extend(tokens[:before], 0)
+            assert self.cache.states is not None
+            self.cache.states.checkpoint()
+            tokens = tokens[before:]
         if forward is not None and isinstance(tokens, list) and forward.is_one_call(len(tokens)):
             assert isinstance(self.cache, CpuCache)
             return forward.one_call(tokens, self._logits(0, rows), self.cache)
         return self._extend(tokens, rows)
 
+    def _remembered(self, count: int, rows: int) -> int:
+        """Of so many tokens, behind how many recurrent states are to be remembered; 0 for nowhere."""
+        return 0 if self.cache.states is None or not rows else max(0, count - max(rows, REMEMBER_BEFORE))
+
     @torch.inference_mode()
     def _extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         tokens = moved(as_tensor(tokens), self.engine.device)
-        if isinstance(self.cache, RollbackCache) and self.cache.states is not None:
-            before = len(tokens) - max(rows, REMEMBER_BEFORE)
-            if before > 0:
-                for part in tokens[:before].split(PREFILL_CHUNK):
-                    self.engine.forward(part, 0, self.cache)
-                self.cache.states.checkpoint()
-                tokens = tokens[before:]
         while len(tokens) - rows >= PREFILL_CHUNK:
             self.engine.forward(tokens[:PREFILL_CHUNK], 0, self.cache)
             tokens = tokens[PREFILL_CHUNK:]
@@ -142,6 +145,9 @@ class TransformersSequence:
         assert isinstance(self.cache, CpuCache)
         if self._probs.width != call.vocab:
             self._probs = Rows(call.vocab)
+        if self._remembered(len(call.tokens), 1):
+            self.extend(call.tokens[:-1], 1)
+            call = replace(call, tokens=call.tokens[-1:])
         return self.engine.cpu_forward.propose(call, self._probs, self.cache)
 
     def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
@@ -150,7 +156,7 @@ class TransformersSequence:
         count, forward = len(call.drafted), self.engine.cpu_forward
         assert forward is not None
         assert isinstance(self.cache, CpuCache)
-        if len(call.fed) + count > FEW:  # a prompt
+        if len(call.fed) + count > FEW or self._remembered(len(call.fed) + count, count + 1):  # a prompt
             held = self.length + len(call.fed)
             logits = self.extend([*call.fed, *call.drafted], count + 1)
             return forward.sampling.judge(logits, call.drafted, held, call.sampling, call.q, call.uniform), logits
@@ -228,7 +234,7 @@ class TransformersEngine:
         self._border = rope_border(config)
         self.undraftable = None if self.cpu_forward is not None else kinds.problem
         self._give_no_features()
-        if self.recurrent:
+        if self.recurrent and self.cpu_forward is None:
             watch(model)
         self._joint_logits = Rows(self.vocab_size)
         self._proved: bool | None = None  # whether the model's own forward makes joint passes; None before it is tried
@@ -331,14 +337,16 @@ class TransformersEngine:
         if len(some) < 2:
             return one_after_another(calls)
         found = dict(zip(map(id, some), self.joint_pass(some), strict=True))
-        return [found[id(c)] if id(c) in found else c.sequence.extend(c.tokens, c.rows) for c in calls]
+        return [found[id(c)] if id(c) in found else c.sequence.extend(c.tokens, c.rows, c.parents) for c in calls]
 
     def _is_part(self, call: ExtendCall) -> bool:
         """Whether these tokens of a sequence can be part of a joint pass."""
         forward, count = self.cpu_forward, len(call.tokens)
         if call.parents is not None:
-            return count > 0
-        return 0 < count <= PREFILL_CHUNK if forward is None else cpu_joint.is_part(forward, count)
+            return count > 0 and self.trees
+        if forward is None or (self.recurrent and count > REMEMBER_BEFORE):  # behind which states may be remembered
+            return forward is None and 0 < count <= PREFILL_CHUNK
+        return cpu_joint.is_part(forward, count)
 
     def joint_pass(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
         """The pass over some sequences of a ``joint`` engine; each is given some tokens, and no long piece of a
@@ -359,9 +367,9 @@ class TransformersEngine:
 
     @property
     def trees(self) -> bool:
-        """Whether passes over trees are made: by our own forward always, by the model's own where it makes ``joint``
-        passes, which are made in the same way."""
-        return self.cpu_forward is not None or self.joint
+        """Whether passes over trees are made: by our own forward and the model's own where it makes ``joint`` passes,
+        which are made in the same way; never of recurrent states, which would be one for each path."""
+        return not self.recurrent and (self.cpu_forward is not None or self.joint)
 
     def run_joint(
         self, tokens: torch.Tensor, places: torch.Tensor, cache: hf_joint.JointCache, wanted: torch.Tensor

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from adaptive.engines.checkpoints import crowded
 from adaptive.engines.hf.calls import Call, current_pass
 
 # Tokens of a pass whose inputs are kept. A longer pass is a prompt's, of which no part is taken back: its keys and
@@ -25,9 +26,6 @@ KEPT_INPUTS = 80
 # Tokens fed one by one after which another mark is set. Fewer than a proposal has, and a draft loses the place where it
 # began; more keep more inputs.
 MARK_EVERY = 64
-# Checkpoints of a text, beside which its marks and its state are three more states. Fewer compute more of the text anew
-# where a conversation branches, each takes the memory of the states.
-CHECKPOINTS = 4
 
 
 @dataclass(frozen=True)
@@ -264,10 +262,9 @@ class States:
         if not self.length or self.length in held:
             return
         self._checkpoints.append([state.kept(self.length) for state in self._all])
-        if len(self._checkpoints) > CHECKPOINTS:
-            places = [0, *held, self.length]
-            gaps = [after - before for before, after in zip(places, places[2:], strict=False)]
-            del self._checkpoints[gaps.index(min(gaps))]
+        forgotten = crowded([*held, self.length])
+        if forgotten is not None:
+            del self._checkpoints[forgotten]
 
     @torch.inference_mode()
     def rollback(self, length: int) -> int:

@@ -18,6 +18,9 @@ constexpr int VALUES = 4096, QUERIES = 64;
 struct Attention {
   int32_t heads, key_heads, size;
   int32_t cos_sin_stride;  // numbers from a token's rotations to the next token's
+  bool gated;              // a token's row ends with a gate for every query, of what it sees
+
+  int row() const { return (heads * (gated ? 2 : 1) + 2 * key_heads) * size; }
 };
 
 // Tokens that are a tree, the nodes of earlier passes first: which node each follows (-1: what the cache holds), and how many
@@ -28,7 +31,7 @@ struct Tree {
 
 struct Pass {
   const Attention* model;
-  const float* qkv;  // (count, heads + 2 * key_heads, size): queries, keys, values; numbers to rotate in pairs
+  const float* qkv;  // (count, heads + 2 * key_heads, size): queries, keys, values (and gates); numbers to rotate in pairs
   const float* cos_sin;  // by position, from `start` on (size / 2, 2): cosine and sine
   float* cache;        // (2, key_heads, capacity, size): keys, in panels, and values; capacity a multiple of PANEL
   float* out;          // (count, heads, size)
@@ -128,7 +131,7 @@ void see(const Pass& p, int row, int count, const float* queries, const float* k
 
 void key_head(const Pass& p, int head) {
   const Attention& m = *p.model;
-  const int size = m.size, group = m.heads / m.key_heads, rows = p.count * group, stride = (m.heads + 2 * m.key_heads) * size;
+  const int size = m.size, group = m.heads / m.key_heads, rows = p.count * group, stride = m.row();
   float* keys = p.cache + size_t(head) * p.capacity * size;
   float* values = keys + size_t(m.key_heads) * p.capacity * size;
   float* queries = scratch<float, 3>(size_t(rows) * size);
@@ -146,8 +149,13 @@ void key_head(const Pass& p, int head) {
   }
   for (int row = 0; row < rows; row += QUERIES)
     see(p, row, std::min(QUERIES, rows - row), queries + size_t(row) * size, keys, values, sums + size_t(row) * size);
-  for (int row = 0; row < rows; row++)
-    std::memcpy(p.out + (size_t(row / group) * m.heads + head * group + row % group) * size, sums + row * size, size * 4);
+  for (int row = 0; row < rows; row++) {
+    const int query = head * group + row % group;
+    float *out = p.out + (size_t(row / group) * m.heads + query) * size, *seen = sums + size_t(row) * size;
+    const float* gate = p.qkv + size_t(row / group) * stride + size_t(m.heads + 2 * m.key_heads + query) * size;
+    for (int k = 0; m.gated && k < size; k += LANES) at(seen + k) /= 1.0f + exponential(-at(gate + k));
+    std::memcpy(out, seen, size * 4);
+  }
 }
 
 // Whether there is attention for heads of this size.

@@ -1,9 +1,10 @@
-// A whole pass of a decoder made of the usual parts (Llama, Mistral, Qwen 2 and 3, Gemma 3): RMS norms, rotary attention, a
-// gated feed-forward part. One call, so that nothing else runs between two layers.
+// A whole pass of a decoder made of the usual parts (Llama, Mistral, Qwen 2, 3 and 3.5, Gemma 3): RMS norms, rotary attention or
+// gated delta nets, a gated feed-forward part. One call, so that nothing else runs between two layers.
 
 #pragma once
 
 #include "attention.h"
+#include "delta.h"
 #include "linear.h"
 
 namespace {
@@ -15,12 +16,13 @@ struct Norm {
 };
 
 // `qk_norm` is that of each head's queries and keys, (heads + key heads, size); the `after` ones what is
-// added to the residual.
+// added to the residual. With a delta net `qkv` is its projection, and what says how to attend does not count.
 struct Layer {
   const Linear *qkv, *output, *up, *down;
   Norm attention_norm, mlp_norm, qk_norm, after_attention, after_mlp;
   float scale;
   int32_t rope, window;
+  const DeltaNet* delta;
 };
 
 // How a head reads: linear([token_norm(embedding of a token), feature_norm(feature of the token before it)]), or not at all
@@ -39,8 +41,8 @@ struct Features {
 };
 
 // What a pass appends to one text: `count` tokens behind `start` others; logits are wanted of the last `rows` of them.
-// `cos_sin` by position (ropes, size / 2, 2), `caches`, one for each layer (2, key heads, capacity, size), and `tree` as in
-// attention.h.
+// `cos_sin` by position (ropes, size / 2, 2), `caches`, one for each layer that attends (2, key heads, capacity, size), and
+// `tree` as in attention.h, `recall` as in delta.h, where there are delta nets. These take no trees.
 struct Text {
   int count, rows;
   const float* cos_sin;
@@ -49,6 +51,7 @@ struct Text {
   int start;
   Features features;
   const Tree* tree = nullptr;
+  Recall recall = {};
 
   // Where the new tokens lie.
   int place() const { return tree ? start + int(tree->parents.size()) - count : start; }
@@ -131,36 +134,52 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
   for (int i = 0; i < n; i++)
     if (tokens[i] < 0 || tokens[i] >= d.vocab) return false;
   const Attention& a = *d.attention;
-  const int width = d.head->in, inner = d.layers.empty() ? 0 : d.layers[0].up->out;
-  const int normed = a.heads + a.key_heads, heads = normed + a.key_heads;
+  const int width = d.head->in, normed = a.heads + a.key_heads;
+  int inner = 0, inputs = 0, mixed = 0;
+  for (const Layer& layer : d.layers) {
+    inner = std::max(inner, layer.up->out);
+    inputs = std::max(inputs, layer.qkv->out);
+    mixed = std::max(mixed, layer.output->in);
+  }
   // Features are the residual stream where it ends: those of one text are added up in their own place.
   float* kept = count == 1 ? texts->features.kept : nullptr;
   float* x = kept ? kept + size_t(texts->place()) * width : scratch<float, 7>(size_t(n) * width);
-  float* projected = scratch<float, 8>(size_t(n) * heads * a.size);
-  float* attended = scratch<float, 9>(size_t(n) * a.heads * a.size);
+  float* projected = scratch<float, 8>(size_t(n) * inputs);
+  float* attended = scratch<float, 9>(size_t(n) * mixed);
   float* both = scratch<float, 10>(size_t(n) * inner);
   Pass* passes = scratch<Pass, 18>(count);
+  Scan* scans = scratch<Scan, 26>(count);
   if (d.fuse.linear)
     fuse(d, tokens, *texts, x, threads);
   else
     for (int i = 0; i < n; i++) embed(d, tokens[i], x + size_t(i) * width);
-  for (size_t i = 0; i < d.layers.size(); i++) {
-    const Layer& layer = d.layers[i];
+  int attending = 0, recurring = 0;
+  for (const Layer& layer : d.layers) {
     apply(layer.qkv, x, projected, n, 0, threads, RMS_NORM, layer.attention_norm.weight, layer.attention_norm.eps);
     if (layer.qk_norm.weight)
       for (int j = 0; j < n * normed; j++) {
-        float* head = projected + (size_t(j / normed) * heads + j % normed) * a.size;
+        float* head = projected + size_t(j / normed) * a.row() + size_t(j % normed) * a.size;
         const float *weight = layer.qk_norm.weight + size_t(j % normed) * a.size;
         const float factor = rms_factor(head, a.size, layer.qk_norm.eps);
         for (int k = 0; k < a.size; k++) head[k] *= factor * weight[k];
       }
     for (int t = 0, row = 0; t < count; row += texts[t++].count) {
       const Text& text = texts[t];
-      passes[t] = {&a, projected + size_t(row) * heads * a.size, text.cos_sin + size_t(layer.rope) * a.size, text.caches[i],
-                   attended + size_t(row) * a.heads * a.size, text.capacity, text.start, text.count, layer.window, layer.scale,
-                   text.tree};
+      const float* from = projected + size_t(row) * layer.qkv->out;
+      float* to = attended + size_t(row) * layer.output->in;
+      if (layer.delta)
+        scans[t] = {layer.delta, from, to, recurring, text.count, &text.recall};
+      else
+        passes[t] = {&a, from, text.cos_sin + size_t(layer.rope) * a.size, text.caches[attending], to, text.capacity, text.start,
+                     text.count, layer.window, layer.scale, text.tree};
     }
-    attend(passes, count, threads);
+    if (layer.delta) {
+      recur(scans, count, threads);
+      recurring++;
+    } else {
+      attend(passes, count, threads);
+      attending++;
+    }
     add(layer.output, attended, x, n, threads, NONE, layer.after_attention);
     apply(layer.up, x, both, n, 0, threads, RMS_NORM, layer.mlp_norm.weight, layer.mlp_norm.eps);
     add(layer.down, both, x, n, threads, d.gate, layer.after_mlp);

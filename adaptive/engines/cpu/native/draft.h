@@ -57,13 +57,14 @@ int advised(const Stopping& s, int position, double confidence) {
 // a token is none of the vocabulary.
 int draft(const Decoder& decoder, const Sampling& sampling, const Adviser& adviser, int length, int64_t known,
           const double* uniform, float* probs, const int64_t* tokens, int n, const float* cos_sin, float* const* caches,
-          int64_t capacity, int start, const Features& features, int64_t* drafted, int* passed, int threads) {
+          int64_t capacity, int start, const Features& features, Recall recall, int64_t* drafted, int* passed, int threads) {
   const int64_t vocab = std::min<int64_t>(known, decoder.head->out);
   float* logits = scratch<float, 13>(decoder.head->out);
   *passed = 0;
   for (int position = 0; position < length; position++) {
-    const Text text{n, 1, cos_sin, caches, capacity, start + *passed, features};
+    const Text text{n, 1, cos_sin, caches, capacity, start + *passed, features, nullptr, recall};
     if (!decode(decoder, tokens, &text, 1, logits, threads)) return -1;
+    recall = recall.behind(n);
     cos_sin += size_t(n) * decoder.attention->cos_sin_stride;
     *passed += n;
     float* row = sampling.greedy ? nullptr : sampling.seeded ? scratch<float, 14>(vocab) : probs + position * vocab;

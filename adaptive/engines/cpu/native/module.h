@@ -69,9 +69,11 @@ struct Asked {
   }
 };
 
+Recall asked_for(const Recall* recall) { return recall ? *recall : Recall{}; }
+
 nb::tuple propose(const Decoder& decoder, const Sampling& sampling, Tokens tokens, int length, int64_t known,
                   const Numbers& uniform, Address probs, const Thresholds* thresholds, nb::object adviser, Address cos_sin,
-                  Address caches, int64_t capacity, int start, Address kept, Address given, int feature_count, int threads) {
+                  Address caches, int64_t capacity, int start, Address kept, Address given, int feature_count, const Recall* recall, int threads) {
   if (!sampling.greedy && !sampling.seeded && (int(uniform.size()) < length || !probs))
     throw nb::value_error("a proposal that is drawn needs random numbers and a place for its distributions");
   Asked asked{adviser, nullptr};
@@ -81,7 +83,7 @@ nb::tuple propose(const Decoder& decoder, const Sampling& sampling, Tokens token
   {
     nb::gil_scoped_release unlocked;
     count = draft(decoder, sampling, who, length, known, uniform.data(), to<float>(probs), tokens.data(), int(tokens.size()),
-                  to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept), to<float>(given), feature_count},
+                  to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept), to<float>(given), feature_count}, asked_for(recall),
                   drafted.data(), &passed, threads);
   }
   if (asked.error) std::rethrow_exception(asked.error);
@@ -115,7 +117,7 @@ nb::tuple judged(const Sampling& sampling, Address logits, int64_t vocab, const 
 // A pass over tokens, of which the last `count` are drafted, and then the rule over its logits (count + 1, vocab).
 nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Tokens& tokens, int count, Address q, int64_t fewer,
                    const Numbers& uniform, Address cos_sin, Address caches, int64_t capacity, int start, Address kept,
-                   Address logits, int threads) {
+                   Address logits, const Recall* recall, int threads) {
   const int size = int(tokens.size());
   if (count < 0 || count >= size) throw nb::value_error("a verification needs a token before those drafted");
   if (!sampling.greedy && !sampling.seeded && int(uniform.size()) < count + 2)
@@ -125,7 +127,8 @@ nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Token
   bool done;
   {
     nb::gil_scoped_release unlocked;
-    const Text text{size, count + 1, to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept)}};
+    const Text text{size, count + 1, to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept)}, nullptr,
+                    asked_for(recall)};
     done = decode(decoder, tokens.data(), &text, 1, to<float>(logits), threads);
     if (done)
       v = judge(sampling, to<float>(logits), decoder.head->out, tokens.data() + size - count, count, start + size - count,
@@ -157,6 +160,7 @@ void bind(nb::module_& m) {
   m.attr("sources") = ADAPTIVE_SOURCES;
   m.attr("panel") = PANEL;
   m.def("attends", &attends, arg("size"));
+  m.def("recurs", &recurs, arg("key_size"), arg("value_size"));
   m.def("use_threads_of", [](Address run, Address number, Address count) {
     parallel = reinterpret_cast<Parallel>(run);
     thread_number = reinterpret_cast<Number>(number);
@@ -204,8 +208,8 @@ void bind(nb::module_& m) {
       });
 
   nb::class_<Attention>(m, "Attention")
-      .def("__init__", [](Attention* self, int heads, int key_heads, int size, int ropes) {
-        new (self) Attention{heads, key_heads, size, ropes * size};
+      .def("__init__", [](Attention* self, int heads, int key_heads, int size, int ropes, bool gated) {
+        new (self) Attention{heads, key_heads, size, ropes * size, gated};
       })
       .def("__call__", [](const Attention& self, Address qkv, Address cos_sin, Address cache, Address out, int64_t capacity,
                           int start, int count, int window, float scale, const Tree* tree, int threads) {
@@ -216,6 +220,23 @@ void bind(nb::module_& m) {
       }, Unlocked(), arg("qkv"), arg("cos_sin"), arg("cache"), arg("out"), arg("capacity"), arg("start"), arg("count"),
       arg("window"), arg("scale"), arg("tree").none(), arg("threads"));
 
+  nb::class_<Recall>(m, "Recall")
+      .def("__init__", [](Recall* self, Address memory, int held, bool current, bool commit, bool store, bool log) {
+        new (self) Recall{to<float*>(memory), held, current, commit, store, log};
+      });
+
+  nb::class_<DeltaNet>(m, "DeltaNet")
+      .def("__init__", [](DeltaNet* self, int key_heads, int value_heads, int key_size, int value_size, int kernel,
+                          Address convolution, Address rate, Address bias, Address norm, float eps) {
+        new (self) DeltaNet{key_heads, value_heads, key_size, value_size, kernel, to<float>(convolution), to<float>(rate),
+                            to<float>(bias), to<float>(norm), eps};
+      })
+      .def("__call__", [](const DeltaNet& self, Address projected, Address out, int layer, int count, const Recall& recall,
+                          int threads) {
+        const Scan scan{&self, to<float>(projected), to<float>(out), layer, count, &recall};
+        recur(&scan, 1, threads);
+      }, Unlocked());
+
   nb::class_<Norm>(m, "Norm")
       .def("__init__", [](Norm* self, Address weight, float eps) { new (self) Norm{to<float>(weight), eps}; }, arg("weight") = 0,
            arg("eps") = 0.0f);
@@ -223,20 +244,22 @@ void bind(nb::module_& m) {
   nb::class_<Layer>(m, "Layer")
       .def("__init__", [](Layer* self, const Linear& qkv, const Linear& output, const Linear& up, const Linear& down,
                           Norm attention_norm, Norm mlp_norm, Norm qk_norm, Norm after_attention, Norm after_mlp, float scale,
-                          int rope, int window) {
+                          int rope, int window, const DeltaNet* delta) {
         new (self) Layer{&qkv, &output, &up, &down, attention_norm, mlp_norm, qk_norm, after_attention, after_mlp, scale, rope,
-                         window};
-      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), arg("qkv"),
+                         window, delta};
+      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+      nb::keep_alive<1, 14>(), arg("qkv"),
       arg("output"), arg("up"), arg("down"), arg("attention_norm"), arg("mlp_norm"), arg("qk_norm"), arg("after_attention"),
-      arg("after_mlp"), arg("scale"), arg("rope"), arg("window"));
+      arg("after_mlp"), arg("scale"), arg("rope"), arg("window"), arg("delta").none());
 
   nb::class_<Text>(m, "Text")
       .def("__init__", [](Text* self, int count, int rows, Address cos_sin, Address caches, int64_t capacity, int start,
-                          Address kept, const Tree* tree) {
+                          Address kept, const Tree* tree, const Recall* recall) {
         if (tree && int(tree->parents.size()) < count) throw nb::value_error("more tokens than nodes");
-        new (self) Text{count, rows, to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept)}, tree};
+        new (self) Text{count, rows, to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept)}, tree,
+                        asked_for(recall)};
       }, nb::keep_alive<1, 9>(), arg("count"), arg("rows"), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"),
-      arg("kept"), arg("tree").none());
+      arg("kept"), arg("tree").none(), arg("recall").none());
 
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", [](Decoder* self, std::vector<Layer> layers, const Attention& attention, const Linear& head,
@@ -248,20 +271,24 @@ void bind(nb::module_& m) {
       arg("attention"), arg("head"), arg("embedding"), arg("final_norm"), arg("factor"), arg("gate"), arg("half"), arg("vocab"),
       arg("fuse").none(), arg("token_norm"), arg("feature_norm"))
       .def("__call__", [](const Decoder& self, const Tokens& tokens, int rows, Address cos_sin, Address caches, int64_t capacity,
-                          int start, Address kept, Address given, int known, Address logits, int threads) {
+                          int start, Address kept, Address given, int known, Address logits, const Recall* recall,
+                          int threads) {
         bool done;
         {
           nb::gil_scoped_release unlocked;
           const Text text{int(tokens.size()), rows, to<float>(cos_sin), to<float*>(caches), capacity, start,
-                          {to<float>(kept), to<float>(given), known}};
+                          {to<float>(kept), to<float>(given), known}, nullptr, asked_for(recall)};
           done = decode(self, tokens.data(), &text, 1, to<float>(logits), threads);
         }
         check(done);
-      })
+      }, arg("tokens"), arg("rows"), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"), arg("kept"), arg("given"),
+      arg("known"), arg("logits"), arg("recall").none(), arg("threads"))
       .def("propose", &propose, arg("sampling"), arg("tokens"), arg("length"), arg("known"), arg("uniform"), arg("probs"),
            arg("thresholds").none(), arg("adviser").none(), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"),
-           arg("kept"), arg("given"), arg("feature_count"), arg("threads"))
-      .def("verify", &verified)
+           arg("kept"), arg("given"), arg("feature_count"), arg("recall").none(), arg("threads"))
+      .def("verify", &verified, arg("decoder"), arg("tokens"), arg("count"), arg("q"), arg("fewer"), arg("uniform"),
+           arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"), arg("kept"), arg("logits"), arg("recall").none(),
+           arg("threads"))
       .def("together", &together);
 
   nb::class_<Thresholds>(m, "Thresholds")

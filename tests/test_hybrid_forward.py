@@ -1,0 +1,294 @@
+"""Our own forward of models with recurrent layers computes what transformers computes, whatever was taken back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from test_cpu_forward import FEW, SIZES, own, text, truth
+from test_joint import check as check_joint
+from tiny_models import GREEDY
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
+
+from adaptive.engines.cpu import delta, kernels
+from adaptive.engines.cpu.delta import LOGGED, DeltaNet, States
+from adaptive.engines.cpu.forward import CpuForward, cpu_forward
+from adaptive.engines.cpu.plan import forward_kind
+from adaptive.engines.hf.engine import REMEMBER_BEFORE, TransformersEngine
+from adaptive.engines.protocol import ProposalCall
+from adaptive.errors import AdaptiveError
+
+pytestmark = pytest.mark.skipif(
+    kernels.library() is None, reason="the kernels are not built, or not for this processor"
+)
+
+HYBRID: dict[str, Any] = {
+    **SIZES,
+    "max_position_embeddings": 512,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 48,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+CONFIGS = {
+    "grouped": HYBRID,
+    "one value head a key head, a short convolution": {
+        **HYBRID, "linear_num_value_heads": 2, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 2,
+    },
+    "one key head, biases, tied, half a rotation": {
+        **HYBRID, "linear_num_key_heads": 1, "attention_bias": True, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "everything attends": {**HYBRID, "layer_types": ["full_attention"] * 3},
+}  # fmt: skip
+
+
+def made(name: str = "grouped", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A checkpoint of random weights, none of them at a value that would hide a mistake."""
+    torch.manual_seed(5)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**CONFIGS[name])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+@pytest.fixture(scope="module")
+def engine() -> TransformersEngine:
+    engine = TransformersEngine(made())
+    assert engine.cpu_forward is not None
+    assert engine.cpu_forward.kind == "fused"
+    return engine
+
+
+def near(got: torch.Tensor, right: torch.Tensor, tolerance: float = 2e-4) -> None:
+    torch.testing.assert_close(got / right.abs().max(), right / right.abs().max(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["one call", "by layers"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_those_of_transformers(name: str, fused: bool) -> None:
+    model = made(name)
+    forward, tokens = own(model), text(300)
+    assert forward.fused
+    forward.fused = fused
+    right, cache, done = truth(model, tokens), forward.cache(), 0
+    for count in (9, 1, 1, 5, 16, 1, FEW + 4, 1, LOGGED + 40, 3):
+        got = forward(tokens[done : done + count], count, cache)
+        done += count
+        near(got, right[done - count : done])
+    assert cache.length == done
+
+
+def test_a_wrong_state_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above holds what is kept between passes, and not only the passes."""
+    model = made()
+    forward, tokens = own(model), text(20)
+    cache = forward.cache()
+    forward(tokens[:10], 1, cache)
+    assert cache.states is not None
+    cache.states.clear()
+    cache.states.length = 10
+    cache.states._base = 10
+    with pytest.raises(AssertionError):
+        near(forward(tokens[10:], 10, cache), truth(model, tokens)[10:])
+
+
+def test_bfloat16_is_as_close_to_the_truth_as_transformers() -> None:
+    exact, rounded = made(dtype=torch.bfloat16).to(torch.float64), made(dtype=torch.bfloat16)
+    forward, tokens = own(rounded), text(20)
+    right = truth(exact, tokens)
+    ours = (forward(tokens, 20, forward.cache()).double() - right).abs().mean()
+    theirs = (truth(rounded, tokens).double() - right).abs().mean()
+    assert ours <= 1.5 * theirs
+
+
+def test_int8_says_nearly_the_same() -> None:
+    model = made()
+    forward = cpu_forward(model, int8=True)
+    assert forward is not None
+    assert forward.plan.lm_head.int8
+    assert forward.fused
+    tokens = text(30)
+    got, right = forward(tokens, 30, forward.cache()), truth(model, tokens)
+    assert torch.nn.functional.cosine_similarity(got, right, dim=1).mean() > 0.98
+
+
+def test_what_the_kernels_do_not_compute_keeps_transformers_forward() -> None:
+    sizes: list[dict[str, Any]] = [
+        {"linear_key_head_dim": 24},
+        {"linear_value_head_dim": 24},
+        {"head_dim": 12},
+        {"hidden_act": "gelu"},
+    ]
+    for changed in sizes:
+        config = Qwen3_5TextConfig(**{**HYBRID, **changed})
+        assert forward_kind("Qwen3_5ForCausalLM", config, torch.float32, torch.device("cpu")) is None
+    config = Qwen3_5TextConfig(**HYBRID)
+    for dtype in (torch.float64, torch.float16):
+        assert forward_kind("Qwen3_5ForCausalLM", config, dtype, torch.device("cpu")) is None
+    assert cpu_forward(made(dtype=torch.float64)) is None
+
+
+def test_any_order_of_passes_and_rollbacks_leaves_the_state_of_the_text(engine: TransformersEngine) -> None:
+    """Passes of one, some and many tokens, proposals, and going back by a little and by much; every logit is
+    compared with transformers' of the whole text."""
+    dice, vocab = random.Random(11), SIZES["vocab_size"]
+    sequence, held, reached = engine.sequence(), [], set()
+    for _ in range(120):
+        kind = dice.choice(["one", "one", "some", "some", "many", "propose"])
+        if kind == "propose":
+            fed = [dice.randrange(vocab) for _ in range(dice.randrange(1, 20))]
+            drafted = sequence.propose(ProposalCall(fed, dice.randrange(1, 9), vocab, GREEDY, [], None)).tokens
+            held += [*fed, *drafted[:-1]]
+        else:
+            count = {"one": 1, "some": dice.randrange(2, 17), "many": dice.randrange(60, 110)}[kind]
+            fed = [dice.randrange(vocab) for _ in range(count)]
+            rows = dice.randrange(1, count + 1)
+            got = sequence.extend(fed, rows).clone()
+            held += fed
+            near(got, truth(engine.model, torch.tensor(held))[-rows:])
+        assert sequence.length == len(held)
+        back = dice.choice([0, 0, 1, 3, 5, 8, 40])
+        asked = max(0, len(held) - back)
+        sequence.rollback(asked)
+        assert sequence.length <= asked
+        if back and sequence.length == asked:
+            reached.add(back)
+        del held[sequence.length :]
+        if len(held) > 350:
+            sequence.rollback(0)
+            held = []
+    assert reached >= {1, 3, 5}
+
+
+def test_what_is_drafted_in_a_call_and_taken_back_was_never_there(engine: TransformersEngine) -> None:
+    """A draft goes back over single steps, again and again, and never to a checkpoint."""
+    vocab = SIZES["vocab_size"]
+    sequence, held = engine.sequence(), text(30).tolist()
+    for turn in range(40):
+        fed = held[sequence.length :]
+        drafted = sequence.propose(ProposalCall(fed, 6, vocab, GREEDY, [], None)).tokens
+        right = [*held]
+        for token in drafted:
+            assert int(truth(engine.model, torch.tensor(right))[-1].argmax()) == token
+            right.append(token)
+        assert sequence.length == len(held) + 5
+        accepted = turn % 7
+        held += [*drafted[:accepted], (7 * turn) % vocab]
+        before = min(sequence.length, len(held) - 1)
+        sequence.rollback(len(held) - 1)
+        assert sequence.length == before
+
+
+def test_a_proposal_that_is_interrupted_leaves_the_text(engine: TransformersEngine) -> None:
+    sequence, held = engine.sequence(), text(25).tolist()
+    sequence.extend(held, 1)
+
+    def interrupt(position: int, confidence: float) -> int:
+        if position == 3:
+            raise KeyboardInterrupt
+        return 2
+
+    for fed in ([3], [4, 5]):
+        with pytest.raises(KeyboardInterrupt):
+            sequence.propose(ProposalCall(fed, 6, SIZES["vocab_size"], GREEDY, [], interrupt))
+        assert sequence.length == len(held)
+    held += [9, 8]
+    near(sequence.extend([9, 8], 2), truth(engine.model, torch.tensor(held))[-2:])
+
+
+def test_a_pass_by_layers_that_is_interrupted_goes_back_to_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TransformersEngine(made())
+    assert engine.cpu_forward is not None
+    engine.cpu_forward.fused = False
+    sequence, held = engine.sequence(), text(40).tolist()
+    sequence.extend(held, 1)
+    given = DeltaNet.__call__
+
+    def interrupted(self: DeltaNet, projected: Any, out: Any, layer: int, *others: Any) -> None:
+        if layer == 1:
+            raise KeyboardInterrupt
+        given(self, projected, out, layer, *others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeltaNet, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sequence.extend([1, 2, 3], 1)
+    assert sequence.length == len(held) - REMEMBER_BEFORE
+    rest = [*held[sequence.length :], 1, 2, 3]
+    near(sequence.extend(rest, len(rest)), truth(engine.model, torch.tensor([*held, 1, 2, 3]))[-len(rest) :])
+
+
+def test_a_token_beyond_the_vocabulary_changes_nothing(engine: TransformersEngine) -> None:
+    sequence, held = engine.sequence(), text(12).tolist()
+    sequence.extend(held, 1)
+    for wrong in (-1, SIZES["vocab_size"], 2**40):
+        with pytest.raises(IndexError):
+            sequence.extend([3, wrong], 1)
+        with pytest.raises(IndexError):
+            sequence.propose(ProposalCall([wrong], 3, SIZES["vocab_size"], GREEDY, [], None))
+        assert sequence.length == 12
+    near(sequence.extend([5], 1), truth(engine.model, torch.tensor([*held, 5]))[-1:])
+
+
+def test_a_joint_pass_gives_what_lone_passes_give(engine: TransformersEngine) -> None:
+    assert engine.joint
+    check_joint(engine, 0)
+
+
+def test_trees_are_refused(engine: TransformersEngine) -> None:
+    assert not engine.trees
+    sequence = engine.sequence()
+    sequence.extend([1, 2], 1)
+    with pytest.raises(AdaptiveError, match="trees"):
+        sequence.extend([3, 4], 2, [-1, -1])
+
+
+def test_adapters_on_the_projections_are_followed() -> None:
+    model, tokens = made(), text(12)
+    forward = own(model)
+    names = [f"model.layers.0.linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj")]
+    names.append("model.layers.2.self_attn.q_proj")
+    before = forward(tokens, 12, forward.cache()).clone()
+    with torch.no_grad():
+        for name in names:
+            weight = model.get_submodule(name).weight
+            weight.add_(0.1 * torch.randn(weight.shape))
+    forward.refresh(frozenset(names))
+    got = forward(tokens, 12, forward.cache())
+    near(got, truth(model, tokens))
+    assert (got - before).abs().max() > 0.01
+
+
+def test_a_rollback_moves_no_number(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an assignment: the state of the tokens that stand is computed by the next pass."""
+    sequence = engine.sequence()
+    sequence.extend(text(20).tolist(), 1)
+    sequence.extend(text(6).tolist(), 6)
+    states = sequence.cache.states  # type: ignore[union-attr]
+    assert isinstance(states, States)
+    before = [part.clone() for part in (states._bases, states._now, states._log)]
+    monkeypatch.setattr(delta, "library", lambda: None)  # no kernel is to be asked
+    sequence.rollback(22)
+    assert sequence.length == 22
+    for part, was in zip((states._bases, states._now, states._log), before, strict=True):
+        assert torch.equal(part, was)
+
+
+def test_a_log_does_not_grow_without_end() -> None:
+    """Single steps that nobody rolls back: what a text remembers stays the same."""
+    forward: CpuForward = own(made())
+    cache, found = forward.cache(), []
+    assert cache.states is not None
+    for token in text(400).tolist():
+        forward(torch.tensor([token]), 1, cache)
+        found.append(cache.states.nbytes)
+    assert found[-1] == found[len(found) // 2]
+    assert cache.states._log.shape[1] <= 2 * LOGGED
