@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adaptive.engines.protocol import Engine, draft_sequence, sequences
+from adaptive.engines.protocol import Engine, Memory, draft_sequence, sequences
 from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError
 from adaptive.types import Message
@@ -104,9 +104,14 @@ class Conversation:
         other.forget()
 
     @property
+    def memory(self) -> Memory:
+        """What both caches take."""
+        return self.target.sequence.memory + (self.draft.sequence.memory if self.draft else Memory())
+
+    @property
     def nbytes(self) -> int:
-        """Bytes that both caches take."""
-        return self.target.sequence.nbytes + (self.draft.sequence.nbytes if self.draft else 0)
+        """Bytes of them."""
+        return self.memory.total
 
 
 class Conversations:
@@ -125,9 +130,14 @@ class Conversations:
         return sum(conversation.nbytes > 0 for conversation in self._kept)
 
     @property
+    def memory(self) -> Memory:
+        """What all caches kept take."""
+        return sum((conversation.memory for conversation in self._kept), Memory())
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all caches kept."""
-        return sum(conversation.nbytes for conversation in self._kept)
+        """Bytes of them."""
+        return self.memory.total
 
     def take(
         self, prompt: Sequence[int], messages: tuple[Message, ...] = (), client: str = "", name: str | None = None

@@ -129,6 +129,15 @@ def _stats(chat: Chat, said: str) -> None:
     if _logged(chat):
         print_summary(chat.opened.state, chat.console, session=chat.name)
         chat.console.print(f"last answer: {speculation(chat.opened.assistant).sentence}")
+    held = chat.opened.assistant.conversations.memory
+    parts = {
+        "keys and values": held.keys,
+        "recurrent states": held.states,
+        "their checkpoints": held.checkpoints,
+        "hidden states": held.features,
+    }
+    said = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts.items() if size)
+    chat.console.print(f"memory of this conversation: {said or 'none yet'}")
 
 
 def _sessions(chat: Chat, said: str) -> None:

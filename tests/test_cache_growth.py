@@ -50,8 +50,8 @@ def test_a_short_answer_takes_little_memory_whatever_it_may_be_at_most(pair: Pai
     steps.close()  # type: ignore[attr-defined]
     (conversation,) = assistant.conversations._kept
     assert conversation.draft is not None
-    assert 0 < conversation.target.sequence.nbytes <= 2048 * BYTES["target"]
-    assert 0 < conversation.draft.sequence.nbytes <= 2048 * BYTES["draft"]
+    assert 0 < conversation.target.sequence.memory.total <= 2048 * BYTES["target"]
+    assert 0 < conversation.draft.sequence.memory.total <= 2048 * BYTES["draft"]
 
 
 def test_the_drafts_cache_grows_with_the_targets_and_seldom(pair: Pair) -> None:
@@ -62,7 +62,7 @@ def test_the_drafts_cache_grows_with_the_targets_and_seldom(pair: Pair) -> None:
         if number:  # the draft is asked from the second round on
             (conversation,) = assistant.conversations._kept
             assert conversation.draft is not None
-            sizes.append((conversation.target.sequence.nbytes, conversation.draft.sequence.nbytes))
+            sizes.append((conversation.target.sequence.memory.total, conversation.draft.sequence.memory.total))
     assert {target // BYTES["target"] for target, _ in sizes} == {draft // BYTES["draft"] for _, draft in sizes}
     assert all(target // BYTES["target"] == draft // BYTES["draft"] for target, draft in sizes)
     assert len(set(sizes)) == 2
@@ -99,10 +99,10 @@ def test_growing_that_fails_half_way_leaves_every_layer_as_it_was(which: str, mo
     expected = engine.sequence().extend(text, 1).clone()
     sequence = engine.sequence()
     sequence.extend(text[:60], 1)
-    before = sequence.nbytes
+    before = sequence.memory.total
     each = tokens * 2 * 64 * 4  # bytes of a layer
     with short_of_memory(3 * each + each // 2), pytest.raises(AdaptiveError, match="no memory"):
         sequence.reserve(tokens)
-    assert sequence.nbytes == before
+    assert sequence.memory.total == before
     assert sequence.length == 60
     torch.testing.assert_close(sequence.extend(text[60:], 1), expected)

@@ -12,11 +12,12 @@ from test_joint import check as check_joint
 from tiny_models import GREEDY
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
 
+from adaptive.engines.checkpoints import REMEMBER_BEFORE
 from adaptive.engines.cpu import delta, kernels
 from adaptive.engines.cpu.delta import LOGGED, DeltaNet, States
 from adaptive.engines.cpu.forward import CpuForward, cpu_forward
 from adaptive.engines.cpu.plan import forward_kind
-from adaptive.engines.hf.engine import REMEMBER_BEFORE, TransformersEngine
+from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.protocol import ProposalCall
 from adaptive.errors import AdaptiveError
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tiny_models import Greedy, alone, noisy, prompt_of, tiny_model
 
-from adaptive.engines.checkpoints import CHECKPOINTS
+from adaptive.engines.checkpoints import CHECKPOINTS, REMEMBER_BEFORE
 from adaptive.engines.cpu import kernels
 from adaptive.engines.cpu.delta import States
 from adaptive.engines.hf import engine
 from adaptive.engines.hf.cache import RollbackCache
-from adaptive.engines.hf.engine import REMEMBER_BEFORE, TransformersEngine
+from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.hf.recurrent import State
 
 TOKENS = 20
@@ -225,8 +225,9 @@ def test_memory_of_states_is_bounded_and_counted(case: Case) -> None:
             sequence.extend(prompt_of(6, seed), 6)
             sequence.rollback(held + 1 + seed)
         sequence.extend(prompt_of(40, turn), 1)
-        found.append(cache.state_nbytes)
-    assert sequence.nbytes > found[-1] > 0
+        found.append(sequence.memory.states + sequence.memory.checkpoints)
+    assert sequence.memory.total == found[-1] + sequence.memory.keys > found[-1] > 0
+    assert sequence.memory.checkpoints > 0
     assert found[-1] == found[-2]
     # The state, two marks, checkpoints; and the inputs of the last pass, at most as wide as what the model is given.
     inputs = 16 * 8 * case.model.config.hidden_size * 4 * 6

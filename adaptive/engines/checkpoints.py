@@ -5,6 +5,9 @@ from __future__ import annotations
 # Checkpoints of a text. Fewer compute more of the text anew where a conversation branches, each takes the memory of the
 # recurrent states of all layers.
 CHECKPOINTS = 4
+# Tokens before a prompt's end at which recurrent states are remembered, for another answer to it or one that begins
+# otherwise (templates end a prompt with a few tokens of their own). They take a pass of their own.
+REMEMBER_BEFORE = 16
 
 
 def crowded(lengths: list[int]) -> int | None:

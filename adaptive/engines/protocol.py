@@ -139,6 +139,30 @@ class FusedCalls(Protocol):
         ``extend``."""
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of what is held of a text, or of several: ``keys`` and values, recurrent ``states`` with what a rollback
+    needs, ``checkpoints`` of them for going back further, hidden states (``features``)."""
+
+    keys: int = 0
+    states: int = 0
+    checkpoints: int = 0
+    features: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.keys + self.states + self.checkpoints + self.features
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(
+            self.keys + other.keys,
+            self.states + other.states,
+            self.checkpoints + other.checkpoints,
+            self.features + other.features,
+        )
+
+
 class Sequence(Protocol):
     """The cached context of one text. Its length is how many tokens the cache holds.
 
@@ -154,8 +178,8 @@ class Sequence(Protocol):
         """Tokens in the cache."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that the cache takes."""
+    def memory(self) -> Memory:
+        """What the cache takes."""
 
     def reserve(self, length: int) -> None:
         """Reserve capacity for ``length`` tokens in all, so that no pass up to there allocates. Raises AdaptiveError

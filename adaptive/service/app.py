@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from adaptive.caches import Conversations
 from adaptive.drafting.model import drafter_name
 from adaptive.errors import AdaptiveError
 from adaptive.installation import version
@@ -114,6 +115,7 @@ def _state(app: FastAPI, api: Api) -> None:
                 "waiting": len(engine.queue),
                 "speculation": engine.speculation.as_object(),
                 "conversations_cached": len(api.session().assistant.conversations),
+                "memory": _memory(api.session().assistant.conversations),
             }
         ]
 
@@ -121,6 +123,13 @@ def _state(app: FastAPI, api: Api) -> None:
 def _drafter(pair: Pair) -> str | None:
     """Who drafts beside history and grammars."""
     return None if pair.draft is None else drafter_name(pair.draft)
+
+
+def _memory(conversations: Conversations) -> dict[str, int]:
+    """Bytes that the caches of all conversations take, and may take."""
+    return {f"{name}_bytes": size for name, size in asdict(conversations.memory).items()} | {
+        "limit_bytes": conversations.limit
+    }
 
 
 def _log_state(api: Api) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from adaptive.engines.cpu.delta import States
+from adaptive.engines.protocol import Memory
 
 # Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats. A multiple of any panel of keys.
 GROWTH = 512
@@ -144,7 +145,7 @@ class CpuCache:
         self.length = length
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers, and of states with their checkpoints."""
-        held = self._buffer.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
-        return held + (0 if self.states is None else self.states.nbytes + self.states.checkpoint_nbytes)
+    def memory(self) -> Memory:
+        """Of the buffers, and of states with their checkpoints."""
+        states, checkpoints = (0, 0) if self.states is None else (self.states.nbytes, self.states.checkpoint_nbytes)
+        return Memory(self._buffer.nbytes, states, checkpoints, 0 if self.hidden is None else self.hidden.nbytes)

@@ -36,6 +36,7 @@ from adaptive.engines.hf.engine import (
 from adaptive.engines.protocol import (
     ExtendCall,
     Judgement,
+    Memory,
     ProposalCall,
     Proposed,
     Sequence,
@@ -77,9 +78,9 @@ class HeadSequence:
         return self._skipped + self.cache.length
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that the cache takes, its own features among them."""
-        return self.cache.nbytes
+    def memory(self) -> Memory:
+        """What the cache takes, its own features among it."""
+        return self.cache.memory
 
     @property
     def _known(self) -> int:

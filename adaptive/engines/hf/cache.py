@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_type
 
 from adaptive.engines.hf.calls import current_pass
 from adaptive.engines.hf.recurrent import RecurrentLayer, State, States
+from adaptive.engines.protocol import Memory
 
 # Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats.
 GROWTH = 512
@@ -332,15 +333,8 @@ class RollbackCache(Cache):
             self._hidden[:length] = other._hidden[:length]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers, states, checkpoints, and inputs kept for going back."""
-        buffers = [t for layer in self._attention for t in (layer.keys, layer.values)]
-        return sum(t.nbytes for t in (*buffers, self._hidden) if t is not None) + self.state_nbytes
-
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes of recurrent states, their checkpoints, and inputs kept for going back."""
-        if self.states is None:
-            return 0
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.states.tensors()}
-        return sum(storages.values())
+    def memory(self) -> Memory:
+        """Of all buffers, and of states with the inputs that are kept for going back."""
+        keys = sum(t.nbytes for layer in self._attention for t in (layer.keys, layer.values) if t is not None)
+        states, checkpoints = (0, 0) if self.states is None else self.states.nbytes
+        return Memory(keys, states, checkpoints, 0 if self._hidden is None else self._hidden.nbytes)

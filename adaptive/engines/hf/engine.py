@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from adaptive.engines.checkpoints import REMEMBER_BEFORE
 from adaptive.engines.cpu import joint as cpu_joint
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import FEW, cpu_forward
@@ -30,6 +31,7 @@ from adaptive.engines.hf.switching import SwitchingSequence, rope_border
 from adaptive.engines.protocol import (
     ExtendCall,
     Judgement,
+    Memory,
     ProposalCall,
     Proposed,
     Sequence,
@@ -47,9 +49,6 @@ from adaptive.types import SamplingParams
 # Tokens scored in one forward of a long prompt. Larger needs more memory for attention scores and
 # leaves a person waiting longer between two looks at ctrl-C; smaller reads the weights more often.
 PREFILL_CHUNK = 512
-# Tokens before a prompt's end at which recurrent states are remembered, for another answer to it or one that begins
-# otherwise (templates end a prompt with a few tokens of their own). They take a pass of their own.
-REMEMBER_BEFORE = 16
 
 
 class TransformersSequence:
@@ -77,9 +76,9 @@ class TransformersSequence:
         return self.cache.length
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that the cache takes."""
-        return self.cache.nbytes
+    def memory(self) -> Memory:
+        """What the cache takes."""
+        return self.cache.memory
 
     def reserve(self, length: int) -> None:
         """Reserve capacity for ``length`` tokens in all; see the protocol."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
-from adaptive.engines.protocol import Sequence, no_trees
+from adaptive.engines.protocol import Memory, Sequence, no_trees
 from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Ids, as_tensor
 
@@ -40,9 +40,9 @@ class PlainSequence:
         return len(self._tokens)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that the cache takes."""
-        return sum(tensor.nbytes for tensor in _tensors(self._cache))
+    def memory(self) -> Memory:
+        """What the cache takes, of which is not known what it is."""
+        return Memory(keys=sum(tensor.nbytes for tensor in _tensors(self._cache)))
 
     def reserve(self, length: int) -> None:
         """Nothing can be reserved in a cache of transformers."""

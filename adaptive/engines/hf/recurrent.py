@@ -294,10 +294,15 @@ class States:
             state.restore(source.kept(length))
         return length
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """What takes memory."""
-        for state in self._all:
-            yield from state.tensors()
-        for checkpoint in self._checkpoints:
-            for kept in checkpoint:
-                yield from kept.tensors()
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of the states with what they need to be taken back, and of what checkpoints hold beside."""
+        states = _storages(tensor for state in self._all for tensor in state.tensors())
+        kept = (kept for checkpoint in self._checkpoints for kept in checkpoint)
+        checkpoints = _storages(tensor for one in kept for tensor in one.tensors())
+        return sum(states.values()), sum(size for place, size in checkpoints.items() if place not in states)
+
+
+def _storages(tensors: Iterator[torch.Tensor]) -> dict[int, int]:
+    """Where tensors lie, which may share memory, and how many bytes lie there."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from adaptive.engines.protocol import Sequence, no_trees
+from adaptive.engines.protocol import Memory, Sequence, no_trees
 from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Ids, as_tensor
 
@@ -57,9 +57,9 @@ class SwitchingSequence:
         return len(self._text)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that both caches take."""
-        return self._short.nbytes + self._long.nbytes
+    def memory(self) -> Memory:
+        """What both caches take."""
+        return self._short.memory + self._long.memory
 
     def reserve(self, length: int) -> None:
         """Reserve for ``length`` tokens in all; the second cache only once it is in use. See the protocol."""

@@ -23,7 +23,7 @@ import torch
 from adaptive.engines.llamacpp.adapter import LlamaAdapter
 from adaptive.engines.llamacpp.merged import PASSES, Merging
 from adaptive.engines.llamacpp.model import LlamaModel, complaint
-from adaptive.engines.protocol import ExtendCall, Sequence, no_trees, one_after_another
+from adaptive.engines.protocol import ExtendCall, Memory, Sequence, no_trees, one_after_another
 from adaptive.engines.threads import ThreadChoice
 from adaptive.engines.tree import NO_TREE
 from adaptive.errors import AdaptiveError
@@ -82,9 +82,9 @@ class LlamaCppSequence:
         self._remove = library.llama_memory_seq_rm
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values that there is room for."""
-        return 0 if self._context is None else self._context.capacity * self.engine.bytes_per_token
+    def memory(self) -> Memory:
+        """Of the keys and values that there is room for."""
+        return Memory(keys=0 if self._context is None else self._context.capacity * self.engine.bytes_per_token)
 
     def reserve(self, length: int) -> None:
         """Make room for ``length`` tokens in all; what is held stays."""
