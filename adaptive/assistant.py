@@ -19,7 +19,7 @@ from adaptive.caches import Conversation, Conversations
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import Memory
 from adaptive.control.policy import FixedLength, LengthPolicy, Scope
-from adaptive.decoding.loop import FREE, Decoding, Request, Step, Verifier
+from adaptive.decoding.loop import Decoding, Request, Step, Verifier
 from adaptive.decoding.text import TextStream
 from adaptive.drafting.archive import History
 from adaptive.drafting.model import ModelDrafter
@@ -104,7 +104,7 @@ class Assistant:
 
     @property
     def rounds_by_adapter(self) -> list[tuple[str | None, tuple[Round, ...]]]:
-        """The last answer's rounds that the model drafted or nobody, apart by adapter: one may have been swapped in
+        """The last answer's rounds as the model had them, or nobody, apart by adapter: one may have been swapped in
         while it was under way. None of an answer under a seed: fewer of its drafted tokens stand, which says nothing of
         an adapter."""
         if self.last is None or self.last.request.sampling.seeded:
@@ -112,7 +112,7 @@ class Assistant:
         rounds = self.last.rounds
         ends = [first for _, first in self.drafted_by[1:]] + [len(rounds)]
         return [
-            (adapter, tuple(r for r in rounds[first:end] if r.drafter not in FREE))
+            (adapter, tuple(own for r in rounds[first:end] if (own := r.learned) is not None))
             for (adapter, first), end in zip(self.drafted_by, ends, strict=True)
         ]
 

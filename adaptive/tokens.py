@@ -29,6 +29,12 @@ def as_tensor(ids: Ids) -> torch.Tensor:
     return torch.from_numpy(np.array(ids, dtype=np.int64)) if isinstance(ids, list) else ids
 
 
+def as_list(ids: Ids) -> list[int]:
+    """Token ids as a list; waits for a device that is still to compute them."""
+    listed: list[int] = ids if isinstance(ids, list) else ids.tolist()
+    return listed
+
+
 def moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On ``device``, without waiting for it where that is safe. CUDA has what it copies from the program's memory
     before it goes on; another device may read that later, when it is something else's, and a copy to the processor

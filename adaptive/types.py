@@ -22,6 +22,10 @@ from adaptive.errors import AdaptiveError
 UPSTREAM_PREFIX = "upstream "
 LIKELIEST_PROPOSED = frozenset(UPSTREAM_PREFIX + name for name in ("llama-server", "vllm", "sglang", "lm-studio"))
 
+# Who drafts, in rounds, records and figures. Those that are FREE take no forward and learn nothing: what was said
+# before, and a grammar. Between the names of two that took turns in a round stands GRAFT.
+MODEL, HEAD, HISTORY, GRAMMAR, GRAFT = "model", "head", "history", "grammar", "+"
+FREE = frozenset({HISTORY, GRAMMAR})
 # Below it logits divided by a temperature are no numbers any more; a client that sends 1e-8 wants the likeliest token.
 LEAST_TEMPERATURE = 1e-5
 
@@ -133,11 +137,22 @@ class Message:
     content: str
 
 
+class Part(NamedTuple):
+    """What one drafter did of a round: tokens that it drafted, and those of them that were accepted. ``judged``: all
+    tokens before them were accepted; else the target has said nothing of them."""
+
+    drafter: str
+    drafted: int
+    accepted: int
+    judged: bool
+
+
 class Round(NamedTuple):  # which is made in a third of the time that a frozen dataclass takes
     """One speculative round: what was drafted, what was accepted, what it cost.
 
     Each round commits ``accepted + 1`` tokens (the last round may commit fewer: a stop cuts it).
-    ``drafted`` 0 is a plain decoding step. Seconds are wall-clock.
+    ``drafted`` 0 is a plain decoding step. Seconds are wall-clock. Where two drafters took turns, ``drafter`` names
+    both ("model+history"), and ``first`` is how many of the tokens, at least 1, the first one drafted; else it is 0.
     """
 
     drafter: str
@@ -145,6 +160,36 @@ class Round(NamedTuple):  # which is made in a third of the time that a frozen d
     accepted: int
     draft_s: float
     verify_s: float
+    first: int = 0
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Apart by who drafted, in their order."""
+        if not self.first:
+            return (Part(self.drafter, self.drafted, self.accepted, True),)
+        one, _, other = self.drafter.partition(GRAFT)
+        beyond = self.accepted - self.first
+        return (
+            Part(one, self.first, min(self.first, self.accepted), True),
+            Part(other, self.drafted - self.first, max(0, beyond), beyond >= 0),
+        )
+
+    @property
+    def learned(self) -> Round | None:
+        """The round as the drafter that learns (a model or a head) had it: what it drafted and of that was accepted;
+        None where only others drafted, or nothing of its own was judged. A plain step is as it is."""
+        if not self.first:
+            return None if self.drafter in FREE else self
+        for part in self.parts:
+            if part.drafter not in FREE and part.judged:
+                return Round(part.drafter, part.drafted, part.accepted, self.draft_s, self.verify_s)
+        return None
+
+    def cut(self, tokens: int) -> Round:
+        """As if only the first ``tokens`` had been drafted, all of which were accepted."""
+        if not self.first or tokens > self.first:
+            return self._replace(drafted=tokens, accepted=tokens)
+        return self._replace(drafter=self.parts[0].drafter, drafted=tokens, accepted=tokens, first=0)
 
 
 @dataclass(frozen=True)

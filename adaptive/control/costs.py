@@ -126,6 +126,11 @@ class Timed(NamedTuple):
     settled: bool = True
     tried: bool = False
 
+    @property
+    def own(self) -> Round:
+        """Of the outcome what the draft drafted, without what others added to it."""
+        return self.outcome.learned or Round("none", 0, 0, self.outcome.draft_s, self.outcome.verify_s)
+
 
 class Steps:
     """The size of the steps by which one estimate follows what is seen."""

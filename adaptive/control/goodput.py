@@ -293,7 +293,7 @@ class GoodputLength(LengthPolicy):
     def observe(self, outcome: Round) -> None:
         """Keep a finished round; every ``BATCH`` rounds, and at once after a try, they are learned from."""
         bins = self.stopping.bins_of(self.rounds) if self.attentive else []
-        steps = len(bins) if self.attentive else outcome.drafted
+        steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         tokens = 1 + outcome.accepted
         self.rounds += 1
         self.rounds_s += outcome.draft_s + outcome.verify_s
@@ -320,7 +320,7 @@ class GoodputLength(LengthPolicy):
         compared = self.costs.round(COMPARED) / self.costs.round(0)
         for timed, bins in zip(seen, sure, strict=True):
             self._learn(timed, bins, compared)
-        self.acceptance.observe([timed.outcome for timed in seen if timed.outcome.drafted])
+        self.acceptance.observe([timed.own for timed in seen if timed.outcome.drafted])
         if any(sure):
             self.calibration.calibrate()
         # Plain rounds say nothing new of the draft: as long as no try can be paid for, the decision stands.
@@ -331,7 +331,7 @@ class GoodputLength(LengthPolicy):
 
     def _learn(self, timed: Timed, bins: list[int], compared: float) -> None:
         """Rate, budget and calibration after one round; ``compared`` as in ``SeenTimes``."""
-        costs, (outcome, steps, waiting, again, settled, tried) = self.costs, timed
+        costs, own, (outcome, steps, waiting, again, settled, tried) = self.costs, timed.own, timed
         took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
         if not steps:
             self.budget = min(BUDGET, self.budget + TRY_SHARE)
@@ -341,15 +341,15 @@ class GoodputLength(LengthPolicy):
         whole = costs.draft(steps, waiting) + costs.beside_drafting(outcome.drafted)
         if settled and outcome.drafted:
             self.times.observe(True, took, whole, compared)
-        seconds = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.beside_drafting(outcome.drafted)
-        tokens = 1.0 + outcome.accepted
+        seconds = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.beside_drafting(own.drafted)
+        tokens = 1.0 + own.accepted
         if self.attentive:
-            judged = bins[: min(outcome.drafted, outcome.accepted + 1)]
+            judged = bins[: min(own.drafted, own.accepted + 1)]
             # How likely the judged tokens were says the same as what came of them, with less chance in it.
             tokens = 1.0 + sum(self.calibration.table[b] for b in judged)
-            self.calibration.observe(bins, outcome.drafted, outcome.accepted)
-        longer = self.longer if outcome.drafted else 1.0  # what was dropped takes what a plain step takes
-        if self.recent.observe(1 + outcome.accepted, longer * seconds / costs.speed):
+            self.calibration.observe(bins, own.drafted, own.accepted)
+        longer = self.longer if own.drafted else 1.0  # what was dropped takes what a plain step takes
+        if self.recent.observe(1 + own.accepted, longer * seconds / costs.speed):
             self.acceptance.changed()
             self.calibration.changed()
             self.age = 0

@@ -1,7 +1,8 @@
 """What a match in earlier text is worth: from its length and how far matches agree, to the probability of acceptance.
 
-In: for every token that history proposed its bin (``LENGTHS`` lengths of match in each of ``AGREEMENTS`` ways of
-agreeing, drafting/suffixes.py), and afterwards how many were accepted. Out: the probability that each of a chain of
+In: for every token that history found its bin (``LENGTHS`` lengths of match in each of ``AGREEMENTS`` ways of agreeing,
+drafting/suffixes.py), and afterwards how many of them were said, whoever had proposed them: a token that the target
+accepts with probability p is the one that it says with probability p. Out: the probability that each of a chain of
 tokens is accepted, given that all before it were, and that all up to it are.
 
 As the model's confidence (``confidence.py``): discounted counts by bin, believed to be the usual ones where little was
@@ -45,8 +46,9 @@ class Bins:
         self.rounds, self.scale = 0, 1.0
         self._calibrate_all()
 
-    def observe(self, bins: Sequence[int], accepted: int) -> None:
-        """A round proposed tokens of these bins, and so many of them were accepted."""
+    def observe(self, bins: Sequence[int], accepted: int, used: bool = True) -> None:
+        """Tokens of these bins were found, and so many of them are what was said. Where they were not ``used``, that is
+        believed only with the next ones that were, or after some rounds: believing takes longer than counting."""
         judged = bins[: accepted + 1]
         for place, b in enumerate(judged):
             hit = 1.0 if place < accepted else 0.0
@@ -55,9 +57,9 @@ class Bins:
         self.rounds += 1
         if self.rounds % SCALE_EVERY == 0:
             self._calibrate_all()
-            return
-        for agreement in {b // LENGTHS for b in judged}:
-            self._calibrate(agreement)
+        elif used:
+            for agreement in {b // LENGTHS for b in judged}:
+                self._calibrate(agreement)
 
     def _calibrate_all(self) -> None:
         seen = zip(self.accepted, self.rejected, PRIORS, strict=True)

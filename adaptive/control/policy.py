@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from adaptive.types import Round
 
@@ -36,6 +36,14 @@ class Advice(IntEnum):
     DROP = 0  # propose nothing here: the draft ends before this position
     LAST = 1  # propose a token here and end the draft
     MORE = 2  # propose a token here and go on
+
+
+class Lead(NamedTuple):
+    """What a round proposes: ``history`` tokens of a proposal that takes no forward of the draft, and behind them at
+    most ``model`` tokens that the draft is asked for. Both 0 is plain decoding."""
+
+    history: int
+    model: int
 
 
 # Asked with a position (from 1) and the largest probability of the distribution there.
@@ -87,14 +95,34 @@ class LengthPolicy(ABC):
     def observe(self, outcome: Round) -> None:
         """Learn from a finished round of the model's, or a plain one."""
 
-    def worth(self, reach: Sequence[float], limit: int) -> int:
-        """How many tokens of a proposal that takes no forward of the draft are worth verifying in place of what
-        ``next_length`` chose, at most ``limit``; 0 for none. ``reach`` is of each the probability that all up to it
-        are accepted."""
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+        """What the next round proposes, at most ``limit`` tokens. ``next_length`` chose ``length`` of the draft's,
+        and a proposal was found that takes no forward of it: ``reach`` is of each of its tokens the probability that
+        all up to it are accepted. ``singly``: the draft reads each of them in a pass of its own."""
+        return Lead(0, length)
+
+    def adviser_behind(self, tokens: int, sure: float) -> Adviser | None:
+        """Whom the draft asks that goes on behind so many tokens of another proposal, all of which stand with this
+        probability."""
+        return self.adviser
+
+    def sure_of_draft(self, drafted: int, agreed: Sequence[float]) -> float:
+        """The probability that all ``drafted`` tokens of the draft that was just made are accepted. ``agreed`` is of
+        the first ones, which the other proposal has too, how likely such tokens are accepted."""
+        return 0.0
+
+    def tail_may_pay(self, drafted: int, sure: float) -> bool:
+        """Whether a proposal that takes no forward is worth looking for behind a draft of ``drafted`` tokens, all of
+        which are accepted with probability ``sure``."""
+        return False
+
+    def tail(self, drafted: int, sure: float, reach: Sequence[float], limit: int) -> int:
+        """How many tokens of such a proposal are worth verifying there, at most ``limit``. ``reach`` is of each the
+        probability that all up to it are accepted, given that the draft is."""
         return 0
 
     def passed(self, outcome: Round) -> None:  # noqa: B027 - as above
-        """A round that verified such a proposal has finished."""
+        """A round has finished that verified such a proposal, or began with one."""
 
     def begin(self, scope: Scope) -> None:  # noqa: B027 - most policies keep no estimates apart
         """An answer starts."""
@@ -126,7 +154,7 @@ class FixedLength(LengthPolicy):
         if outcome.drafted:
             self.accepted += ACCEPTED_STEP * (outcome.accepted - self.accepted)
 
-    def worth(self, reach: Sequence[float], limit: int) -> int:
-        """The fixed length, or less, where more is expected of it than the model's drafts brought: it costs no more."""
-        length = min(self.length, limit, len(reach))
-        return length if sum(reach[:length]) > self.accepted else 0
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+        """The other proposal where more of it is expected than the model's drafts brought: it costs no more."""
+        most = min(self.length, limit, len(reach))
+        return Lead(most, 0) if sum(reach[:most]) > self.accepted else Lead(0, length)

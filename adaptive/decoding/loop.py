@@ -18,14 +18,15 @@ from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.trees import verify_tree
 from adaptive.decoding.verify import Verdict, verify_fused, verify_greedy, verify_logits
-from adaptive.drafting.forced import GRAMMAR, ForcedDrafter
-from adaptive.drafting.history import HISTORY, HistoryDrafter
+from adaptive.drafting.forced import ForcedDrafter
+from adaptive.drafting.grafting import Grafting
+from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import Drafter
 from adaptive.engines.protocol import Sequence
 from adaptive.sampling import LogitsProcessor, Transform, Uniform
 from adaptive.tokens import Ids, as_tensor, join
-from adaptive.types import Round, SamplingParams, StopParams, Supervision, Timings
+from adaptive.types import FREE, Round, SamplingParams, StopParams, Supervision, Timings
 
 # Seconds of rounds whose tokens are shown together: as long as a screen shows one picture. What comes between two
 # rounds (text, hooks, the caller) is cheap when it is repeated, and dear each time that a pass over the weights has
@@ -34,8 +35,6 @@ BURST_S = 0.016
 # Tokens of an answer that the caches are reserved for at first, and at least so many more each time; most answers are
 # shorter, whatever they may be at most. Fewer copies a long answer's cache more often, more takes memory in vain.
 ANSWER_RESERVE = 1024
-# Drafters that take no forward, of which the draft-length policy learns nothing.
-FREE = frozenset({HISTORY, GRAMMAR})
 # Tokens behind the committed ones that are always reserved too: a recorded pass writes up to 17.
 AHEAD = 32
 
@@ -154,7 +153,8 @@ def speculative_round(
         verifier.processor.commit(verdict.tokens)
     verified = clock()
     who, drafted = ("none", 0) if proposal is None else (proposal.drafter, len(proposal.tokens))
-    return Round(who, drafted, verdict.accepted, proposed - began, verified - proposed), verdict, logits
+    first = 0 if proposal is None else proposal.first
+    return Round(who, drafted, verdict.accepted, proposed - began, verified - proposed, first), verdict, logits
 
 
 class Decoding:
@@ -180,8 +180,8 @@ class Decoding:
         history: HistoryDrafter | None = None,
     ) -> None:
         """``between`` is called before every burst of rounds, when nothing is under way and weights may change;
-        it says whether the draft may be used in these rounds. ``history`` proposes in its place where the policy finds
-        that worth more."""
+        it says whether the draft may be used in these rounds. ``history`` proposes in its place, before it or
+        behind it where the policy finds that worth more."""
         self.request = request
         self.target = target
         self.drafter = drafter
@@ -189,7 +189,7 @@ class Decoding:
         self.policy = policy
         self.stream = stream
         self.between = between or (lambda: True)
-        self.history = history
+        self.grafting = None if history is None else Grafting(drafter, history, policy)
         constraint = verifier.processor.constraint
         self.forced = None if constraint is None else ForcedDrafter(constraint)
         self.committed = list(request.prompt)
@@ -260,10 +260,10 @@ class Decoding:
                 self._keep(verdict, logits)
                 self.rounds.append(outcome)
                 times -= 1
-                if drafter is not None and drafter is not self.drafter:
+                if outcome.first or outcome.drafter in FREE:
                     times = 0  # it may have committed more than the policy reckoned with
-                    if drafter is self.history:
-                        self.history.observe(outcome)
+                if self.grafting is not None and drafter is not self.forced:
+                    self.grafting.observe(outcome, verdict.tokens)
                 late = clock() >= until
                 if late or self._ended or times <= 0:
                     break
@@ -278,16 +278,14 @@ class Decoding:
 
     def _who_drafts(self, length: int) -> tuple[Drafter | None, int]:
         """The drafter of the next round and the most that it drafts: the grammar what it leaves no choice about; else
-        the model ``length`` tokens, as the policy chose, or history where what it has found promises more."""
+        the model ``length`` tokens, as the policy chose, or history instead or with it where that is worth more."""
         if self.forced is not None:
             certain = self.forced.look(min(AHEAD, self._left) - 1)
             if certain > length:
                 return self.forced, certain
-        if self.history is not None:
+        if self.grafting is not None:
             # A round commits one token more than it accepts.
-            most = self.policy.worth(self.history.look(self.committed), self._left - 1)
-            if most > 0:
-                return self.history, most
+            return self.grafting, self.grafting.plan(self.committed, length, self._left - 1)
         return self.drafter, length
 
     def _reserve(self, length: int) -> None:
@@ -341,7 +339,7 @@ class Decoding:
                 del self.rounds[number:], self._expected[number:]
                 return
             if outcome.accepted >= left:
-                self.rounds[number] = outcome._replace(drafted=left, accepted=left)
+                self.rounds[number] = outcome.cut(left)
             shown += 1 + outcome.accepted
 
     @property

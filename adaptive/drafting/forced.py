@@ -10,9 +10,7 @@ from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import WithoutForward
 from adaptive.grammar import Constraint
-
-# Who proposed, in rounds, records and figures.
-GRAMMAR = "grammar"
+from adaptive.types import GRAMMAR
 
 
 class ForcedDrafter(WithoutForward):

@@ -5,17 +5,17 @@ A proposal takes no forward, and nothing of it is drawn: verification meets it a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from adaptive.control.matches import Bins, Matches, reach
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import WithoutForward
 from adaptive.drafting.suffixes import LONGEST, Suffixes, suffixes
-from adaptive.types import Round
+from adaptive.types import HISTORY
 
-# Who proposed, in rounds, records and figures.
-HISTORY = "history"
-# The sources of a match, apart in the calibration.
-RUNNING, RECORDS = "text", "records"
+# The sources of a match, apart in the calibration; AGREED: what the model proposes too.
+RUNNING, RECORDS, AGREED = "text", "records", "agreed"
 
 
 class RunningText:
@@ -53,6 +53,22 @@ def _common(one: list[int], other: list[int]) -> int:
     return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
 
 
+class Found(NamedTuple):
+    """Tokens that may follow, of each the bin of its match and the probability that all up to it are accepted, and the
+    calibration that says so."""
+
+    tokens: list[int]
+    bins: list[int]
+    reach: list[float]
+    calibration: Bins
+
+    def observe(self, said: list[int], used: bool) -> None:
+        """What was said in their place, and whether any of them was proposed."""
+        hits = _common(self.tokens, said)
+        if self.tokens and said:
+            self.calibration.observe(self.bins[: len(said)], hits, used)
+
+
 class HistoryDrafter(WithoutForward):
     """Proposes what ``look`` has found. One serves one answer; texts, records and calibration outlive it."""
 
@@ -70,11 +86,12 @@ class HistoryDrafter(WithoutForward):
         self._sources: list[tuple[Suffixes, Bins, bool]] = [(text.index, matches.of(RUNNING, temperature), True)]
         if records is not None:
             self._sources.append((records, matches.of(RECORDS, temperature), False))
+        self._nothing = Found([], [], [], self._sources[0][1])
+        self._together = matches.of(AGREED, temperature)
         self._begun = False
-        self._tokens: list[int] = []
-        self._bins: list[int] = []
-        self._source = self._sources[0][1]
-        self._proposed: list[int] = []  # bins of the proposal that is being verified
+        self._found = self._behind = self._nothing
+        self._draft: list[int] = []  # which this looked behind
+        self._agreed = 0  # tokens at the beginning of a draft that were found too
 
     def look(self, committed: list[int]) -> list[float]:
         """Find what may follow ``committed``; of each of its tokens the probability that all up to it are accepted."""
@@ -83,27 +100,54 @@ class HistoryDrafter(WithoutForward):
         else:
             self.text.follow(committed)
             self._begun = True
-        context = committed[-LONGEST:]
-        best: list[float] = []
-        self._tokens = []
+        self._found, self._behind, self._agreed = self._best(committed[-LONGEST:]), self._nothing, 0
+        return self._found.reach
+
+    def agreed(self, drafted: list[int]) -> list[float]:
+        """Of the first tokens of a draft that were found too, how likely such a token is accepted."""
+        self._agreed = _common(self._found.tokens, drafted)
+        return [self._together.table[b] for b in self._found.bins[: self._agreed]]
+
+    def look_behind(self, committed: list[int], drafted: list[int]) -> list[float]:
+        """Find what may follow the tokens of a draft behind ``committed``, as ``look``."""
+        self._draft = drafted
+        self.text.index.append(drafted)
+        try:
+            self._behind = self._best([*committed[-LONGEST:], *drafted][-LONGEST:])
+        finally:
+            self.text.index.take_back(len(drafted))
+        return self._behind.reach
+
+    def _best(self, context: list[int]) -> Found:
+        """Of the sources that which promises the most."""
+        best, most = self._nothing, 0.0
         for index, calibration, grows in self._sources:
             tokens, bins = index.follow(context, grows)
             if not tokens:
                 continue
-            found = reach(calibration.table, bins)
-            if sum(found) > sum(best):
-                best, self._tokens, self._bins, self._source = found, tokens, bins, calibration
+            sure = reach(calibration.table, bins)
+            if sum(sure) > most:
+                best, most = Found(tokens, bins, sure, calibration), sum(sure)
         return best
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
         """The first ``length`` tokens of what ``look`` has found behind ``committed``."""
-        self._proposed = self._bins[:length]
-        return Proposal(self.name, self._tokens[:length], None)
+        return Proposal(self.name, self._found.tokens[:length], None)
 
-    def observe(self, outcome: Round) -> None:
-        """What became of the last proposal."""
-        self._source.observe(self._proposed, outcome.accepted)
+    def propose_behind(self, length: int) -> Proposal:
+        """The first ``length`` tokens of what ``look_behind`` has found."""
+        return Proposal(self.name, self._behind.tokens[:length], None)
+
+    def observe(self, said: list[int], used: bool = True) -> None:
+        """What the round committed for which this looked, and whether a token of it was this drafter's proposal."""
+        self._found.observe(said, used)
+        if self._agreed:
+            agreed, said_too = self._agreed, _common(self._found.tokens[: self._agreed], said)
+            self._together.observe(self._found.bins[: min(agreed, len(said))], said_too, used)
+        stood = len(self._draft)
+        if self._behind.tokens and said[:stood] == self._draft:
+            self._behind.observe(said[stood:], used)
 
     def limit(self, committed: int) -> int:
         """Any number: there is no cache."""
-        return len(self._tokens)
+        return len(self._found.tokens)

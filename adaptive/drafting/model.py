@@ -13,12 +13,12 @@ from adaptive.engines.protocol import Engine, FusedCalls, ProposalCall, ReadsFea
 from adaptive.noise import race
 from adaptive.sampling import LogitsProcessor, Transform, Uniform, draw_on_device, pick
 from adaptive.tokens import Ids, argmax, as_array, as_tensor, join, known, likeliest
-from adaptive.types import SamplingParams
+from adaptive.types import MODEL, SamplingParams
 
 
 def drafter_name(engine: Engine) -> str:
     """What a draft is called in rounds, records and figures."""
-    return engine.name if isinstance(engine, ReadsFeatures) else "model"
+    return engine.name if isinstance(engine, ReadsFeatures) else MODEL
 
 
 class ModelDrafter:
@@ -65,13 +65,21 @@ class ModelDrafter:
 
         ``advise`` is asked when a distribution is known and nothing has been drawn from it yet.
         """
-        feed = committed[self.sequence.length :]
+        return self.go_on(committed, [], length, advise)
+
+    def go_on(
+        self, committed: list[int], proposed: list[int], length: int, advise: Adviser | None = None
+    ) -> Proposal | None:
+        """The same behind ``proposed`` tokens, which somebody else proposes to follow the committed ones: what comes
+        first is fed with these."""
+        held = len(committed)
+        feed = committed[self.sequence.length :] + proposed if proposed else committed[self.sequence.length :]
         if self.engine.vocab_size < self.target_vocab:
             # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
             feed = [min(token, self.engine.vocab_size - 1) for token in feed]
         if self._fused is not None:
             return self._propose_fused(self._fused, feed, length, advise)
-        return self._propose_by_token(committed, feed, length, advise)
+        return self._propose_by_token(held, proposed, feed, length, advise)
 
     def _propose_fused(
         self, sequence: FusedCalls, feed: list[int], length: int, advise: Adviser | None
@@ -85,7 +93,7 @@ class ModelDrafter:
         return Proposal(self.name, tokens, probs) if tokens else None
 
     def _propose_by_token(
-        self, committed: list[int], feed: Ids, length: int, advise: Adviser | None
+        self, held: int, proposed: list[int], feed: Ids, length: int, advise: Adviser | None
     ) -> Proposal | None:
         tokens: list[Ids] = []
         probs: list[Any] = []
@@ -94,7 +102,7 @@ class ModelDrafter:
             if self.engine.vocab_size > self.target_vocab:
                 logits = logits[:, : self.target_vocab]
             if self._adjusts:
-                logits = self.processor.apply(logits, as_tensor(join(tokens)))
+                logits = self.processor.apply(logits, as_tensor(join([proposed, *tokens])))
             q, rows, advice = None, None, Advice.MORE
             if not self.params.greedy:
                 q = self.transform(logits, position - 1)
@@ -109,7 +117,7 @@ class ModelDrafter:
             if advice is Advice.DROP:
                 break
             if q is not None:
-                feed = self._draw(q, rows, len(committed) + position - 1)
+                feed = self._draw(q, rows, held + len(proposed) + position - 1)
                 if not self.params.seeded:
                     probs.append(q if rows is None else rows[0])
             tokens.append(feed)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from adaptive.tokens import Distributions, Ids, as_tensor
+from adaptive.tokens import Distributions, Ids, as_list, as_tensor
+from adaptive.types import GRAFT
 
 
 class Proposal(NamedTuple):
@@ -19,12 +21,15 @@ class Proposal(NamedTuple):
     In a tree, token i follows token ``parents[i]``, which comes before it, or for -1 the last committed one. ``tokens``
     are then listed, and ``probs`` are too: token i's is the distribution after its parent, from which those that were
     drawn there come in their order and without replacement, or None where it was not drawn. A chain has no ``parents``.
+
+    Of a chain that two drafters made, one behind the other, the first made ``first`` tokens; else that is 0.
     """
 
     drafter: str
     tokens: Ids
     probs: Distributions | None
     parents: list[int] | None = None
+    first: int = 0
 
     def first_path(self) -> Proposal:
         """Of a tree the chain of the first token that follows each, for who verifies chains only. It is a proposal as
@@ -43,6 +48,28 @@ class Proposal(NamedTuple):
         masses = point_masses(tokens, max(vocab, *(token + 1 for token in tokens)))
         rows = [masses[i] if row is None else _wide(torch.as_tensor(row), masses) for i, row in enumerate(probs)]
         return Proposal(self.drafter, tokens, torch.stack(rows))
+
+
+def grafted(front: Proposal, back: Proposal) -> Proposal:
+    """The chain ``back`` behind the chain ``front``, of another drafter. Every token keeps what it was drawn from; that
+    is a point mass for one that was not, where others were."""
+    chains = [as_list(front.tokens), as_list(back.tokens)]
+    tokens, probs = chains[0] + chains[1], None
+    drawn = [_stacked(one.probs) for one in (front, back)]
+    known = next((q for q in drawn if q is not None), None)
+    if known is not None:
+        undrawn = [token for q, chain in zip(drawn, chains, strict=True) if q is None for token in chain]
+        width = max(known.shape[1], *(token + 1 for token in undrawn)) if undrawn else known.shape[1]
+        pairs = zip(drawn, chains, strict=True)
+        masses = (point_masses(chain, width).to(known) if q is None else q for q, chain in pairs)
+        probs = torch.cat([torch.nn.functional.pad(q, (0, width - q.shape[1])) for q in masses])
+    return Proposal(f"{front.drafter}{GRAFT}{back.drafter}", tokens, probs, None, len(chains[0]))
+
+
+def _stacked(q: Distributions | None) -> torch.Tensor | None:
+    if q is None or isinstance(q, torch.Tensor):
+        return q
+    return torch.from_numpy(np.stack(list(q)))
 
 
 def _wide(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""The model and history together: one of them proposes a round, or one behind the other, as the policy finds worth it.
+
+The policy is asked twice: before the model's first pass, with what history has found, who begins; and where the model
+began, once its draft has ended, whether what history finds behind that is worth verifying too. Every token keeps what
+it was drawn from, so that verification need not know who proposed it. Which tokens there are may depend on those before
+them, never on what is drawn in their own place (``protocol.py``).
+"""
+
+from __future__ import annotations
+
+from adaptive.control.policy import Adviser, Lead, LengthPolicy
+from adaptive.drafting.history import HistoryDrafter
+from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.proposal import Proposal, grafted
+from adaptive.drafting.protocol import Drafter
+from adaptive.tokens import as_list
+from adaptive.types import FREE, HEAD, HISTORY, Round
+
+
+class Grafting:
+    """Proposes for one answer what a ``policy`` decides of the ``model``'s draft, if there is one, and ``history``."""
+
+    name = HISTORY
+
+    def __init__(self, model: Drafter | None, history: HistoryDrafter, policy: LengthPolicy) -> None:
+        self.model = model
+        self.history = history
+        self.policy = policy
+        self._goes_on = model if isinstance(model, ModelDrafter) else None
+        self._singly = model is not None and model.name == HEAD
+        self._lead, self._reach, self._limit = Lead(0, 0), list[float](), 0
+
+    def plan(self, committed: list[int], length: int, limit: int) -> int:
+        """Look for what may follow ``committed``, and decide who begins the next round, where the draft was to have
+        ``length`` tokens and at most ``limit`` may be proposed. How many are asked for; 0 for plain decoding."""
+        self._reach, self._limit = self.history.look(committed), limit
+        lead = self.policy.lead(self._reach, length, limit, self._singly)
+        if lead.history and lead.model:
+            room = 0 if self._goes_on is None else self._goes_on.limit(len(committed) + lead.history)
+            lead = Lead(lead.history, min(lead.model, room))
+        self._lead = lead
+        return lead.history + lead.model
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        """What was planned; of the model's draft at most ``length`` tokens, and fewer where ``advise`` says so."""
+        lead = self._lead
+        if not lead.history:
+            draft = None if self.model is None else self.model.propose(committed, lead.model, advise)
+            return self._with_tail(committed, draft)
+        front = self.history.propose(committed, lead.history)
+        if front is None or not lead.model or self._goes_on is None:
+            return front
+        adviser = self.policy.adviser_behind(lead.history, self._reach[lead.history - 1])
+        back = self._goes_on.go_on(committed, as_list(front.tokens), lead.model, adviser)
+        return front if back is None else grafted(front, back)
+
+    def _with_tail(self, committed: list[int], draft: Proposal | None) -> Proposal | None:
+        """The model's draft, and history's tokens behind it where these are worth it."""
+        drafted = 0 if draft is None else len(draft.tokens)
+        policy, room = self.policy, self._limit - drafted
+        tree = draft is not None and draft.parents is not None
+        if room <= 0 or tree or not policy.tail_may_pay(drafted, 1.0):
+            return draft
+        tokens = [] if draft is None else as_list(draft.tokens)
+        sure = policy.sure_of_draft(drafted, self.history.agreed(tokens))
+        if not policy.tail_may_pay(drafted, sure):
+            return draft
+        most = policy.tail(drafted, sure, self.history.look_behind(committed, tokens), room)
+        if not most:
+            return draft
+        tail = self.history.propose_behind(most)
+        return tail if draft is None else grafted(draft, tail)
+
+    def observe(self, outcome: Round, said: list[int]) -> None:
+        """The round has ended, and committed the tokens ``said``."""
+        self.history.observe(said, any(part.drafter in FREE for part in outcome.parts))
+
+    def limit(self, committed: int) -> int:
+        """As of the model."""
+        return 0 if self.model is None else self.model.limit(committed)
+
+    def catch_up(self, committed: int) -> int:
+        """As of the model."""
+        return 0 if self.model is None else self.model.catch_up(committed)
+
+    def reserve(self, length: int) -> None:
+        """As of the model."""
+        if self.model is not None:
+            self.model.reserve(length)
+
+    def rollback(self, length: int) -> None:
+        """As of the model; history takes in nothing before it is committed."""
+        if self.model is not None and self._lead.model:
+            self.model.rollback(length)
