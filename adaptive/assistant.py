@@ -29,6 +29,7 @@ from adaptive.errors import AdaptiveError, ContextFullError
 from adaptive.grammar import Constraint, Grammar, Grammars
 from adaptive.pair import Pair
 from adaptive.records.features import LONGEST, Features
+from adaptive.records.stats import learned_rounds
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import LogitsProcessor
 from adaptive.settings import Settings
@@ -112,7 +113,7 @@ class Assistant:
         rounds = self.last.rounds
         ends = [first for _, first in self.drafted_by[1:]] + [len(rounds)]
         return [
-            (adapter, tuple(own for r in rounds[first:end] if (own := r.learned) is not None))
+            (adapter, tuple(learned_rounds(rounds[first:end])))
             for (adapter, first), end in zip(self.drafted_by, ends, strict=True)
         ]
 

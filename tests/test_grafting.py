@@ -1,5 +1,5 @@
-"""The model and history in one round: exact whoever proposes what, chosen by expected tokens per second, and credited to
-who proposed it."""
+"""The model and history in one round: exact whoever proposes what, chosen by expected tokens per second, and credited
+to who proposed it."""
 
 from __future__ import annotations
 
@@ -270,9 +270,11 @@ def test_history_is_credited_with_what_it_proposed_and_learns_from_what_was_said
     assert history.look(said)
     before = list(text.tokens)
     assert history.agreed([4, 5, 77]) == [matches.of(AGREED, 0.0).table[b] for b in history._found.bins[:2]]
-    assert history.look_behind(said, [4, 5]) and history.propose_behind(3).tokens == [6, 7, 8]
+    assert history.look_behind(said, [4, 5])
+    assert history.propose_behind(3).tokens == [6, 7, 8]
     assert text.tokens == before
-    assert tuple(text.index.follow(said[-32:], True))[0][:3] == [4, 5, 6]
+    found, _ = text.index.follow(said[-32:], True)
+    assert found[:3] == [4, 5, 6]
     history.observe([4, 5, 6, 99])
     running, together = matches.of(RUNNING, 0.0), matches.of(AGREED, 0.0)
     assert (sum(together.accepted), sum(together.rejected)) == (2.0, 0.0)

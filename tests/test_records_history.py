@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from adaptive.records import schema
 from adaptive.records.figures import GenerationFigures
 from adaptive.records.history import KEYS, grouped, history, series, swaps
 from adaptive.records.log import Log
-from adaptive.records.schema import MIGRATIONS, connect, sum_up_generations
-from adaptive.records.stats import RoundCount, acceptance_by_position, count_rounds, speculative_stats
+from adaptive.records.schema import MIGRATIONS, connect, sum_up_generations, tell_drafters_apart
+from adaptive.records.stats import RoundCount, acceptance_by_position, by_drafter, count_rounds, speculative_stats
 from adaptive.records.writer import LogWriter
 from adaptive.types import Round
 
@@ -69,6 +70,78 @@ def test_a_log_of_before_is_summed_up_once_and_says_how_far_it_is(
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert shares.count(1.0) == 1
+
+
+WITH_HISTORY = (
+    Round("model", 4, 2, 0.0, 0.0),
+    Round("history", 8, 8, 0.0, 0.0),
+    Round("model+history", 7, 5, 0.0, 0.0, 3),
+    Round("history+model", 6, 5, 0.0, 0.0, 4),
+    Round("history+model", 6, 1, 0.0, 0.0, 4),
+    Round("none", 0, 0, 0.0, 0.0),
+)
+
+
+def test_an_adapters_acceptance_is_of_what_its_draft_drafted(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    with LogWriter(path) as writer:
+        writer.write(generation(1, adapter="0001", rounds=WITH_HISTORY))
+        writer.write(generation(2, adapter="0001", rounds=rounds((4, 1))))
+        writer.write(generation(3, rounds=(Round("history", 5, 2, 0.0, 0.0),)))
+    with Log(path) as log:
+        (first, *_), found, drafters = log.generations(), history(log.figures()), log.by_drafter()
+    assert first.generation.rounds == WITH_HISTORY
+    of_adapter, of_nobody = found.rows
+    # Three of the four tokens of the draft, then three of three, then one of two; behind what did not stand nothing.
+    stats = of_adapter.speculation
+    assert (stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (4, 13, 7)
+    assert of_adapter.tokens_per_round == 1 + 22 / 7  # over all rounds, whoever drafted
+    assert (of_nobody.key, of_nobody.speculation.num_spec_steps, of_nobody.tokens_per_round) == ("no draft", 0, 3.0)
+    assert found.positions[0].observed == 4
+    drafted = {"model": (5, 15, 7), "history": (5, 25, 17)}
+    assert {name: (one.rounds, one.drafted, one.accepted) for name, one in drafters.items()} == drafted
+    assert by_drafter([*WITH_HISTORY, *rounds((4, 1)), Round("history", 5, 2, 0.0, 0.0)]) == drafters
+
+
+def test_a_log_in_which_history_counted_as_the_draft_is_summed_up_anew(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    said = [*WITH_HISTORY[:2], *rounds((3, 3)), Round("grammar", 2, 2, 0.0, 0.0)]
+    with LogWriter(path) as writer:
+        writer.write(generation(1, rounds=tuple(said)))
+        writer.write(generation(2, rounds=rounds((4, 1), (0, 0))))
+        writer.write(generation(3, rounds=(said[1],)))
+    with Log(path) as log:
+        before, drafters = list(log.figures()), log.by_drafter()
+    assert [one.own is None for one in before] == [False, True, False]
+    old = sqlite3.connect(path, isolation_level=None)  # as the version before wrote it
+    old.execute("ALTER TABLE rounds DROP COLUMN first")
+    old.execute("ALTER TABLE figures DROP COLUMN own")
+    old.execute(f"PRAGMA user_version={MIGRATIONS.index(tell_drafters_apart)}")
+    old.close()
+    with Log(path) as log:
+        assert list(log.figures()) == before
+        assert log.by_drafter() == drafters
+        assert next(iter(log.generations())).generation.rounds == tuple(said)
+    with LogWriter(path) as writer:
+        writer.write(generation(4, rounds=WITH_HISTORY))
+    with Log(path) as log:
+        assert [one.generation.rounds for one in log.generations()][3] == WITH_HISTORY
+
+
+def test_rounds_of_two_drafters_are_read_from_the_pages_of_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    with LogWriter(path) as writer:
+        writer.write(generation(1, rounds=WITH_HISTORY))
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    data = bytearray(path.read_bytes())
+    data[:16] = b"no database here"
+    path.write_bytes(bytes(data))
+    with LogWriter(path) as writer:
+        writer.write(generation(2))
+    with Log(path) as log:
+        assert next(iter(log.generations())).generation.rounds == WITH_HISTORY
 
 
 def test_many_groups_are_summed_up_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:

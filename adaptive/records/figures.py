@@ -30,7 +30,8 @@ Places = npt.NDArray[np.int64]
 class GenerationFigures:
     """The figures of one generation: no text, no tokens. ``seconds`` is the time of ``tokens - 1``
     output tokens, the first one coming out of the prompt's own pass; ``expected`` what the draft-length
-    policy expected it to be (0: no forecast)."""
+    policy expected it to be (0: no forecast). ``own`` are the rounds as the draft had them, without what drafters that
+    learn nothing added (``Round.learned``); None where there were none of those."""
 
     id: int
     session: str
@@ -40,17 +41,19 @@ class GenerationFigures:
     seconds: float
     expected: float
     rounds: tuple[RoundCount, ...]
+    own: tuple[RoundCount, ...] | None = None
 
     @property
     def drafted(self) -> bool:
-        """Whether anything was drafted."""
-        return any(count.drafted for count in self.rounds)
+        """Whether the draft drafted anything."""
+        return any(count.drafted for count in (self.rounds if self.own is None else self.own))
 
 
 @dataclass(frozen=True)
 class Sums:
     """A group of generations together. ``timed`` counts tokens but the first of each generation that took
-    ``seconds``, ``forecast`` those of which ``expected`` seconds were expected."""
+    ``seconds``, ``forecast`` those of which ``expected`` seconds were expected; ``own`` are the rounds as the draft had
+    them."""
 
     generations: int
     tokens: int
@@ -61,6 +64,7 @@ class Sums:
     first: float | None
     last: float | None
     rounds: tuple[RoundCount, ...]
+    own: tuple[RoundCount, ...]
 
 
 def is_packed(value: object) -> bool:
@@ -73,27 +77,66 @@ def packed(counts: Iterable[RoundCount]) -> bytes:
     return np.array([(c.drafted, c.accepted, c.rounds) for c in counts], COUNTS).tobytes()
 
 
+class Counts:
+    """Packed rounds of every generation, end to end."""
+
+    def __init__(self, blobs: Sequence[bytes]) -> None:
+        """Raises TypeError or ValueError where one is none. Rounds that cannot be count for nothing."""
+        if any(len(one) % COUNTS.itemsize for one in blobs):
+            raise ValueError("the rounds of a generation are no whole number of counts")
+        self.all = np.frombuffer(b"".join(blobs), COUNTS)
+        wrong = (self.all["accepted"] > self.all["drafted"]) | (self.all["drafted"] > LONGEST_DRAFT)
+        if wrong.any():
+            self.all = np.where(wrong, np.zeros(1, COUNTS), self.all)
+        self.ends: Places = np.cumsum([len(one) // COUNTS.itemsize for one in blobs], dtype=np.int64)
+
+    def __getitem__(self, place: int) -> tuple[RoundCount, ...]:
+        counts = self.all[self.ends[place - 1] if place else 0 : self.ends[place]]
+        return tuple(RoundCount(*map(int, count)) for count in counts if count["rounds"])
+
+    def owners(self) -> Places:
+        """The generation of each count."""
+        lengths = np.diff(self.ends, prepend=0) if len(self.ends) else self.ends
+        return np.repeat(np.arange(len(self.ends), dtype=np.int64), lengths)
+
+    def summed(self, group: Places, groups: int) -> list[tuple[RoundCount, ...]]:
+        """The sums over each of ``groups``; ``group`` says of each generation which it is in, -1 none."""
+        owner = group[self.owners()] if len(self.ends) else np.zeros(0, np.int64)
+        kept = owner >= 0
+        base = 1 + int(self.all["drafted"].max(initial=0))  # group, drafted and accepted make one number
+        keys = (owner[kept] * base + self.all["drafted"][kept]) * base + self.all["accepted"][kept]
+        rounds = self.all["rounds"][kept].astype(np.float64)
+        if groups * base**2 <= WHOLE:
+            summed = np.bincount(keys, rounds, groups * base**2)
+            known = np.flatnonzero(summed)
+            summed = summed[known]
+        else:
+            known, inverse = np.unique(keys, return_inverse=True)
+            summed = np.bincount(inverse, rounds, len(known))
+        found: list[list[RoundCount]] = [[] for _ in range(groups)]
+        for key, number in zip(known.tolist(), summed.tolist(), strict=True):
+            found[key // base**2].append(RoundCount(key // base % base, key % base, int(number)))
+        return [tuple(counts) for counts in found]
+
+
 class FiguresTable(Sequence[GenerationFigures]):
     """Generations in the order of their ids, column by column; each is made only where it is asked for."""
 
     def __init__(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        """``rows`` are (id, session, created, adapter, tokens, seconds, expected, packed rounds).
+        """``rows`` are (id, session, created, adapter, tokens, seconds, expected, packed rounds, packed own rounds).
 
         Raises TypeError or ValueError where one holds something else. Rounds that cannot be count for nothing.
         """
-        columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) if rows else [()] * 8
-        self.ids, self.sessions, created, self.adapters, tokens, seconds, expected, rounds = columns
+        columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) if rows else [()] * 9
+        self.ids, self.sessions, created, self.adapters, tokens, seconds, expected, rounds, own = columns
         self.created = np.array(created, np.float64)
         self.tokens = np.array(tokens, np.int64)
         self.seconds = np.array(seconds, np.float64)
         self.expected = np.array(expected, np.float64)
-        if any(len(one) % COUNTS.itemsize for one in rounds):
-            raise ValueError("the rounds of a generation are no whole number of counts")
-        self.counts = np.frombuffer(b"".join(rounds), COUNTS)
-        wrong = (self.counts["accepted"] > self.counts["drafted"]) | (self.counts["drafted"] > LONGEST_DRAFT)
-        if wrong.any():
-            self.counts = np.where(wrong, np.zeros(1, COUNTS), self.counts)
-        self.ends: Places = np.cumsum([len(one) // COUNTS.itemsize for one in rounds], dtype=np.int64)
+        self.counts = self.own = Counts(rounds)
+        self.apart = [one is not None for one in own]  # who has own rounds that are not all of them
+        if any(self.apart):
+            self.own = Counts([whole if one is None else one for whole, one in zip(rounds, own, strict=True)])
 
     @classmethod
     def of(cls, generations: Sequence[GenerationFigures]) -> FiguresTable:
@@ -102,8 +145,9 @@ class FiguresTable(Sequence[GenerationFigures]):
             return generations
         return cls(
             [
-                (g.id, g.session, g.created, g.adapter, g.tokens, g.seconds, g.expected, packed(g.rounds))
+                (g.id, g.session, g.created, g.adapter, g.tokens, g.seconds, g.expected, packed(g.rounds), own)
                 for g in generations
+                for own in (None if g.own is None else packed(g.own),)
             ]
         )
 
@@ -125,11 +169,10 @@ class FiguresTable(Sequence[GenerationFigures]):
         if isinstance(place, slice):
             return [self[one] for one in range(*place.indices(len(self)))]
         place = range(len(self))[place]
-        counts = self.counts[self.ends[place - 1] if place else 0 : self.ends[place]]
         return GenerationFigures(
             self.ids[place], self.sessions[place], float(self.created[place]), self.adapters[place],
             int(self.tokens[place]), float(self.seconds[place]), float(self.expected[place]),
-            tuple(RoundCount(*map(int, count)) for count in counts if count["rounds"]),
+            self.counts[place], self.own[place] if self.apart[place] else None,
         )  # fmt: skip
 
     def plausible(self, most: float) -> bool:
@@ -138,9 +181,9 @@ class FiguresTable(Sequence[GenerationFigures]):
         return all(bool(((column >= 0) & (column < most)).all()) for column in columns)
 
     def drafted(self) -> npt.NDArray[np.bool_]:
-        """Of each generation, whether anything was drafted."""
+        """Of each generation, whether the draft drafted anything."""
         found = np.zeros(len(self), bool)
-        found[self._owners()[self.counts["drafted"] > 0]] = True
+        found[self.own.owners()[self.own.all["drafted"] > 0]] = True
         return found
 
     def sums(self, group: Places, groups: int) -> list[Sums]:
@@ -156,37 +199,16 @@ class FiguresTable(Sequence[GenerationFigures]):
         np.minimum.at(first, of, self.created[inside])
         np.maximum.at(last, of, self.created[inside])
         timed, forecast = self.seconds > 0, self.expected > 0
+        rounds = self.counts.summed(group, groups)
+        own = rounds if self.own is self.counts else self.own.summed(group, groups)
         columns = zip(
             np.bincount(of, minlength=groups).tolist(), total(self.tokens), total(self.tokens - 1, timed),
             total(self.seconds, timed), total(self.tokens - 1, forecast), total(self.expected, forecast),
-            first.tolist(), last.tolist(), self._rounds(group, groups), strict=True,
+            first.tolist(), last.tolist(), rounds, own, strict=True,
         )  # fmt: skip
         return [
-            Sums(n, int(tokens), int(of_timed), seconds, int(of_forecast), expected, begin, end, rounds)
+            Sums(n, int(tokens), int(of_timed), seconds, int(of_forecast), expected, begin, end, of_all, of_draft)
             if n
-            else Sums(0, 0, 0, 0.0, 0, 0.0, None, None, ())
-            for n, tokens, of_timed, seconds, of_forecast, expected, begin, end, rounds in columns
+            else Sums(0, 0, 0, 0.0, 0, 0.0, None, None, (), ())
+            for n, tokens, of_timed, seconds, of_forecast, expected, begin, end, of_all, of_draft in columns
         ]
-
-    def _owners(self) -> Places:
-        """The generation of each count."""
-        lengths = np.diff(self.ends, prepend=0) if len(self.ends) else self.ends
-        return np.repeat(np.arange(len(self), dtype=np.int64), lengths)
-
-    def _rounds(self, group: Places, groups: int) -> list[tuple[RoundCount, ...]]:
-        owner = group[self._owners()] if len(self) else np.zeros(0, np.int64)
-        kept = owner >= 0
-        base = 1 + int(self.counts["drafted"].max(initial=0))  # group, drafted and accepted make one number
-        keys = (owner[kept] * base + self.counts["drafted"][kept]) * base + self.counts["accepted"][kept]
-        rounds = self.counts["rounds"][kept].astype(np.float64)
-        if groups * base**2 <= WHOLE:
-            summed = np.bincount(keys, rounds, groups * base**2)
-            known = np.flatnonzero(summed)
-            summed = summed[known]
-        else:
-            known, inverse = np.unique(keys, return_inverse=True)
-            summed = np.bincount(inverse, rounds, len(known))
-        found: list[list[RoundCount]] = [[] for _ in range(groups)]
-        for key, number in zip(known.tolist(), summed.tolist(), strict=True):
-            found[key // base**2].append(RoundCount(key // base % base, key % base, int(number)))
-        return [tuple(counts) for counts in found]

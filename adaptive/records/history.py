@@ -39,7 +39,8 @@ class Figures:
     without generations); ``tokens_per_second`` is None where nothing was timed,
     ``expected_tokens_per_second`` where nothing was forecast, ``mean_draft_length`` (tokens drafted a
     round, plain rounds counted as 0) and ``tokens_per_round`` (a pass of the target, over all rounds) where there
-    was no round."""
+    was no round. These two are of all drafters together; ``speculation`` is of the draft alone, which an adapter
+    changes: what history or a grammar proposed counts for it neither way."""
 
     key: str
     generations: int
@@ -107,7 +108,7 @@ def history(generations: Sequence[GenerationFigures], by: By = "adapter", points
         totals=_figures("all", whole),
         latest=_figures("latest", newest),
         rows=grouped(table, by),
-        positions=acceptance_by_position(whole.rounds),
+        positions=acceptance_by_position(whole.own),
         lengths=rounds_by_length(whole.rounds),
         series=series(table, points),
         swaps=swaps(table),
@@ -148,7 +149,7 @@ def _figures(key: str, sums: Sums) -> Figures:
         tokens_per_round=tokens_per_round(sums.rounds),
         first=sums.first,
         last=sums.last,
-        speculation=stats_of_counts(sums.rounds),
+        speculation=stats_of_counts(sums.own),
     )
 
 

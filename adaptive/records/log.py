@@ -43,7 +43,7 @@ from adaptive.records.schema import (
     transaction,
 )
 from adaptive.records.stats import Drafted
-from adaptive.types import Generation, Message, Round
+from adaptive.types import GRAFT, Generation, Message, Round
 
 # Generations read at a time: each page is one short read, so that a slow reader never keeps the
 # writer from emptying the WAL. Larger costs memory (about 100 kB a generation), smaller costs queries.
@@ -244,7 +244,7 @@ class Log:
     def figures(self, last: int | None = None) -> FiguresTable:
         """What ``adaptive.records.history`` needs of every generation, or of the ``last`` ones, oldest first; no
         text, no tokens."""
-        columns = "generation, session, created, adapter, predicted_n, predicted_s, expected_s, counts"
+        columns = "generation, session, created, adapter, predicted_n, predicted_s, expected_s, counts, own"
         with self._reading() as connection:
             rows = connection.execute(
                 f"SELECT {columns} FROM figures ORDER BY generation DESC LIMIT ?", (-1 if last is None else last,)
@@ -255,7 +255,8 @@ class Log:
         except (TypeError, ValueError):  # a damaged row; looking at each takes as long as all the rest
             table = None
         if table is None or not table.plausible(MOST_PLAUSIBLE):
-            table = FiguresTable([row for row in rows if plausible(*row[4:7], row[2]) and is_packed(row[7])])
+            sound = (row for row in rows if is_packed(row[7]) and (row[8] is None or is_packed(row[8])))
+            table = FiguresTable([row for row in sound if plausible(*row[4:7], row[2])])
         return table
 
     def newest(self, count: int, until: int | None = None) -> tuple[int, ...]:
@@ -270,8 +271,15 @@ class Log:
         """What each drafter did, apart, the one that drafted first before the others."""
         with self._reading() as connection:
             rows = connection.execute(
-                """SELECT drafter, count(*), sum(drafted), sum(accepted) FROM rounds WHERE drafted > 0
-                GROUP BY drafter ORDER BY min(generation)"""
+                """SELECT name, sum(n), sum(d), sum(a) FROM (
+                    SELECT iif(first, substr(drafter, 1, instr(drafter, :graft) - 1), drafter) AS name,
+                        min(generation) AS since, count(*) AS n, sum(iif(first, first, drafted)) AS d,
+                        sum(iif(first, min(first, accepted), accepted)) AS a
+                    FROM rounds WHERE drafted > 0 GROUP BY name
+                    UNION ALL SELECT substr(drafter, instr(drafter, :graft) + 1) AS name, min(generation), count(*),
+                        sum(drafted - first), sum(max(0, accepted - first)) FROM rounds WHERE first > 0 GROUP BY name
+                ) GROUP BY name ORDER BY min(since)""",
+                {"graft": GRAFT},
             ).fetchall()
         return {str(name): Drafted(*figures) for name, *figures in rows}
 

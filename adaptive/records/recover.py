@@ -20,7 +20,7 @@ from typing import Any
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.pages import Pages, cut_short
-from adaptive.records.rows import CHECKED, insert, mended
+from adaptive.records.rows import CHECKED, ROUND, insert, mended
 from adaptive.records.schema import DamagedLogError, DiskFullError, connect, is_damage, is_disk_full, transaction
 from adaptive.types import Round
 from checkpoints import files
@@ -184,7 +184,7 @@ def _rebuild(path: Path, new: Path) -> int:
             connection.execute("PRAGMA defer_foreign_keys=ON")
             for row, values in pages.records():
                 if row is None and _is_round(values):
-                    connection.execute("INSERT OR IGNORE INTO rounds VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+                    connection.execute("INSERT OR IGNORE INTO rounds VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, 0)[:8])
                 elif row is not None and _is_sequence(values):
                     newest = max(newest, values[1])  # ids are never used twice
             for row, values in pages.records():
@@ -201,9 +201,9 @@ def _is_id(value: object) -> bool:
 
 
 def _is_round(values: tuple[object, ...]) -> bool:
-    if len(values) != 7:
+    if len(values) not in (7, 8):  # as of before rounds had two drafters
         return False
-    whole = all(isinstance(values[place], int) for place in (0, 1, 3, 4))
+    whole = all(isinstance(values[place], int) for place in (0, 1, 3, 4, *range(7, len(values))))
     return whole and isinstance(values[2], str) and all(isinstance(v, (int, float)) for v in values[5:])
 
 
@@ -211,7 +211,7 @@ def _take(connection: sqlite3.Connection, number: int, values: dict[str, object]
     """Insert a record that was found, with what is whole of it; False where it is none."""
     if not set(CHECKED) - {"expected_s"} <= set(values):
         return False
-    query = "SELECT drafter, drafted, accepted, draft_s, verify_s FROM rounds WHERE generation = ? ORDER BY idx"
+    query = f"SELECT {ROUND} FROM rounds WHERE generation = ? ORDER BY idx"
     rounds = [Round(*row) for row in connection.execute(query, (number,))]
     columns = {"expected_s": 0.0, "checksum": None, "supervision": None, **values}
     generation = mended(columns, rounds)

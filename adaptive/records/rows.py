@@ -18,7 +18,7 @@ import numpy.typing as npt
 from adaptive.errors import AdaptiveError
 from adaptive.records.codec import decode, encode
 from adaptive.records.figures import packed
-from adaptive.records.stats import count_rounds
+from adaptive.records.stats import count_rounds, learned_rounds
 from adaptive.types import Generation, Message, Round, SamplingParams, Timings
 
 # What the checksum is made of, in this order. A column that is added later comes after "checksum".
@@ -48,10 +48,9 @@ CHECKED = (
 )
 COLUMNS = (*CHECKED, "checksum", "supervision")
 INSERT_GENERATION = f"INSERT INTO generations (id, {', '.join(COLUMNS)}) VALUES (?{', ?' * len(COLUMNS)})"
-INSERT_ROUND = (
-    "INSERT INTO rounds (generation, idx, drafter, drafted, accepted, draft_s, verify_s) VALUES (?, ?, ?, ?, ?, ?, ?)"
-)
-INSERT_FIGURES = "INSERT INTO figures VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+ROUND = ", ".join(Round._fields)
+INSERT_ROUND = f"INSERT INTO rounds (generation, idx, {ROUND}) VALUES (?, ?{', ?' * len(Round._fields)})"
+INSERT_FIGURES = "INSERT INTO figures VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 INSERT_TIMES = "INSERT INTO round_times (generation, rounds_n, rounds_s, plain_n, plain_s) VALUES (?, ?, ?, ?, ?)"
 
 
@@ -69,14 +68,15 @@ def insert(connection: sqlite3.Connection, generation: Generation, number: int |
     rounds = generation.rounds
     connection.executemany(
         INSERT_ROUND,
-        [(number, i, r.drafter, r.drafted, r.accepted, r.draft_s, r.verify_s) for i, r in enumerate(rounds)],
+        [(number, i, *r) for i, r in enumerate(rounds)],
     )
     if rounds:
         connection.execute(INSERT_TIMES, (number, *_times(rounds)))
     timings = generation.timings
     head = number, _storable(generation.session), generation.created, generation.adapter
     measured = timings.predicted_n, timings.predicted_s, timings.expected_s
-    connection.execute(INSERT_FIGURES, (*head, *measured, packed(count_rounds(rounds))))
+    counts, own = packed(count_rounds(rounds)), packed(count_rounds(learned_rounds(rounds)))
+    connection.execute(INSERT_FIGURES, (*head, *measured, counts, None if own == counts else own))
     return number
 
 
@@ -152,7 +152,7 @@ def read_rows(
     ).fetchall()
     rounds: dict[int, list[Round]] = {row[0]: [] for row in rows}
     of_rows = connection.execute(
-        """SELECT generation, drafter, drafted, accepted, draft_s, verify_s FROM rounds
+        f"""SELECT generation, {ROUND} FROM rounds
         WHERE generation BETWEEN ? AND ? ORDER BY generation, idx""",
         between,
     )
@@ -198,7 +198,8 @@ def _as_written(values: dict[str, Any]) -> bool:
 
 def _all_there(values: dict[str, Any], rounds: tuple[Round, ...]) -> bool:
     told = len(rounds), sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-    return told == (values["rounds_n"], values["draft_n"], values["draft_n_accepted"])
+    whole = all(r.first == 0 or 0 < r.first < r.drafted for r in rounds)
+    return whole and told == (values["rounds_n"], values["draft_n"], values["draft_n_accepted"])
 
 
 def _generation_of(values: dict[str, Any], rounds: tuple[Round, ...]) -> Generation:

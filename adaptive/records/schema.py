@@ -22,6 +22,7 @@ from pathlib import Path
 from adaptive.errors import AdaptiveError
 from adaptive.records.figures import LONGEST_DRAFT, packed
 from adaptive.records.stats import RoundCount
+from adaptive.types import FREE
 
 # How long a statement waits for another process's lock, in seconds. Too low and two assistants that
 # write at once report false problems; too high and a stuck process is noticed late.
@@ -157,8 +158,32 @@ def sum_up_generations(connection: sqlite3.Connection) -> None:
 FIGURES_OF_GENERATIONS = """INSERT INTO figures
     SELECT id, session, created, adapter, predicted_n, predicted_s, expected_s, ? FROM generations"""
 
+
+def tell_drafters_apart(connection: sqlite3.Connection) -> None:
+    """Migration 7. Two drafters may have taken turns in a round; and what an answer's draft did without the others (the
+    drafters of ``FREE``) is summed up too, where any of them drafted."""
+    for table, column in (("rounds", "first INTEGER NOT NULL DEFAULT 0"), ("figures", "own BLOB")):
+        if (column.split()[0],) not in connection.execute("SELECT name FROM pragma_table_info(?)", (table,)).fetchall():
+            connection.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
+    names = tuple(sorted(FREE))
+    others = f"drafter IN ({', '.join('?' * len(names))})"
+    connection.execute(
+        f"UPDATE figures SET own = x'' WHERE generation IN (SELECT generation FROM rounds WHERE {others})", names
+    )
+    rows = connection.execute(
+        f"""SELECT generation, drafted, accepted, count(*) FROM rounds WHERE NOT {others}
+        AND generation IN (SELECT generation FROM figures WHERE own IS NOT NULL)
+        GROUP BY generation, drafted, accepted ORDER BY generation""",
+        names,
+    ).fetchall()
+    for number, counts in itertools.groupby(rows, key=lambda row: row[0]):
+        own = packed(RoundCount(*row[1:]) for row in counts if plausible_round(row[1], row[2]))
+        connection.execute("UPDATE figures SET own = ? WHERE generation = ?", (own, number))
+
+
 MIGRATIONS = (
     create_tables, index_session_and_created, add_expected_seconds, add_checksum, add_round_times, sum_up_generations,
+    tell_drafters_apart,
 )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def speculative_stats(rounds: Iterable[Round]) -> SpeculativeStats:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What one drafter did: rounds, tokens that it drafted, and those of them that were accepted."""
+    """What one drafter did: rounds that it drafted in, tokens that it drafted, and those of them that were accepted."""
 
     rounds: int
     drafted: int
@@ -95,10 +95,16 @@ def by_drafter(rounds: Iterable[Round]) -> dict[str, Drafted]:
     """Apart by who drafted, in the order in which they first did."""
     found: dict[str, Drafted] = {}
     for r in rounds:
-        if r.drafted:
-            one = found.get(r.drafter, Drafted(0, 0, 0))
-            found[r.drafter] = Drafted(one.rounds + 1, one.drafted + r.drafted, one.accepted + r.accepted)
+        for part in r.parts if r.drafted else ():
+            one = found.get(part.drafter, Drafted(0, 0, 0))
+            found[part.drafter] = Drafted(one.rounds + 1, one.drafted + part.drafted, one.accepted + part.accepted)
     return found
+
+
+def learned_rounds(rounds: Iterable[Round]) -> list[Round]:
+    """``rounds`` as the drafter that learns had them, and plain ones (``Round.learned``): what may be said of an
+    adapter."""
+    return [own for r in rounds if (own := r.learned) is not None]
 
 
 def count_rounds(rounds: Iterable[Round]) -> tuple[RoundCount, ...]:

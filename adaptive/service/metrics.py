@@ -80,8 +80,9 @@ class Metrics:
                 self._drafts.inc()
                 self._drafted.inc(outcome.drafted)
                 self._accepted.inc(outcome.accepted)
-                self._drafted_by.labels(outcome.drafter).inc(outcome.drafted)
-                self._accepted_by.labels(outcome.drafter).inc(outcome.accepted)
+                for part in outcome.parts:
+                    self._drafted_by.labels(part.drafter).inc(part.drafted)
+                    self._accepted_by.labels(part.drafter).inc(part.accepted)
                 for position in range(outcome.accepted):
                     self._positions.labels(str(position)).inc()
         if rounds:

@@ -180,7 +180,8 @@ class Trainer:
             self._doubt(Doubts(settled=log.last_id()))  # it came back into use as this program ended
         for figures in log.figures(REMEMBERED):
             if figures.id > self._doubts.settled:
-                self._watch.observe(figures.adapter, figures.rounds)
+                own = figures.rounds if figures.own is None else figures.own
+                self._watch.observe(figures.adapter, own)
 
     def _look(self, log: Log) -> None:
         self._roll_back_if_worse(log)
