@@ -3,6 +3,7 @@
 In: the policy of a pair, what the last session left, and idle moments. Out: costs in the policy, and
 ``controller.json`` at the end. Costs are due when they were not measured here, on this supply of power, within a day
 and on a quiet machine, and after a swap of the adapter; a first use of a pair does not wait for a quiet moment.
+A target without a draft is not measured: what verifying history's proposals takes is learned from them, and kept.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import Memory, load, remembered, save
 from adaptive.control.policy import LengthPolicy
+from adaptive.control.sources import GoodputWithHistory
 from adaptive.machine import LoadMeter, identity
 from adaptive.measure import Measured, measuring, where_it_runs
 from adaptive.pair import Pair
@@ -31,11 +33,12 @@ class Upkeep:
 
     def __init__(self, pair: Pair, policy: LengthPolicy, memory: Memory, sampling: SamplingParams) -> None:
         self.pair = pair
-        self.policy = policy if isinstance(policy, GoodputLength) and pair.draft is not None else None
+        drafts = pair.draft is not None or isinstance(policy, GoodputWithHistory)
+        self.policy = policy if isinstance(policy, GoodputLength) and drafts else None
         self.memory = memory
         self.machine = identity()
         self.measured = memory.measured if memory.machine == self.machine else 0.0
-        self.due = self.policy is not None and memory.stale(self.machine)
+        self.due = self._measures and memory.stale(self.machine)
         self._sampling = sampling
         self._running: Generator[None, None, Measured] | None = None
         self._not_before, self._pause = 0.0, AGAIN_S
@@ -44,9 +47,13 @@ class Upkeep:
             if memory.costs is None:  # a first use, and even a busy machine's costs are better than none
                 self.idle(lambda: False)
 
+    @property
+    def _measures(self) -> bool:
+        return self.policy is not None and self.pair.draft is not None
+
     def swapped(self) -> None:
         """Another adapter is in use: the next quiet moment shows what rounds cost with it."""
-        self.due = self.policy is not None
+        self.due = self._measures
         self._not_before, self._pause = 0.0, AGAIN_S
 
     def idle(self, wanted: Callable[[], bool]) -> None:

@@ -46,7 +46,9 @@ class Trace:
     ``confidence`` (n,) float32: the probability that the draft gives its own token there. ``beyond``
     (n, DEPTH) float32: its confidence at the positions after token i, had it gone on from its own
     token; NaN where that token is the target's, so that the path itself goes on (the last row is
-    always there). ``limited``: the answer ends at the length limit, which the policy knows.
+    always there). ``limited``: the answer ends at the length limit, which the policy knows. For drafters that look at
+    the tokens: ``text`` is all of the prompt and the answer, ``drafts`` (n,) are the draft's tokens at those
+    positions, and ``after`` (n, DEPTH) those behind its own, where ``beyond`` is a number.
     """
 
     prompt: int
@@ -54,6 +56,9 @@ class Trace:
     confidence: npt.NDArray[np.float32]
     beyond: npt.NDArray[np.float32]
     limited: bool
+    text: npt.NDArray[np.int32]
+    drafts: npt.NDArray[np.int32]
+    after: npt.NDArray[np.int32]
 
 
 def save(file: Path, workloads: dict[str, list[Trace]]) -> None:
@@ -63,9 +68,10 @@ def save(file: Path, workloads: dict[str, list[Trace]]) -> None:
         arrays[f"{name}/lengths"] = np.array([len(p.accepted) for p in paths])
         arrays[f"{name}/prompt"] = np.array([p.prompt for p in paths])
         arrays[f"{name}/limited"] = np.array([p.limited for p in paths])
-        for part in ("accepted", "confidence", "beyond"):
+        arrays[f"{name}/texts"] = np.array([len(p.text) for p in paths])
+        for part in ("accepted", "confidence", "beyond", "text", "drafts", "after"):
             joined = np.concatenate([getattr(p, part) for p in paths])
-            arrays[f"{name}/{part}"] = joined if part == "accepted" else joined.astype(np.float16)
+            arrays[f"{name}/{part}"] = joined.astype(np.float16) if part in ("confidence", "beyond") else joined
     np.savez_compressed(file, **arrays)
 
 
@@ -75,12 +81,15 @@ def load(file: Path) -> dict[str, list[Trace]]:
     with np.load(file) as arrays:
         for name in dict.fromkeys(key.split("/")[0] for key in arrays):
             ends = np.cumsum(arrays[f"{name}/lengths"])[:-1]
-            parts = [np.split(arrays[f"{name}/{part}"], ends) for part in ("accepted", "confidence", "beyond")]
+            positions = ("accepted", "confidence", "beyond", "drafts", "after")
+            parts = [np.split(arrays[f"{name}/{part}"], ends) for part in positions]
+            texts = np.split(arrays[f"{name}/text"], np.cumsum(arrays[f"{name}/texts"])[:-1])
             workloads[name] = [
-                Trace(int(prompt), accepted, confidence.astype(np.float32), beyond.astype(np.float32), bool(limited))
-                for prompt, accepted, confidence, beyond, limited in zip(
-                    arrays[f"{name}/prompt"], *parts, arrays[f"{name}/limited"], strict=True
+                Trace(int(prompt), *(hit, sure.astype(np.float32), beyond.astype(np.float32)), bool(limited), *tokens)
+                for prompt, hit, sure, beyond, drafts, after, limited, text in zip(
+                    arrays[f"{name}/prompt"], *parts, arrays[f"{name}/limited"], texts, strict=True
                 )
+                for tokens in ((text, drafts, after),)
             ]
     return workloads
 
@@ -139,19 +148,21 @@ def trace_of(draft: Any, prompt: list[int], output: list[int], limited: bool) ->
         if not len(leaves) or leaves[-1] != len(accepted) - 1:
             leaves = torch.cat([leaves, torch.tensor([len(accepted) - 1])])
         beyond = torch.full((len(accepted), DEPTH), float("nan"))
-        beyond[leaves] = _continued(draft, cache, first + leaves, best[leaves])
-    return Trace(first, accepted.numpy(), confidence.numpy(), beyond.numpy(), limited)
+        after = torch.full((len(accepted), DEPTH), -1, dtype=torch.long)
+        beyond[leaves], after[leaves] = _continued(draft, cache, first + leaves, best[leaves])
+    tokens = (part.int().numpy() for part in (text[0], best, after))
+    return Trace(first, accepted.numpy(), confidence.numpy(), beyond.numpy(), limited, *tokens)
 
 
-def _continued(draft: Any, cache: Any, held: Any, tokens: Any) -> Any:
-    """Confidence (rows, DEPTH) of the draft going on from ``tokens`` (rows,), each after the first
+def _continued(draft: Any, cache: Any, held: Any, tokens: Any) -> tuple[Any, Any]:
+    """Confidence (rows, DEPTH) and tokens of the draft going on from ``tokens`` (rows,), each after the first
     ``held`` + 1 tokens of the text that is in ``cache``."""
     import torch
 
     length, rows = cache.get_seq_length(), len(tokens)
     cache.batch_repeat_interleave(rows)
     visible = torch.arange(length)[None] <= held[:, None]
-    found = []
+    found, said = [], []
     for step in range(DEPTH):
         visible = torch.cat([visible, torch.ones(rows, 1, dtype=torch.bool)], 1)
         hidden = torch.full(visible.shape, torch.finfo(torch.float32).min).masked_fill(visible, 0.0)
@@ -166,7 +177,8 @@ def _continued(draft: Any, cache: Any, held: Any, tokens: Any) -> Any:
         best = logits.max(-1)
         found.append((best.values - logits.logsumexp(-1)).exp())
         tokens = best.indices
-    return torch.stack(found, 1)
+        said.append(tokens)
+    return torch.stack(found, 1), torch.stack(said, 1)
 
 
 def adapted(folder: Path, texts: list[Text]) -> Any:
@@ -207,6 +219,8 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, default=bundled / "draft")
     parser.add_argument("--generations", type=int, default=200, help="answers of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=150)
+    parser.add_argument("--rewrites", type=int, default=60, help="files of which the answer is a changed copy")
+    parser.add_argument("--turns", type=int, default=40, help="tool calls in one growing conversation")
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for all cores")
     args = parser.parse_args()
 
@@ -219,6 +233,9 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.float32).eval()
     book = Logbook(args, target, tokenizer)
+    made = {"rewrites": rewrites, "conversation": conversation}
+    for kind, texts_of in made.items():
+        book.add(kind, lambda texts_of=texts_of: texts_of(target, tokenizer, args), draft)
     for kind in sorted(file.name.removesuffix(".jsonl.gz") for file in args.data.glob("*.jsonl.gz")):
         book.log(kind, kind, lambda texts: draft)
         if kind in USELESS:
@@ -235,17 +252,66 @@ class Logbook:
         self.args, self.target, self.tokenizer = args, target, tokenizer
         self.workloads = load(args.out) if args.out.exists() else {}
 
+    def add(self, name: str, texts: Callable[[], list[Text]], draft: Any) -> None:
+        """Log ``name``: these texts as ``draft`` sees them."""
+        if name not in self.workloads:
+            self._keep(name, texts(), draft)
+
     def log(self, name: str, kind: str, model: Callable[[list[Text]], Any]) -> None:
         """Log ``name``: the answers of ``kind`` as the model made from them sees them."""
         if name in self.workloads:
             return
         texts = answered(self.target, self.tokenizer, self.args, kind)
-        draft = model(texts)
+        self._keep(name, texts, model(texts))
+
+    def _keep(self, name: str, texts: list[Text], draft: Any) -> None:
         traces = self.workloads[name] = [trace_of(draft, *text) for text in texts]
         save(self.args.out, self.workloads)
         rate = np.concatenate([t.accepted for t in traces]).mean()
         tokens = sum(len(t.accepted) for t in traces)
         print(f"{name:28} {len(texts):4} generations  {tokens:6} tokens  {rate:.3f} of positions accepted", flush=True)
+
+
+def rewrites(target: Any, tokenizer: Any, args: argparse.Namespace) -> list[Text]:
+    """Files in which one name is to be changed, and as the answer the file so changed: no bundled model does that, so
+    that the answer is given, and the draft is judged by it token by token."""
+    with gzip.open(args.data / "code_instructions.jsonl.gz", "rt", encoding="utf-8") as file:
+        files = [json.loads(line)["messages"][1]["content"] for line in file]
+    files = sorted({text for text in files if 300 < len(text) < 1500 and text.count("\n") > 8})
+    found = []
+    for number in np.random.default_rng(5).permutation(len(files))[: args.rewrites]:
+        text = files[number]
+        words = {w for w in "".join(c if c.isidentifier() else " " for c in text).split() if len(w) > 3}
+        old = max(sorted(words), key=text.count)
+        asked = f"Rename {old} to {old}_new in this file and repeat the rest.\n{text}"
+        prompt = _prompt(tokenizer, [{"role": "user", "content": asked}])
+        found.append((prompt, tokenizer.encode(text.replace(old, f"{old}_new"), add_special_tokens=False), False))
+    return found
+
+
+def conversation(target: Any, tokenizer: Any, args: argparse.Namespace) -> list[Text]:
+    """Tool calls one after the other in one growing conversation, whose first message has the tool's schema."""
+    by_schema: dict[str, list[str]] = {}
+    with gzip.open(args.data / "tool_calls.jsonl.gz", "rt", encoding="utf-8") as file:
+        for line in file:
+            *head, task = json.loads(line)["messages"][0]["content"].rsplit("\n", 1)
+            by_schema.setdefault("".join(head), []).append(task)
+    schema, tasks = max(by_schema.items(), key=lambda item: len(item[1]))
+    said: list[dict[str, str]] = []
+    found: list[Text] = []
+    for number, task in enumerate(tasks[: args.turns]):
+        said.append({"role": "user", "content": task if number else f"{schema}\n{task}"})
+        prompt = _prompt(tokenizer, said)
+        ((_, answer),) = answers(target, [prompt], 60, tokenizer.pad_token_id, tokenizer.eos_token_id)
+        if len(answer) >= 3:
+            found.append((prompt, answer, len(answer) == 60))
+        said.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
+    return found
+
+
+def _prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def answered(target: Any, tokenizer: Any, args: argparse.Namespace, kind: str) -> list[Text]:

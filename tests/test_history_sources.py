@@ -18,6 +18,8 @@ from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import FixedLength, Scope
 from adaptive.control.sources import GoodputWithHistory, best_length
 from adaptive.drafting.archive import Archive, History
+from adaptive.measure import where_it_runs
+from adaptive.opened import opened
 from adaptive.pair import load_pair
 from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
@@ -158,6 +160,48 @@ def test_greedy_output_is_the_targets_own_under_the_choice(
             archive.catch_up()
         archive.close()
     assert drafted[HISTORY] > 100
+
+
+def test_without_a_draft_history_need_not_beat_one() -> None:
+    policy = GoodputWithHistory(COSTS)
+    policy.begin(Scope("s", 0.0))
+    leads = []
+    for _ in range(100):
+        assert policy.next_length(0, 0, 100) == 0
+        leads.append(policy.lead([0.2, 0.1], 0, 100))
+        policy.passed(Round(HISTORY, leads[-1].history, 0, 0.0, COSTS.verify_s[leads[-1].history]))
+    assert all(lead.history > 0 and not lead.model for lead in leads)
+    policy.next_length(100, 0, 100)
+    assert policy.lead([0.2, 0.1], 16, 100) == (0, 16)
+
+
+def test_what_a_target_without_a_draft_has_learned_is_there_at_the_next_start(
+    prompts: list[str], tmp_path: Path
+) -> None:
+    names = {"target": str(BUNDLED / "target"), "dtype": "float32"}
+    settings = load_settings({**names, "history": "auto"})
+    pair = load_pair(settings)
+    assert pair.draft is None
+    with opened(settings, pair) as session:
+        assert not session.upkeep.due
+        for prompt in prompts[:2] * 2:
+            list(session.assistant.chat([Message("user", prompt)], GREEDY, StopParams(max_new_tokens=60)))
+        policy, history = session.assistant.policy, session.assistant.history
+        assert isinstance(policy, GoodputWithHistory)
+        assert history is not None
+        believed = dict(history.matches.kinds)
+    kept = load(session.state.controller, where_it_runs(pair))
+    assert kept.costs is not None
+    assert kept.costs.verify_s == pytest.approx(policy.quiet_costs.table().verify_s)
+    assert {kind: (bins.accepted, bins.rejected) for kind, bins in kept.matches.kinds.items()} == {
+        kind: (bins.accepted, bins.rejected) for kind, bins in believed.items()
+    }
+    assert sum(believed["text@0.0"].accepted) > 0
+    with opened(settings, pair) as session:
+        again = session.assistant.policy
+        assert isinstance(again, GoodputWithHistory)
+        assert again.costs.measured
+        assert again.costs.table().verify_s == pytest.approx(kept.costs.verify_s)
 
 
 def test_what_matches_were_worth_is_there_in_the_next_session(tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from gguf_pair import decode_alone, engine, write_bundled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_conversations import check_copies
+from test_grafting import Always
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
+from adaptive.drafting.archive import History
 from adaptive.engines.llamacpp import model as llama_model
 from adaptive.engines.llamacpp.engine import BATCH, ROWS, LlamaCppEngine
 from adaptive.engines.llamacpp.lora import write_adapter
@@ -68,6 +70,24 @@ def test_greedy_output_equals_llama_cpp_alone(pair: Pair, prompts: list[str], le
     for prompt in prompts[::7]:
         alone, _ = decode_alone(pair.target.llama.path, encode_chat(pair, (Message("user", prompt),)), TOKENS)  # type: ignore[attr-defined]
         assert answer(pair, prompt, length).output == alone
+
+
+@pytest.mark.parametrize("way", ["history", "history+model", "model+history"])
+def test_greedy_output_equals_llama_cpp_alone_with_history(pair: Pair, prompts: list[str], way: str) -> None:
+    """Every second prompt is one that was just answered, of which history knows the text of the conversation."""
+    policy = FixedLength(8) if way == "history" else Always(way == "history+model")
+    assistant = Assistant(pair, policy, None, history=History(None))
+    drafters: set[str] = set()
+    stop = StopParams(TOKENS, ignore_eos=True)
+    for prompt in prompts[::5]:
+        messages = [Message("user", prompt)]
+        for _ in range(2):
+            alone, _ = decode_alone(pair.target.llama.path, encode_chat(pair, messages), TOKENS)  # type: ignore[attr-defined]
+            assert [step.token for step in assistant.chat(messages, SamplingParams(), stop)] == alone
+            assert assistant.last is not None
+            drafters |= {outcome.drafter for outcome in assistant.last.rounds}
+            messages += [Message("assistant", assistant.last.text), Message("user", "Say it again.")]
+    assert way in drafters
 
 
 def test_greedy_output_equals_llama_cpp_alone_with_an_adapter(

@@ -107,6 +107,7 @@ class GoodputWithHistory(GoodputLength):
         # of that.
         self.rival, self.tries_of_rival = Rival(), list[bool]()
         self.beyond: list[Timed] = []  # rounds that costs have not been learned from yet and others nothing
+        self.able = True  # whether there is a draft that could be asked now
         self.read: list[tuple[list[int], Round]] = []  # how sure the draft was behind history, and what became of it
         self.stopping_behind: Stopping | None = None
         # Known anew with every decision, and only where it is asked for: seconds of a round of history's by its tokens;
@@ -120,6 +121,8 @@ class GoodputWithHistory(GoodputLength):
         """See ``LengthPolicy``."""
         length = super().next_length(limit, waiting, context)
         self.tries_of_rival.clear()
+        if self.able is not limit > 0:
+            self.able, self.otherwise = limit > 0, None
         return length
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
@@ -136,7 +139,7 @@ class GoodputWithHistory(GoodputLength):
                 lead, gain = Lead(before, min(length, limit - before, LONGEST - before)), more
         if gain <= 0.0:
             return Lead(0, length)
-        if self.speculating and self.rival.due():
+        if self.speculating and self.able and self.rival.due():
             self.tries_of_rival[-1] = True
             return Lead(0, length)
         return lead
@@ -264,7 +267,7 @@ class GoodputWithHistory(GoodputLength):
             return self.otherwise
         costs, speed = self.costs, self.costs.speed
         rate, token_s = 1 / self.plain_s, 0.0
-        if self.speculating:
+        if self.speculating and self.able:
             # The draft has to be fed later what it does not draft itself.
             token_s = costs.draft(0, 1)
             rate = max(rate, self.rival.rate(self.speculative * speed, costs.round(self.best) / speed) / speed)

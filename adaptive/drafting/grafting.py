@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from adaptive.control.policy import Adviser, Lead, LengthPolicy
 from adaptive.drafting.history import HistoryDrafter
-from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal, grafted
-from adaptive.drafting.protocol import Drafter
+from adaptive.drafting.protocol import Drafter, GoesOn
 from adaptive.tokens import as_list
 from adaptive.types import FREE, HEAD, HISTORY, Round
 
@@ -26,7 +25,7 @@ class Grafting:
         self.model = model
         self.history = history
         self.policy = policy
-        self._goes_on = model if isinstance(model, ModelDrafter) else None
+        self._goes_on = model if isinstance(model, GoesOn) else None
         self._singly = model is not None and model.name == HEAD
         self._lead, self._reach, self._limit = Lead(0, 0), list[float](), 0
 

@@ -13,7 +13,7 @@ is proposed would no longer be distributed as q.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
@@ -38,6 +38,16 @@ class Drafter(Protocol):
 
     def rollback(self, length: int) -> None:
         """Tokens after the first ``length`` committed ones did not stand."""
+
+
+@runtime_checkable
+class GoesOn(Drafter, Protocol):
+    """A drafter that can go on behind tokens that somebody else proposes."""
+
+    def go_on(
+        self, committed: list[int], proposed: list[int], length: int, advise: Adviser | None = None
+    ) -> Proposal | None:
+        """As ``propose``, behind ``committed`` and the ``proposed`` tokens."""
 
 
 class WithoutForward:

@@ -1,0 +1,355 @@
+"""Replay the choice among the model, history and grafts of both over logged generations, exactly and without models.
+
+In:  the file of ``benchmarks/replay_workloads.py`` and the costs that ``adaptive calibrate --json`` measured. Out: for
+     every workload tokens per second and tokens a round of each single drafter, of two fixed precedences, and of the
+     controller with history, against the best single choice in hindsight.
+
+The target is greedy, so its text is fixed, and what history finds in it is found by the very index and drafter that
+decoding uses; the draft's tokens and confidence are as logged. Only where history has proposed a wrong token, what the
+draft would have gone on to say behind it is not known: its own continuation of a wrong token stands for it, which
+decides what that costs, not what is accepted. Answers are added to the records one after the other, as they would be
+logged.
+
+    python benchmarks/controller_history.py workloads.npz --costs costs.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from controller import UNLIMITED, Clock, Noise, Stretch, read_costs, workloads_of
+from replay_workloads import DEPTH, Trace, load
+
+from adaptive.control.costs import CostTable
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.matches import Matches
+from adaptive.control.policy import Advice, Adviser, FixedLength, Lead, LengthPolicy, Scope
+from adaptive.control.sources import GoodputWithHistory
+from adaptive.drafting.grafting import Grafting
+from adaptive.drafting.history import HistoryDrafter, RunningText
+from adaptive.drafting.proposal import Proposal
+from adaptive.drafting.suffixes import suffixes
+from adaptive.types import FREE, MODEL, Round
+
+# Seconds that looking for what may follow takes, and learning from what did, once a round, whoever drafts it.
+LOOK_S = 25e-6
+# Lengths of a single drafter, of which the best in hindsight is what all else is held against.
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+# Passes over the prompts of the workload that repeats itself, and answers of each kind in it.
+PASSES, OF_EACH = 3, 8
+TOGETHER = "together"
+
+
+class Logged:
+    """The draft of a logged answer: what it said at every position, and what that took."""
+
+    name = MODEL
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.text: list[int] = trace.text.tolist()
+        self.drafts: list[int] = trace.drafts.tolist()
+        self.sure: list[float] = trace.confidence.tolist()
+        self.rejects = _next_rejected(trace.accepted.tolist())
+        self.seen = 0  # tokens in its cache
+        self.steps = self.fed = 0  # of the last proposal: passes, and tokens that the first was fed beyond one
+
+    def limit(self, committed: int) -> int:
+        """No context ends here."""
+        return UNLIMITED
+
+    def catch_up(self, committed: int) -> int:
+        """As of a model."""
+        return committed - 1 - self.seen
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        """See ``go_on``."""
+        return self.go_on(committed, [], length, advise)
+
+    def go_on(
+        self, committed: list[int], proposed: list[int], length: int, advise: Adviser | None = None
+    ) -> Proposal | None:
+        """Its tokens behind these, until ``advise`` says so."""
+        trace, held, n = self.trace, len(committed), len(self.drafts)
+        begin = held + len(proposed) - trace.prompt - 1
+        right = begin < n and self.text[held : held + len(proposed)] == proposed
+        at = min(begin, n - 1)
+        reject = self.rejects[at] if right else at
+        tokens: list[int] = []
+        self.steps, self.fed = 0, self.catch_up(held) + len(proposed)
+        while len(tokens) < length:
+            self.steps += 1
+            place = begin + self.steps - 1
+            beyond = place - reject if right else self.steps
+            if right and beyond <= 0 and place < n:
+                token, sure = self.drafts[place], self.sure[place]
+            else:
+                left, depth = (reject if right else self.rejects[at]), min(max(beyond, 1), DEPTH) - 1
+                left = min(left, n - 1)
+                token, sure = int(trace.after[left, depth]), float(trace.beyond[left, depth])
+            advice = Advice.MORE if advise is None else advise(self.steps, sure)
+            if advice is Advice.DROP:
+                break
+            tokens.append(token if right else -1)
+            if advice is Advice.LAST:
+                break
+        self.seen = held + len(proposed) + self.steps - 1
+        return Proposal(self.name, tokens, None) if tokens else None
+
+    def reserve(self, length: int) -> None:
+        """Nothing to reserve."""
+
+    def rollback(self, length: int) -> None:
+        """As of a model."""
+        self.seen = min(self.seen, length)
+
+
+def _next_rejected(accepted: list[bool]) -> list[int]:
+    """Of each position the first from there on that is rejected, the end for none."""
+    found, following = [0] * len(accepted), len(accepted)
+    for place in range(len(accepted) - 1, -1, -1):
+        if not accepted[place]:
+            following = place
+        found[place] = following
+    return found
+
+
+class HistoryAlone(FixedLength):
+    """History wherever it finds anything, so many tokens; else plain decoding."""
+
+    def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
+        """No model."""
+        return 0
+
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+        """Whatever was found."""
+        return Lead(min(self.length, limit, len(reach)), 0)
+
+
+class HistoryFirst(FixedLength):
+    """A fixed precedence: history wherever it finds anything, else the model's draft of fixed length."""
+
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+        """Whatever was found."""
+        return Lead(min(DEPTH, limit, len(reach)), 0) if reach else Lead(0, length)
+
+
+class ModelFirst(FixedLength):
+    """The other precedence: the model's draft of fixed length, and history behind it wherever it finds anything."""
+
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+        """Always the model."""
+        return Lead(0, length)
+
+    def tail_may_pay(self, drafted: int, sure: float) -> bool:
+        """Always."""
+        return drafted < DEPTH
+
+    def tail(self, drafted: int, sure: float, reach: Sequence[float], limit: int) -> int:
+        """All that was found."""
+        return min(len(reach), limit, DEPTH - drafted)
+
+
+@dataclass
+class Replayed:
+    """What came of a workload: ``committed`` tokens, ``seconds``, ``rounds``, and of every drafter tokens that it
+    drafted and of these accepted."""
+
+    committed: int
+    seconds: float
+    rounds: int
+    drafted: Counter[str]
+    accepted: Counter[str]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.committed / self.seconds
+
+
+def replay(make: object, workload: list[Stretch], costs: CostTable, seed: int = 0, model: bool = True) -> Replayed:
+    """Run the policy that ``make`` makes of a clock over all generations. Without ``model`` there is no draft, and with
+    a policy that leads with no history none is looked for."""
+    noise, clock = Noise(seed), Clock()
+    policy: LengthPolicy = make(clock)  # type: ignore[operator]
+    looks = type(policy) not in (FixedLength, GoodputLength)
+    records, matches, running = suffixes(), Matches(), RunningText()
+    found = Replayed(0, 0.0, 0, Counter(), Counter())
+    number = 0
+    for stretch in workload:
+        if stretch.swap:
+            policy.swapped()
+        for trace in stretch.traces:
+            policy.begin(Scope("replay", 0.0))
+            history = HistoryDrafter(running, records, matches, 0.0)
+            _replay_one(policy, trace, costs, noise, clock, found, history if looks else None, model)
+            if looks:
+                number += 1
+                records.add(number, np.ascontiguousarray(trace.text))
+    return found
+
+
+def _replay_one(
+    policy: LengthPolicy,
+    trace: Trace,
+    costs: CostTable,
+    noise: Noise,
+    clock: Clock,
+    found: Replayed,
+    history: HistoryDrafter | None,
+    model: bool,
+) -> None:
+    logged = Logged(trace)
+    text, end = logged.text, len(trace.text)
+    committed = text[: trace.prompt + 1]
+    grafting = None if history is None else Grafting(logged if model else None, history, policy)
+    while len(committed) < end:
+        held = len(committed)
+        limit = end - held - 1 if trace.limited else UNLIMITED
+        length = policy.next_length(limit if model else 0, logged.catch_up(held), held)
+        logged.steps = logged.fed = 0
+        if grafting is not None:
+            most = grafting.plan(committed, length, limit)
+            proposal = grafting.propose(committed, most, policy.adviser) if most else None
+        else:
+            proposal = logged.propose(committed, length, policy.adviser) if length else None
+        tokens: list[int] = [] if proposal is None else proposal.tokens  # type: ignore[assignment]
+        right = text[held : held + len(tokens)]
+        accepted = next((i for i, (a, b) in enumerate(zip(tokens, right, strict=False)) if a != b), len(right))
+        draft_s = 0.0
+        if logged.steps:
+            draft_s = costs.start_s + logged.steps * costs.draft_s + logged.fed * costs.catch_up_s
+        verify_s = costs.verify_s[len(tokens)] if tokens else costs.plain_step_s
+        who, first = ("none", 0) if proposal is None else (proposal.drafter, proposal.first)
+        outcome = Round(who, len(tokens), min(accepted, len(tokens)), noise(draft_s), noise(verify_s), first)
+        said = text[held : held + accepted + 1]
+        committed = committed + said
+        logged.rollback(held + accepted)
+        if grafting is not None:
+            grafting.observe(outcome, said)
+        if outcome.drafter in FREE:
+            policy.passed(outcome)
+        else:
+            policy.observe(outcome)
+        between_s = costs.overhead_s + len(said) * costs.token_s + (LOOK_S if grafting is not None else 0.0)
+        clock.now += outcome.draft_s + outcome.verify_s + noise(between_s)
+        found.committed += len(said)
+        found.seconds += draft_s + verify_s + between_s
+        found.rounds += 1
+        for part in outcome.parts:
+            found.drafted[part.drafter] += part.drafted
+            found.accepted[part.drafter] += part.accepted
+
+
+def with_history(logged: dict[str, list[Trace]]) -> dict[str, list[Stretch]]:
+    """All workloads of ``controller.py``, and those that are about history: the same prompts again and again, and
+    all kinds by turns without any repetition."""
+    found = workloads_of(logged)
+    kinds = [name for name in logged if "+" not in name and name not in ("rewrites", "conversation")]
+    chance = np.random.default_rng(0)
+    some = [trace for kind in kinds for trace in logged[kind][:OF_EACH]]
+    again = [some[i] for _ in range(PASSES) for i in chance.permutation(len(some))]
+    found["the same prompts three times"] = [Stretch(again)]
+    apart = {trace.text.tobytes(): trace for kind in kinds for trace in logged[kind]}
+    every = list(apart.values())
+    found["all kinds shuffled, none twice"] = [Stretch([every[i] for i in chance.permutation(len(every))[:200]])]
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One workload: tokens per second of each way over those of the best single choice, which ``best`` names, and
+    tokens a round; and who drafted and had accepted how much where all is together."""
+
+    workload: str
+    generations: int
+    tokens: int
+    best: str
+    best_speed_up: float
+    ways: dict[str, float]
+    per_round: dict[str, float]
+    together: dict[str, tuple[int, int]]
+
+
+def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int) -> Row:
+    """Everything over one workload; what decides by itself over ``seeds`` orders of noise."""
+
+    def fixed(kind: type[FixedLength], model: bool) -> dict[int, Replayed]:
+        return {k: replay(lambda clock, k=k: kind(k), workload, costs, 0, model) for k in LENGTHS}
+
+    single = {f"model, {k}": run for k, run in fixed(FixedLength, True).items()}
+    single |= {f"history, {k}": run for k, run in fixed(HistoryAlone, False).items()}
+    best = max(single, key=lambda way: single[way].rate)
+    top, plain = single[best].rate, single["model, 0"].rate
+    runs = {
+        "best model": [max((run for way, run in single.items() if "model" in way), key=lambda run: run.rate)],
+        "best history": [max((run for way, run in single.items() if "history" in way), key=lambda run: run.rate)],
+        "history first": [max(fixed(HistoryFirst, True).values(), key=lambda run: run.rate)],
+        "model first": [max(fixed(ModelFirst, True).values(), key=lambda run: run.rate)],
+    }
+    decided = {
+        "model": (lambda clock: GoodputLength(costs, clock=clock), True),
+        "history": (lambda clock: GoodputWithHistory(costs, clock=clock), False),
+        TOGETHER: (lambda clock: GoodputWithHistory(costs, clock=clock), True),
+    }
+    for way, (make, model) in decided.items():
+        runs[way] = [replay(make, workload, costs, seed, model) for seed in range(seeds)]
+    last = runs[TOGETHER][-1]
+    return Row(
+        workload=name,
+        generations=sum(len(stretch.traces) for stretch in workload),
+        tokens=last.committed,
+        best=best,
+        best_speed_up=top / plain,
+        ways={way: float(np.mean([run.rate for run in some])) / top for way, some in runs.items()},
+        per_round={way: float(np.mean([run.committed / run.rounds for run in some])) for way, some in runs.items()},
+        together={who: (n, last.accepted[who]) for who, n in last.drafted.items() if n},
+    )
+
+
+def show(rows: list[Row]) -> None:
+    """One line a workload and the means."""
+    names = list(rows[0].ways)
+    heads = "  ".join(f"{name:>13}" for name in names)
+    print(f"{'workload':34} {'gen':>4} {'tokens':>6} {'best single':>11} {'x plain':>7}  {heads}")
+    for row in rows:
+        cells = "  ".join(f"{row.ways[n]:6.3f} {row.per_round[n]:6.2f}" for n in names)
+        head = f"{row.workload:34} {row.generations:4} {row.tokens:6} {row.best:>11} {row.best_speed_up:7.3f}"
+        print(f"{head}  {cells}  {row.together}")
+    means = {n: math.exp(float(np.mean([math.log(r.ways[n]) for r in rows]))) for n in names}
+    print(f"{'geometric mean':66}" + "  ".join(f"{means[n]:6.3f} {'':6}" for n in names))
+    worst = min(rows, key=lambda row: row.ways[TOGETHER])
+    print(f"\n{TOGETHER}: worst {worst.ways[TOGETHER]:.3f} ({worst.workload}), mean {means[TOGETHER]:.3f}")
+
+
+def main() -> None:
+    """Read the workloads, replay, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", type=Path, help="the file that replay_workloads.py wrote")
+    parser.add_argument("--costs", type=Path, required=True, help="the output of adaptive calibrate --json")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of what decides by itself, under different noise")
+    parser.add_argument("--only", nargs="+", help="parts of the names of workloads")
+    parser.add_argument("--json", type=Path, help="write everything there as well")
+    args = parser.parse_args()
+    costs = read_costs(args.costs)
+    wanted = with_history(load(args.workloads))
+    if args.only:
+        wanted = {name: w for name, w in wanted.items() if any(part in name for part in args.only)}
+    rows = []
+    for name, workload in wanted.items():
+        rows.append(judge(name, workload, costs, args.seeds))
+        print(json.dumps(asdict(rows[-1])), flush=True)
+    show(rows)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
