@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 
@@ -175,13 +176,9 @@ def test_without_a_draft_history_need_not_beat_one() -> None:
     assert policy.lead([0.2, 0.1], 16, 100) == (0, 16)
 
 
-def test_what_a_target_without_a_draft_has_learned_is_there_at_the_next_start(
-    prompts: list[str], tmp_path: Path
-) -> None:
-    names = {"target": str(BUNDLED / "target"), "dtype": "float32"}
-    settings = load_settings({**names, "history": "auto"})
-    pair = load_pair(settings)
-    assert pair.draft is None
+def test_what_a_target_alone_has_learned_is_there_at_the_next_start(prompts: list[str]) -> None:
+    settings = load_settings({"target": str(BUNDLED / "target"), "dtype": "float32", "history": "auto"})
+    pair = dataclasses.replace(load_pair(settings), draft=None)
     with opened(settings, pair) as session:
         assert not session.upkeep.due
         for prompt in prompts[:2] * 2:

@@ -121,7 +121,7 @@ class GoodputWithHistory(GoodputLength):
         """See ``LengthPolicy``."""
         length = super().next_length(limit, waiting, context)
         self.tries_of_rival.clear()
-        if self.able is not limit > 0:
+        if self.able != (limit > 0):
             self.able, self.otherwise = limit > 0, None
         return length
 
