@@ -125,7 +125,7 @@ def spoil_header(path: Path) -> None:
 
 
 def spoil_version(path: Path) -> None:
-    flip(path, 63, 1)
+    flip(path, 63, 8)
 
 
 def spoil_a_page(path: Path) -> None:
