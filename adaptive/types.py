@@ -22,9 +22,9 @@ from adaptive.errors import AdaptiveError
 UPSTREAM_PREFIX = "upstream "
 LIKELIEST_PROPOSED = frozenset(UPSTREAM_PREFIX + name for name in ("llama-server", "vllm", "sglang", "lm-studio"))
 
-# Who drafts, in rounds, records and figures. Those that are FREE take no forward and learn nothing: what was said
-# before, and a grammar. Between the names of two that took turns in a round stands GRAFT.
-MODEL, HEAD, HISTORY, GRAMMAR, GRAFT = "model", "head", "history", "grammar", "+"
+# Who drafts, in rounds, records and figures; heads have names of their own. Those that are FREE take no forward and
+# learn nothing: what was said before, and a grammar. Between the names of two that took turns stands GRAFT.
+MODEL, HISTORY, GRAMMAR, GRAFT = "model", "history", "grammar", "+"
 FREE = frozenset({HISTORY, GRAMMAR})
 # Below it logits divided by a temperature are no numbers any more; a client that sends 1e-8 wants the likeliest token.
 LEAST_TEMPERATURE = 1e-5

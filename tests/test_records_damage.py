@@ -125,7 +125,7 @@ def spoil_header(path: Path) -> None:
 
 
 def spoil_version(path: Path) -> None:
-    flip(path, 63, 8)
+    flip(path, 63, 3)
 
 
 def spoil_a_page(path: Path) -> None:

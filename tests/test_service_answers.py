@@ -57,6 +57,8 @@ def on_disk(folder: Path) -> bytes:
 def test_tokens_come_from_their_rounds() -> None:
     rounds = [Round("model", 4, 2, 0, 0), Round("none", 0, 0, 0, 0), Round("history", 3, 3, 0, 0)]
     assert origins(rounds, 9) == [None, "model", "model", None, None, "history", "history", "history", None]
+    both = [Round("model+history", 4, 3, 0, 0, 2), Round("history+model", 4, 1, 0, 0, 2)]
+    assert origins(both, 7) == [None, "model", "model", "history", None, "history", None]
     assert origins(rounds, 3) == [None, "model", "model"]  # a stop cut the last round
     assert origins((), 3) == [None, None, None]
 

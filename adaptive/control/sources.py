@@ -29,7 +29,7 @@ from adaptive.control.costs import LONGEST, Timed
 from adaptive.control.goodput import BATCH, GoodputLength
 from adaptive.control.policy import Adviser, Lead
 from adaptive.control.stopping import Stopping
-from adaptive.types import FREE, HEAD, Round
+from adaptive.types import FREE, MODEL, Round
 
 # Where history promises more, the model drafts one round of so many all the same: until some were seen, and after it.
 # More often costs what history would have brought, more seldom is late to see that the model has become better.
@@ -221,7 +221,7 @@ class GoodputWithHistory(GoodputLength):
             if outcome.learned is not None:
                 self.read.append((bins, outcome.learned))
             steps, fed = len(bins) or parts[1].drafted, parts[0].drafted
-            if parts[1].drafter == HEAD:
+            if parts[1].drafter != MODEL:  # a head reads them one by one
                 self._beside(Timed(outcome, steps + fed, self.waiting))
             else:
                 self._beside(Timed(outcome, steps, self.waiting + fed))

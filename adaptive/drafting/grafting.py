@@ -13,7 +13,7 @@ from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal, grafted
 from adaptive.drafting.protocol import Drafter, GoesOn
 from adaptive.tokens import as_list
-from adaptive.types import FREE, HEAD, HISTORY, Round
+from adaptive.types import FREE, HISTORY, MODEL, Round
 
 
 class Grafting:
@@ -26,7 +26,7 @@ class Grafting:
         self.history = history
         self.policy = policy
         self._goes_on = model if isinstance(model, GoesOn) else None
-        self._singly = model is not None and model.name == HEAD
+        self._singly = model is not None and model.name != MODEL  # a head
         self._lead, self._reach, self._limit = Lead(0, 0), list[float](), 0
 
     def plan(self, committed: list[int], length: int, limit: int) -> int:

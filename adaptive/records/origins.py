@@ -15,5 +15,7 @@ def origins(rounds: Sequence[Round], tokens: int) -> list[str | None]:
     """
     found: list[str | None] = [None]
     for outcome in rounds:
-        found += [outcome.drafter] * outcome.accepted + [None]
+        for part in outcome.parts:
+            found += [part.drafter] * part.accepted
+        found.append(None)
     return found[:tokens] + [None] * (tokens - len(found))
