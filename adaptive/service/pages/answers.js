@@ -39,7 +39,7 @@ function place(found) {
 function rowOf(one) {
   const row = made("li");
   row.dataset.answer = one.id;
-  const head = made("div", undefined, "row"), open = made("button", one.asked || "(no question)", "asked");
+  const head = made("div", undefined, "head"), open = made("button", one.asked || "(no question)", "asked");
   open.setAttribute("aria-expanded", "false");
   open.onclick = () => toggle(row, one.id, open).catch(fail);
   const forget = made("button", "Forget", "quiet"), session = made("button", "Forget its session", "quiet");
