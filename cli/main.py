@@ -30,6 +30,7 @@ from cli import (
     learn,
     records,
     serve,
+    service,
 )
 from cli.allocation import keep_buffers, look_for_cycles_less
 from cli.groups import print_help_if_alone
@@ -76,6 +77,7 @@ app.add_typer(adapters.app, name="adapters")
 app.command()(export.export)
 app.command()(doctor.doctor)
 app.add_typer(records.app, name="records")
+app.add_typer(service.app, name="service")
 app.add_typer(config.app, name="config")
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 
 from adaptive.control.memory import current_costs
 from adaptive.errors import AdaptiveError
+from adaptive.service import notices
 from adaptive.service.api import Api
 from adaptive.service.app import create_app
 from adaptive.service.engine import EngineThread, Opened
@@ -26,7 +25,6 @@ from adaptive.service.metrics import Metrics
 from adaptive.service.trainer import background
 from adaptive.settings import Settings
 from adaptive.state import PairState
-from checkpoints import files
 
 logger = logging.getLogger("adaptive.service")
 
@@ -142,40 +140,30 @@ def only_server(state: PairState, settings: Settings) -> Iterator[Callable[[str]
     """
     from filelock import FileLock, Timeout
 
-    notice = state.root / "server.json"
     try:
         with FileLock(state.root / "server.lock", timeout=0, mode=0o600):
             try:
-                yield lambda url: _note(notice, url)
+                yield lambda url: _note(state.root, url)
             finally:
                 with contextlib.suppress(OSError):
-                    notice.unlink()
+                    notices.place(state.root).unlink()
     except Timeout as error:
-        raise AdaptiveError(f"{state.root} is served already, {_holder(notice)}; use that server or stop it") from error
+        raise AdaptiveError(
+            f"{state.root} is served already, {_holder(state.root)}; use that server or stop it"
+        ) from error
 
 
-class _Notice(BaseModel):
-    """What ``server.json`` says; ``since`` in seconds of Unix time."""
-
-    pid: int
-    url: str
-    since: float
-
-
-def _note(notice: Path, url: str) -> None:
-    text = _Notice(pid=os.getpid(), url=url, since=time.time()).model_dump_json()
+def _note(root: Path, url: str) -> None:
     try:
-        files.replace_text(notice.parent, notice, text)
+        notices.write(root, url)
     except OSError as error:  # it only helps others to find us
-        logger.warning("%s cannot be written (%s); a second server would not say where this one is", notice, error)
+        place = notices.place(root)
+        logger.warning("%s cannot be written (%s); a second server would not say where this one is", place, error)
 
 
-def _holder(notice: Path) -> str:
-    try:
-        held = _Notice.model_validate_json(notice.read_bytes())
-        return f"by process {held.pid} at {held.url}"
-    except (OSError, ValueError):  # pydantic's error is a ValueError
-        return "by a process that has just started"
+def _holder(root: Path) -> str:
+    held = notices.read(root)
+    return "by a process that has just started" if held is None else f"by process {held.pid} at {held.url}"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,160 @@
+"""``adaptive service``: have the system start ``adaptive serve`` when its user logs in, and look after it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.groups import group
+from cli.options import shared_options
+
+if TYPE_CHECKING:
+    from adaptive.settings import Settings
+    from cli.managers import Manager
+
+app = group("Have the system start the server, by systemd or launchd.")
+
+# Options of ``serve`` whose value is a file or a folder, which means another one where the service is started.
+PLACES = ("--target", "--draft", "--draft-checkpoint", "--config", "--state-dir", "--api-key-file")
+
+
+@app.command()
+def install(
+    options: Annotated[
+        Optional[list[str]], typer.Argument(help="Options of `adaptive serve`, behind --.", metavar="-- OPTIONS")
+    ] = None,
+    start: Annotated[bool, typer.Option("--start/--no-start", help="Start it now, and at every login.")] = True,
+) -> None:
+    """Write the service of your user, and start it. Done again, it takes the place of the one before.
+
+    Example: adaptive service install --no-start
+
+    Example: adaptive service install -- --target ./my-target --draft ./my-draft --port 8081
+    """
+    manager = _manager()
+    command = [*_program(), "serve", *_checked(_absolute(options or []))]
+    manager.write(command)
+    typer.echo(f"wrote {manager.file}: {shlex.join(command)}")
+    left_out = _environment()
+    if left_out:
+        typer.echo(f"not handed on from this environment: {', '.join(left_out)}; put them into adaptive.toml", err=True)
+    if not start:
+        typer.echo(f"start it with: {manager.how_to_start}")
+        return
+    manager.start()
+    typer.echo(f"started; {manager.more}")
+
+
+@app.command()
+@shared_options("home")
+def status(
+    settings: Settings,
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Whether it is installed, whether it runs, and what is served where. Exit status 1 where it does not run.
+
+    Example: adaptive service status
+    """
+    import json
+
+    from adaptive.service.notices import servers
+
+    manager = _manager()
+    installed, state = manager.file.is_file(), manager.state()
+    found = servers(settings.state_dir)
+    if as_json:
+        running = [{"pair": one.pair, "url": one.url, "pid": one.pid} for one in found]
+        print(json.dumps({"installed": installed, "file": str(manager.file), "state": state, "servers": running}))
+    else:
+        print(f"{manager.file}: {state}" if installed else "not installed; `adaptive service install` does it")
+        for one in found:
+            print(f"{one.pair} at {one.url}, process {one.pid}")
+    if not installed or state != manager.running:
+        raise typer.Exit(1)
+
+
+@app.command()
+def remove() -> None:
+    """Stop the service and delete what was written for it. Answers and adapters stay.
+
+    Example: adaptive service remove
+    """
+    manager = _manager()
+    if not manager.file.is_file():
+        raise AdaptiveError(f"there is no service to remove; {manager.file} does not exist")
+    manager.stop()
+    manager.file.unlink()
+    manager.reload()
+    typer.echo(f"removed {manager.file}")
+
+
+def _manager() -> Manager:
+    """Raises AdaptiveError for a system without one that is known here."""
+    from cli.managers import Launchd, Systemd
+
+    if sys.platform.startswith("linux"):
+        return Systemd()
+    if sys.platform == "darwin":
+        return Launchd()
+    raise AdaptiveError(
+        f"services are for systemd (Linux) and launchd (macOS), not for {sys.platform}; have `adaptive serve` started "
+        "at login by other means"
+    )
+
+
+def _program() -> list[str]:
+    """How this program is started from anywhere."""
+    from pathlib import Path
+
+    script = Path(sys.executable).with_name("adaptive")
+    return [str(script)] if script.is_file() else [sys.executable, "-m", "cli.main"]
+
+
+def _absolute(words: list[str]) -> list[str]:
+    """The same options, where a file or folder that is here is named from the root."""
+    found: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and name in PLACES:
+            found.append(f"{name}={_from_root(value)}")
+        else:
+            found.append(_from_root(word) if found and found[-1] in PLACES else word)
+    return found
+
+
+def _from_root(name: str) -> str:
+    from pathlib import Path
+
+    there = Path(name).expanduser()
+    return str(there.resolve()) if there.exists() else name
+
+
+def _checked(words: list[str]) -> list[str]:
+    """Raises AdaptiveError for options that ``serve`` would refuse when the service starts, out of sight."""
+    from cli import serve
+
+    alone = typer.Typer()
+    alone.command()(serve.serve)
+    command: Any = typer.main.get_command(alone)
+    try:
+        command.make_context("adaptive serve", list(words))
+    except Exception as error:  # of the parser, which has no class of its own for all of them
+        said = str(getattr(error, "message", error)).rstrip(".")
+        raise AdaptiveError(f"adaptive serve {shlex.join(words)}: {said}") from error
+    if any(word.partition("=")[0] == "--api-key" for word in words):
+        raise AdaptiveError(
+            "--api-key would stand in the service's file and in the list of processes; write the key into a file and "
+            "give --api-key-file FILE"
+        )
+    return words
+
+
+def _environment() -> list[str]:
+    """Settings of this environment, which a service does not have."""
+    import os
+
+    return sorted(name for name in os.environ if name.startswith("ADAPTIVE_"))

@@ -1,0 +1,173 @@
+"""``adaptive service``: what is written for systemd and launchd, and what they are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import plistlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Command
+from filelock import FileLock
+
+from adaptive.errors import AdaptiveError
+from adaptive.service import notices
+from cli.managers import Launchd, Systemd, unit_of
+
+ROOT = Path(__file__).resolve().parent.parent
+VERIFY = shutil.which("systemd-analyze")
+
+
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """A user of this machine with a systemctl that notes what it is told, which this gives; it fails at "fail"."""
+    tools, told = tmp_path / "bin", tmp_path / "told"
+    tools.mkdir()
+    script = f'#!/bin/sh\necho "$*" >> {told}\n[ -e {told}.fail ] && echo "no bus" >&2 && exit 1\necho active\n'
+    (tools / "systemctl").write_text(script)
+    (tools / "systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("ADAPTIVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.platform", "linux")
+    return lambda: told.read_text().splitlines() if told.exists() else []
+
+
+def unit(tmp_path: Path) -> Path:
+    return tmp_path / "config" / "systemd" / "user" / "adaptive.service"
+
+
+def test_it_is_written_started_shown_and_removed(
+    manager: Callable[[], list[str]], adaptive: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my target").mkdir()
+    monkeypatch.chdir(tmp_path)
+    status, out, err = adaptive("service", "install", "--", "--target", "my target", "--port=8081", "--cache-mb", "5")
+    assert status == 0, err
+    command = next(line for line in unit(tmp_path).read_text().splitlines() if line.startswith("ExecStart="))
+    assert command.endswith(f' serve --target "{tmp_path}/my target" --port=8081 --cache-mb 5')
+    program = command.removeprefix("ExecStart=").split(" serve ")[0]
+    assert subprocess.run([*program.split(), "--version"], capture_output=True, check=True).stdout
+    told = [line.removeprefix("--user ") for line in manager()]
+    assert told == ["daemon-reload", "enable adaptive", "restart adaptive"]
+    assert "ADAPTIVE_HOME" in err  # which a service does not have
+
+    assert adaptive("service", "status")[:2] == (0, f"{unit(tmp_path)}: active\n")
+    assert adaptive("service", "remove")[0] == 0
+    assert not unit(tmp_path).exists()
+    assert manager()[-2:] == ["--user disable --now adaptive", "--user daemon-reload"]
+    status, out, _ = adaptive("service", "status", "--json")
+    assert (status, json.loads(out)["installed"]) == (1, False)
+    assert adaptive("service", "remove")[0] == 2
+
+
+def test_without_start_nothing_is_told_and_what_to_type_is_said(
+    manager: Callable[[], list[str]], adaptive: Command, tmp_path: Path
+) -> None:
+    status, out, _ = adaptive("service", "install", "--no-start")
+    assert (status, manager()) == (0, [])
+    assert "systemctl --user enable --now adaptive" in out
+    assert unit(tmp_path).is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prot", "8081"], "No such option"),
+        (["--port", "many"], "many"),
+        (["--api-key", "secret"], "--api-key-file FILE"),
+        (["--api-key=secret"], "--api-key-file FILE"),
+    ],
+)
+def test_what_serve_would_refuse_is_refused_before_anything_is_written(
+    manager: Callable[[], list[str]], adaptive: Command, tmp_path: Path, options: list[str], said: str
+) -> None:
+    status, _, err = adaptive("service", "install", "--", *options)
+    assert status == 2
+    assert said.lower() in err.lower()
+    assert len(err.strip().splitlines()) == 1
+    assert not unit(tmp_path).exists()
+
+
+def test_a_systemd_that_cannot_be_reached_is_one_line(
+    manager: Callable[[], list[str]], adaptive: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "told.fail").touch()
+    status, _, err = adaptive("service", "install")
+    assert status == 2
+    assert "`systemctl --user daemon-reload` failed: no bus" in err
+
+
+def test_a_system_without_either_is_told_so(
+    manager: Callable[[], list[str]], adaptive: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    status, _, err = adaptive("service", "install")
+    assert (status, "not for win32" in err) == (2, True)
+
+
+def test_servers_are_found_by_what_they_hold_and_not_by_what_a_killed_one_left(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "adapters").mkdir(parents=True)
+        notices.write(tmp_path / name, f"http://127.0.0.1/{name}")
+    with FileLock(tmp_path / "two" / "server.lock"):
+        found = notices.servers(tmp_path)
+    assert [(one.pair, one.url, one.pid) for one in found] == [("two", "http://127.0.0.1/two", os.getpid())]
+
+
+@pytest.mark.skipif(VERIFY is None, reason="systemd-analyze is not here")
+def test_systemd_takes_the_unit_with_any_path_in_it(tmp_path: Path) -> None:
+    program = tmp_path / "a b%c$d" / "adaptive"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    file = tmp_path / "adaptive.service"
+    command = [str(program), "serve", "--name", "a % b $HOME ; 'c' \\ #", ""]
+    file.write_text(unit_of(command))
+
+    def verify() -> tuple[int, str]:
+        assert VERIFY is not None
+        command = [VERIFY, "--user", "--man=no", "verify", str(file)]
+        runtime = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+        done = subprocess.run(command, env=runtime, capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    code, said = verify()
+    if "Failed to initialize manager" in said:
+        pytest.skip("systemd-analyze finds no systemd here")
+    assert (code, said) == (0, "")
+    with pytest.raises(AdaptiveError, match="cannot be started by systemd"):
+        unit_of([str(tmp_path / 'adaptive"e')])
+    # It does complain where something is wrong.
+    file.write_text(unit_of([str(tmp_path / "nothing")]))
+    assert verify()[0] != 0
+
+
+def test_launchd_is_given_the_command_word_by_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    agent = Launchd()
+    agent.write(["/opt/a b/adaptive", "serve", "--name", "<x> & $HOME"])
+    assert agent.file == tmp_path / "Library" / "LaunchAgents" / "local.adaptive.plist"
+    written = plistlib.loads(agent.file.read_bytes())
+    assert written["ProgramArguments"] == ["/opt/a b/adaptive", "serve", "--name", "<x> & $HOME"]
+    assert written["KeepAlive"] == {"SuccessfulExit": False}
+    assert agent.state() == "unknown" or sys.platform == "darwin"  # there is no launchctl to ask
+    assert Systemd().file.name == "adaptive.service"
+
+
+def test_the_dockerfile_copies_all_that_is_installed() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="which came with Python 3.11")
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
+    copied = {word for words in copies for word in words}
+    assert all((ROOT / name).exists() for name in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert packages | {"pyproject.toml", "setup.py", project["project"]["readme"]} <= copied
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert let_in == copied
