@@ -141,6 +141,41 @@ def purge(
         print(f"deleted with them: {', '.join(gone)}")
 
 
+@app.command("import")
+@shared_options(*PAIR, "trust_remote_code")
+def import_(
+    settings: Settings,
+    logs: Annotated[list[Path], typer.Argument(help="A records.db, or the folder that it is in; several.")],
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Take the records of other logs into this pair's: those of a team, or of another machine. None is taken twice.
+
+    Example: adaptive records import anna/records.db ben/records.db --target ./target --draft ./draft
+    """
+    import json
+    from dataclasses import asdict
+
+    from adaptive.pair import load_tokenizer, pair_identity
+    from adaptive.records.merge import merge
+    from adaptive.state import open_state
+    from checkpoints.store import AdapterStore
+    from cli.state import show_migrations
+
+    show_migrations()
+    tokenizer = load_tokenizer(settings)
+    state = open_state(settings.state_dir, pair_identity(settings).id)
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids))
+
+    done = merge(state, logs, decode, AdapterStore(state.adapters).last_record())
+    if as_json:
+        print(json.dumps({"pair": state.root.name, **asdict(done)}))
+        return
+    damaged = f"; {done.damaged} are damaged and left out" if done.damaged else ""
+    print(f"{done.taken} records are new in {state.root.name}, {done.known} were there already{damaged}")
+
+
 @app.command()
 @shared_options(*PAIR)
 def check(

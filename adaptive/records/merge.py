@@ -1,0 +1,146 @@
+"""Takes records of other logs into this one, each once: those of a team's proxies, or of another machine.
+
+What was said is taken, with the target's distributions. Adapters, rounds and their seconds are not: they say how
+another draft did on another machine. A record is told again by its content, whatever its number is here or there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from adaptive.errors import AdaptiveError
+from adaptive.records.log import Log
+from adaptive.records.recover import continue_ids, last_given_id, open_for_writing
+from adaptive.records.rows import insert
+from adaptive.records.schema import connect, damaged, is_damage, transaction
+from adaptive.state import PairState
+from adaptive.types import Generation
+from checkpoints import files
+
+# Records of a log that are looked at for whether they are of this target, and the share of them that must be. Fewer
+# may all be odd ones, all of them would take long.
+LOOKED_AT, ALIKE = 20, 0.5
+# Records that are written in one transaction, which keeps others from writing.
+TOGETHER = 64
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What came of an import: records that are new here, that were here already, and that could not be read."""
+
+    taken: int
+    known: int
+    damaged: int
+
+
+def merge(state: PairState, sources: Iterable[Path], decode: Callable[[list[int]], str], after: int = 0) -> Merged:
+    """Take into the log of ``state`` what is new in the logs ``sources`` (files, or folders of a pair), in order of
+    time. New ids are above ``after``. ``decode`` makes text of token ids, as the target's tokenizer does.
+
+    Raises AdaptiveError, before anything is written, for a file that is no log, or of another target.
+    """
+    from filelock import FileLock
+
+    paths = [_log_of(source, state) for source in sources]
+    with FileLock(state.root / "import.lock", mode=0o600), contextlib.ExitStack() as stack:
+        copies = [stack.enter_context(_copied(path, state)) for path in paths]
+        for path, copy in zip(paths, copies, strict=True):
+            _check_target(path, copy, decode)
+        connection, _ = open_for_writing(state.records)
+        stack.callback(connection.close)
+        if after > last_given_id(connection):
+            with transaction(connection):
+                continue_ids(connection, after)
+        with Log(state.records) as log:
+            seen = {key_of(one.generation) for one in log.generations(with_supervision=False)}
+        places, taken, known = [], 0, 0
+        for copy in copies:
+            for one in copy.generations(with_supervision=False):
+                key = key_of(one.generation)
+                known += key in seen
+                if key not in seen:
+                    seen.add(key)
+                    places.append((one.generation.created, copy, one.id))
+        places.sort(key=lambda place: place[0])
+        for begin in range(0, len(places), TOGETHER):
+            with transaction(connection):
+                for _, copy, number in places[begin : begin + TOGETHER]:
+                    for one in copy.generations(number - 1, 1):  # none where its distributions are damaged
+                        insert(connection, _as_imported(one.generation))
+                        taken += 1
+        return Merged(taken, known, sum(len(copy.damaged) for copy in copies))
+
+
+def key_of(generation: Generation) -> bytes:
+    """What makes two records the same one: when it was, what was asked and how, and what was said."""
+    digest = hashlib.sha256()
+    texts = [generation.session, repr(generation.created), generation.finish_reason, generation.sampling.to_json()]
+    texts += [generation.owner, generation.prompt_text, generation.text]
+    texts += [part for message in generation.messages for part in (message.role, message.content)]
+    parts = [text.encode("utf-8", "replace") for text in texts]
+    parts += [tokens.astype("<i4").tobytes() for tokens in (generation.prompt, generation.output)]
+    for part in parts:
+        digest.update(b"%d:%b" % (len(part), part))
+    return digest.digest()
+
+
+def _as_imported(generation: Generation) -> Generation:
+    return dataclasses.replace(generation, adapter=None, rounds=())
+
+
+def _log_of(source: Path, state: PairState) -> Path:
+    path = source / state.records.name if source.is_dir() else source
+    if not path.is_file():
+        raise AdaptiveError(f"{source} holds no log; name a records.db, or the folder of a pair that it is in")
+    if state.records.exists() and path.samefile(state.records):
+        raise AdaptiveError(f"{path} is the very log that would take it; name another one")
+    return path
+
+
+@contextlib.contextmanager
+def _copied(path: Path, state: PairState) -> Iterator[Log]:
+    """A copy of a log of now, brought to today's schema; what another program holds open is left as it is."""
+    folder = files.unfinished(state.root)  # which a start removes where this process is killed
+    try:
+        folder.mkdir(mode=0o700)
+        copy = folder / path.name
+        readable = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True)
+        with contextlib.closing(readable) as source, contextlib.closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+        connect(copy).close()
+        with Log(copy) as log:
+            yield log
+    except sqlite3.Error as error:
+        if is_damage(error):
+            raise damaged(path, error) from error
+        raise AdaptiveError(f"log {path} cannot be read ({error})") from error
+    except OSError as error:
+        raise AdaptiveError(f"log {path} cannot be copied to {folder} ({error.strerror})") from error
+    finally:
+        files.finished(folder)
+
+
+def _check_target(path: Path, log: Log, decode: Callable[[list[int]], str]) -> None:
+    """Raise AdaptiveError where the token ids of a log are not those of the text beside them."""
+    looked = [one.generation for one in log.generations(0, LOOKED_AT, with_supervision=False)]
+    spoken = [generation for generation in looked if generation.text.strip()]
+    alike = sum(generation.text.strip()[:100] in _said(generation, decode) for generation in spoken)
+    if spoken and alike < ALIKE * len(spoken):
+        raise AdaptiveError(
+            f"{path} is of another target: its tokens are not those of its texts by this target's tokenizer; name the "
+            "pair that it belongs to with --target and --draft"
+        )
+
+
+def _said(generation: Generation, decode: Callable[[list[int]], str]) -> str:
+    try:
+        return decode(generation.output.tolist())
+    except (OverflowError, IndexError, TypeError, ValueError):  # ids that this tokenizer does not have
+        return ""

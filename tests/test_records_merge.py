@@ -1,0 +1,143 @@
+"""Logs of several machines become one: each record once, whole, and the logs that were read as they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import BUNDLED
+from records_factory import generation, same
+
+from adaptive.errors import AdaptiveError
+from adaptive.records.log import Log
+from adaptive.records.merge import Merged, merge
+from adaptive.records.writer import LogWriter
+from adaptive.state import PairState, open_state
+from adaptive.types import Generation
+
+TEXTS: dict[tuple[int, ...], str] = {}
+
+
+def said(number: int, **changes: Any) -> Generation:
+    """A generation whose text is that of its tokens, by ``decode``."""
+    made = dataclasses.replace(generation(number), **changes)
+    tokens = tuple(made.output.tolist())
+    TEXTS[tokens] = f"{TEXTS.get(tokens, '')}<s>{made.text}</s>"
+    return made
+
+
+def decode(ids: list[int]) -> str:
+    return TEXTS.get(tuple(ids), "?")
+
+
+def write(path: Path, *generations: Generation) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with LogWriter(path) as log:
+        for one in generations:
+            log.write(one)
+    return path
+
+
+def read(state: PairState) -> list[Generation]:
+    with Log(state.records) as log:
+        return [one.generation for one in log.generations()]
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> PairState:
+    return open_state(tmp_path / "home", "pair")
+
+
+def test_three_logs_become_one_in_order_of_time_and_each_record_is_there_once(tmp_path: Path, state: PairState) -> None:
+    everything = [said(number, session=f"s{number % 3}") for number in range(140)]
+    shared = everything[60:70]
+    logs = [write(tmp_path / str(part) / "records.db", *everything[part::3], *shared) for part in range(3)]
+    write(state.records, *everything[:5])
+    before = [hashlib.sha256(path.read_bytes()).digest() for path in logs]
+    done = merge(state, [logs[0], logs[1].parent, logs[2]], decode)
+    assert done == Merged(135, 5 + 30, 0)
+    found = read(state)
+    assert [one.created for one in found] == sorted(one.created for one in everything)
+    for one, other in zip(found[5:], everything[5:], strict=True):
+        assert same(one, dataclasses.replace(other, rounds=(), adapter=None))
+    assert [hashlib.sha256(path.read_bytes()).digest() for path in logs] == before
+    assert merge(state, logs, decode) == Merged(0, 170, 0)
+    assert len(read(state)) == 140
+    assert sorted(path.name for path in state.root.iterdir() if path.is_dir()) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"created": 5.0},
+        {"session": "t"},
+        {"text": "another answer"},
+        {"output": np.array([1, 2, 3, 4, 6], np.int32)},
+        {"prompt": np.array([9], np.int32)},
+        {"owner": "somebody"},
+    ],
+)
+def test_records_that_differ_are_two(tmp_path: Path, state: PairState, changes: dict[str, Any]) -> None:
+    one = said(1, output=np.array([1, 2, 3, 4, 5], np.int32))
+    other = said(1, **{"output": one.output, **changes})
+    assert merge(state, [write(tmp_path / "a.db", one), write(tmp_path / "b.db", other)], decode).taken == 2
+
+
+def test_what_another_draft_did_elsewhere_does_not_count_here(tmp_path: Path, state: PairState) -> None:
+    merge(state, [write(tmp_path / "a.db", said(1, adapter="0007"))], decode)
+    (one,) = read(state)
+    assert one.adapter is None
+    assert one.rounds == ()
+    assert one.supervision is not None
+
+
+def test_ids_go_on_behind_those_that_adapters_name(tmp_path: Path, state: PairState) -> None:
+    merge(state, [write(tmp_path / "a.db", said(1))], decode, after=41)
+    with Log(state.records) as log:
+        assert log.last_id() == 42
+
+
+def test_a_damaged_record_is_left_out(tmp_path: Path, state: PairState) -> None:
+    import sqlite3
+
+    path = write(tmp_path / "a.db", said(1), said(2), said(3))
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE generations SET text = 'forged' WHERE id = 2")
+    assert merge(state, [path], decode) == Merged(2, 0, 1)
+
+
+def test_a_log_of_another_target_is_refused_and_nothing_of_any_is_taken(tmp_path: Path, state: PairState) -> None:
+    mine, foreign = write(tmp_path / "a.db", said(1)), write(tmp_path / "b.db", generation(2), generation(3))
+    with pytest.raises(AdaptiveError, match="another target"):
+        merge(state, [mine, foreign], lambda ids: decode(ids) if ids == said(1).output.tolist() else "?")
+    assert not state.records.exists()
+
+
+def test_what_is_no_log_is_named(tmp_path: Path, state: PairState) -> None:
+    (tmp_path / "text.db").write_text("no database" * 1000)
+    with pytest.raises(AdaptiveError, match=r"text\.db"):
+        merge(state, [tmp_path / "text.db"], decode)
+    with pytest.raises(AdaptiveError, match="holds no log"):
+        merge(state, [tmp_path / "gone"], decode)
+    write(state.records, said(1))
+    with pytest.raises(AdaptiveError, match="the very log"):
+        merge(state, [state.root], decode)
+
+
+def test_the_command_says_what_it_took(adaptive: Any, tmp_path: Path, own_home: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    made = generation(1)
+    made = dataclasses.replace(made, text=tokenizer.decode(made.output.tolist()))
+    log = write(tmp_path / "theirs" / "records.db", made)
+    for taken, known in ((1, 0), (0, 1)):
+        status, out, _ = adaptive("records", "import", str(log.parent), "--json")
+        assert status == 0
+        assert {name: json.loads(out)[name] for name in ("taken", "known")} == {"taken": taken, "known": known}
+    assert len(list(own_home.glob("*/records.db"))) == 1
