@@ -1,6 +1,7 @@
 """Make a model that computes the same function as a small Llama checkpoint at the cost of a large one.
 
     python benchmarks/inflate.py checkpoints/bundled/target OUT --width 1024 --feed-forward 4096 --heads 16 --layers 28
+    python benchmarks/inflate.py --hybrid OUT        # a pair: OUT/target, OUT/draft
 
 Widths are padded with zeros, heads are added whose output is zero, and layers that add nothing. The
 distribution of the next token stays that of the small model (to rounding), so that acceptance is real
@@ -9,6 +10,9 @@ text's; time and memory are the large model's. ``--adapter`` merges a LoRA adapt
 Where RMS norms divide by the mean over the width, padding changes the mean by small / large: the norm's
 eps is scaled by that ratio and its weight by its square root. Widths that are the small one times a
 power of four keep this exact in bfloat16.
+
+``--hybrid`` begins with a small Qwen 3.5 of random weights, the draft, and makes a large one of it
+(``inflate_hybrid.py``).
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from inflate_hybrid import LARGE, SMALL, HybridSize, inflate_hybrid, small_hybrid
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.errors import AdaptiveError
+from adaptive.pair import BUNDLED
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,9 @@ def _config(config: LlamaConfig, size: Size, group: int) -> LlamaConfig:
 def main() -> None:
     """Read a checkpoint, write the large one beside its tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path)
+    parser.add_argument("source", type=Path, nargs="?")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--hybrid", action="store_true", help="a Qwen 3.5 pair of random weights, without a source")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--feed-forward", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=16)
@@ -94,15 +101,33 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path)
     args = parser.parse_args()
 
+    if args.hybrid:
+        write_hybrids(args.out)
+        return
+    if args.source is None:
+        parser.error("a checkpoint to inflate is needed, or --hybrid")
     small = AutoModelForCausalLM.from_pretrained(args.source, dtype="auto")
     if args.adapter:
         MergedAdapter(small).apply(args.adapter)
     large = inflate(small, Size(args.width, args.feed_forward, args.heads, args.layers))
-    large.save_pretrained(args.out)
-    for file in args.source.iterdir():
+    _write(large, args.source, args.out)
+
+
+def write_hybrids(out: Path, large: HybridSize = LARGE, small: HybridSize = SMALL) -> None:
+    """A hybrid of random weights as ``out``/draft, and as ``out``/target one of the same function; with the tokenizer
+    of the bundled pair."""
+    tokens = BUNDLED / "target"
+    draft = small_hybrid(small, vocab=AutoConfig.from_pretrained(tokens).vocab_size)
+    _write(draft, tokens, out / "draft")
+    _write(inflate_hybrid(draft, large), tokens, out / "target")
+
+
+def _write(model: PreTrainedModel, tokens: Path, out: Path) -> None:
+    model.save_pretrained(out)
+    for file in tokens.iterdir():
         if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, args.out / file.name)
-    print(f"{sum(p.numel() for p in large.parameters()) / 1e6:.0f}M parameters in {args.out}")
+            shutil.copy(file, out / file.name)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters in {out}")
 
 
 if __name__ == "__main__":

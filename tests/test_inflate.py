@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import hybrid
 import pytest
 import torch
-from inflate import Size, inflate
+from inflate import Size, inflate, write_hybrids
+from inflate_hybrid import HybridSize, inflate_hybrid, small_hybrid
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from adaptive.errors import AdaptiveError
@@ -66,3 +72,37 @@ def test_other_architectures_are_refused() -> None:
     )
     with pytest.raises(AdaptiveError, match="Qwen2"):
         inflate(Qwen2ForCausalLM(config), Size(64, 80, 8, 2))
+
+
+HYBRID = HybridSize(64, 96, 4, 2, 2, 4, 16, 16)
+LARGER = HybridSize(256, 128, 8, 4, 4, 6, 16, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_inflated_hybrid_has_the_small_ones_distribution(dtype: torch.dtype) -> None:
+    model = small_hybrid(HYBRID, vocab=61).to(dtype)
+    large = inflate_hybrid(model, LARGER)
+    assert sum(p.numel() for p in large.parameters()) > 4 * sum(p.numel() for p in model.parameters())
+    assert large.model.layers[4].mlp.up_proj.weight.abs().min() > 0
+    tokens = torch.randint(0, 61, (2, 40))
+    with torch.inference_mode():
+        right, got = model.float()(tokens).logits, large.float()(tokens).logits
+    torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("changed", [{"width": 32}, {"heads": 2, "key_heads": 1}, {"head": 32}, {"key_heads": 8}])
+def test_a_hybrid_is_not_made_smaller_nor_its_heads_larger(changed: dict[str, int]) -> None:
+    with pytest.raises(AdaptiveError):
+        inflate_hybrid(small_hybrid(HYBRID, vocab=61), replace(LARGER, **changed))
+
+
+def test_the_hybrids_benchmark_runs_on_a_tiny_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hybrids(tmp_path, LARGER, HYBRID)
+    given = ["--pair", str(tmp_path), "--length", "3", "--tokens", "4", "--repeats", "1", "--count", "1"]
+    monkeypatch.setattr(sys, "argv", ["hybrid.py", *given])
+    hybrid.main()
+    said = capsys.readouterr().out
+    for line in ("plain:", "passes:", "rollback:", "a round of 3, greedy", "memory of 8000 tokens"):
+        assert line in said

@@ -1,0 +1,156 @@
+"""What our forward of a hybrid (Qwen 3.5) comes to, on a pair whose draft computes the target's function.
+
+    python benchmarks/inflate.py --hybrid /tmp/hybrid
+    python benchmarks/hybrid.py --pair /tmp/hybrid --dtype float32 --length 7
+
+Prints plain decoding against transformers' own; passes over several tokens against one; what a rollback costs, in the
+call and in the pass after it, which applies the tokens that stand, as a share of a round; and speculation against what
+the forwards alone allow. Ours and theirs are timed in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+import timing
+import torch
+from rounds import show_round
+from timing import bare, count_processor_time, filled, settle
+
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.load import forward_of
+from adaptive.engines.protocol import Engine
+from adaptive.pair import BUNDLED, Pair, load_pair
+from adaptive.settings import load_settings
+from cli.prompts import read_prompts
+
+# Tokens of a text before what is timed.
+CONTEXT = 200
+
+
+def show_plain(engine: Engine, tokens: int, repeats: int) -> float:
+    """Tokens decoded one by one, by our forward and by transformers' own; how many times as fast ours is."""
+    assert isinstance(engine, TransformersEngine)
+    prompt = [token % (engine.vocab_size - 1) for token in range(CONTEXT)]
+    ids = torch.tensor([prompt])
+    sequence = engine.sequence()
+    sequence.reserve(CONTEXT + tokens + 1)
+
+    def ours() -> float:
+        sequence.rollback(0)
+        token = int(sequence.extend(prompt, 1).argmax())
+        began = timing.clock()
+        for _ in range(tokens):
+            token = int(sequence.extend([token], 1).argmax())
+        return (timing.clock() - began) / tokens
+
+    @torch.inference_mode()
+    def theirs() -> float:
+        given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+        spent = []
+        for count in (1, 1 + tokens):  # the first is the prompt's
+            began = timing.clock()
+            engine.model.generate(ids, max_new_tokens=count, **given)
+            spent.append(timing.clock() - began)
+        return (spent[1] - spent[0]) / tokens
+
+    settle(sequence, 1)
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeats):
+        for call, seen in zip((ours, theirs), taken, strict=True):
+            seen.append(call())
+    one, other = map(statistics.median, taken)
+    print(
+        f"plain: {one * 1e3:.2f} ms a token by {forward_of(engine).value}, {other * 1e3:.2f} ms by transformers' own: "
+        f"{other / one:.2f} times as fast"
+    )
+    return other / one
+
+
+def show_passes(engine: Engine) -> float:
+    """Passes over several tokens against one; the ratio of 8."""
+    sequence = filled(engine, CONTEXT)
+    found: dict[int, list[float]] = {count: [] for count in (1, 2, 4, 8, 16)}
+    for count in found:
+        settle(sequence, count)
+    for _ in range(timing.REPEATS):
+        for count, seen in found.items():
+            seen.append(bare(sequence, count, repeats=1))
+    times = {count: statistics.median(seen) for count, seen in found.items()}
+    print("passes: " + ", ".join(f"{n} {t * 1e3:.2f} ms ({t / times[1]:.2f})" for n, t in times.items()))
+    return times[8] / times[1]
+
+
+def show_rollback(pair: Pair, length: int) -> float:
+    """What taking back half of a verification costs: the call, and what the next pass takes longer than one after a
+    text that ends where its state is. The share of a round, of ``length`` drafted tokens."""
+    assert pair.draft is not None
+    sequence, count, kept = filled(pair.target, CONTEXT), length + 1, (length + 1) // 2
+    tokens = list(range(count))
+    draft = bare(filled(pair.draft, CONTEXT), 1)
+    settle(sequence, count)
+    calls: list[float] = []
+    passes: tuple[list[float], list[float]] = ([], [])
+    held = sequence.length
+    for _ in range(timing.REPEATS):
+        for after, seen in zip((0, kept), passes, strict=True):
+            sequence.rollback(held)
+            sequence.extend(tokens, count)
+            began = timing.clock()
+            sequence.rollback(held + after)
+            calls.append(timing.clock() - began)
+            began = timing.clock()
+            sequence.extend(tokens, count)
+            seen.append(timing.clock() - began)
+            sequence.rollback(0)  # what was taken back is behind the state's place: begin anew
+            sequence.extend([token % (pair.target.vocab_size - 1) for token in range(held)], 1)
+    call, (clean, applied) = statistics.median(calls), map(statistics.median, passes)
+    whole = length * draft + applied
+    more = call + max(0.0, applied - clean)
+    print(
+        f"rollback: {call * 1e6:.1f} us the call, the next pass {(applied - clean) * 1e3:+.3f} ms for {kept} tokens "
+        f"that stand: {more / whole:.2%} of a round of {whole * 1e3:.2f} ms"
+    )
+    return more / whole
+
+
+def main() -> None:
+    """Everything, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, required=True, help="a folder with target and draft")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--length", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=32, help="of a plain text")
+    parser.add_argument("--repeats", type=int, default=5, help="plain texts by each forward")
+    parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts" / "roleplay.jsonl")
+    parser.add_argument("--count", type=int, default=5, help="prompts that are answered speculatively")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count one thread's own time, not the clock's: for a machine that other programs are using",
+    )
+    args = parser.parse_args()
+    if args.processor_time:
+        torch.set_num_threads(1)
+        count_processor_time()
+    folders = {name: str(args.pair / name) for name in ("target", "draft")}
+    pair = load_pair(load_settings({**folders, "dtype": args.dtype, "draft_quantize": "none", "device": "cpu"}))
+    assert isinstance(pair.target, TransformersEngine)
+    size = sum(parameter.numel() for parameter in pair.target.model.parameters())
+    print(f"target of {size / 1e6:.0f}M parameters, {pair.target.weights}; {forward_of(pair.target).value}")
+    show_plain(pair.target, args.tokens, args.repeats)
+    show_passes(pair.target)
+    show_rollback(pair, args.length)
+    show_round(pair, read_prompts(args.prompts)[: args.count], args.length)
+    sequence = filled(pair.target, min(8000, pair.target.context_length - 16))
+    held = sequence.memory
+    print(
+        f"memory of {sequence.length} tokens: keys and values {held.keys / 1e6:.1f} MB, "
+        f"states {held.states / 1e6:.1f} MB, checkpoints {held.checkpoints / 1e6:.1f} MB"
+    )
+
+
+if __name__ == "__main__":
+    main()
