@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from adaptive.engines.hf.kinds import Kinds
+    from adaptive.engines.hf.tried import Tried
     from adaptive.engines.load import Source
     from adaptive.settings import Settings
 
@@ -337,6 +338,7 @@ def _no_model(settings: Settings, local: bool) -> Finding:
 
 def _forwards(settings: Settings) -> Iterator[Finding]:
     """Which forward will serve each model of the pair, in what numbers."""
+    from adaptive.engines.hf import tried
     from adaptive.engines.hf.kinds import Kinds
     from adaptive.engines.load import choose_forward, read_config
     from adaptive.pair import sources
@@ -355,8 +357,10 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
         yield Finding("used", f"{role} forward", "ok", f"{chosen.forward.value} ({chosen.weights}{quantised})")
         if chosen.quantize == "nf4":
             yield _four_bits(role, source, settings)
-        if source.gguf is None and not source.head and not chosen.forward.own:
-            yield _layers(role, Kinds.of(read_config(source, settings).get_text_config()))
+        if source.gguf is None and not source.head:
+            kinds = Kinds.of(read_config(source, settings).get_text_config())
+            found = tried.Tried(None) if chosen.forward.own else None
+            yield _layers(role, kinds, found or tried.kept(settings.state_dir, source.folder, chosen.how))
 
 
 def _four_bits(role: str, source: Source, settings: Settings) -> Finding:
@@ -373,16 +377,16 @@ def _four_bits(role: str, source: Source, settings: Settings) -> Finding:
     return Finding("used", name, "ok", fit.text)
 
 
-def _layers(role: str, kinds: Kinds) -> Finding:
-    """What the layers of a model hold, and whether it can be drafted for."""
+def _layers(role: str, kinds: Kinds, found: Tried | None) -> Finding:
+    """What the layers of a model hold, and whether it can be drafted for (or draft), as was found at loading."""
     name = f"{role} layers"
-    if kinds.problem is not None:
+    problem = kinds.problem or (found.problem if found else None)
+    if problem is not None:
         advice = "it decodes plainly, without a draft" if role == "target" else "name another draft"
-        return Finding("used", name, "note", f"it {kinds.problem}", advice)
-    if not kinds.recurrent:
-        return Finding("used", name, "ok", f"{kinds.attention} of attention")
-    held = f"{kinds.recurrent} with a recurrent state, {kinds.attention} of attention"
-    return Finding("used", name, "ok", f"{held}; its passes are tried when it is loaded")
+        return Finding("used", name, "note", f"no drafting: it {problem}", advice)
+    held = f"{kinds.recurrent} with a recurrent state, " * bool(kinds.recurrent) + f"{kinds.attention} of attention"
+    can = "drafting is possible" if found else "whether drafting is possible is tried when it is loaded"
+    return Finding("used", name, "ok", f"{held}; {can}")
 
 
 def _gguf_file(role: str, name: str) -> Iterator[Finding]:

@@ -215,6 +215,7 @@ def test_commands_change_what_they_say(opened: OpenedPair, tmp_path: Path) -> No
     for expected in (
         "nothing has been asked yet",
         "the last answer was not cut",
+        "memory of this conversation: keys and values ",
         "cut at the limit: /more goes on",
         "'x' is no number",
         "there is no colour to set; there are temperature, top_k,",

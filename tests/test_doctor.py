@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from adaptive.engines.cpu import kernels
+from adaptive.engines.hf import guard
 from adaptive.engines.load import forward_of, load_engine
 from adaptive.pair import sources
 from adaptive.settings import load_settings
@@ -110,3 +112,49 @@ def test_the_report_for_people_says_what_is_missing(pair: list[str]) -> None:
     for title in ("This machine", "Packages", "What will be used"):
         assert title in done.stdout
     assert ("What is missing" in done.stdout) != ("Nothing is missing" in done.stdout)
+
+
+def layers_of(folder: Path, state: Path) -> dict[str, str]:
+    given = ["--device", "cpu", "--dtype", "float32", "--state-dir", str(state)]
+    return findings("--target", str(folder), "--draft", "none", *given)[1]["target layers"]
+
+
+def test_what_was_found_of_a_models_passes_at_loading_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First that it is tried then, then what came of it; and of another checkpoint in its place nothing."""
+    folder, state = tmp_path / "target", tmp_path / "state"
+    state.mkdir()
+    named = {"device": "cpu", "target": str(folder), "draft": "none", "dtype": "float32", "home": state}
+
+    def load() -> str | None:
+        settings = load_settings(named)
+        source = sources(settings)[0]
+        return load_engine(source, settings, "cpu", lambda share: None).undraftable
+
+    tiny_model("falcon_h1", num_hidden_layers=1).save_pretrained(folder)
+    assert "is tried when it is loaded" in layers_of(folder, state)["value"]
+    assert load() is None
+    assert layers_of(folder, state) | {"group": ""} == {
+        "group": "",
+        "name": "target layers",
+        "status": "ok",
+        "value": "1 with a recurrent state, 1 of attention; drafting is possible",
+        "advice": layers_of(folder, state)["advice"],
+    }
+
+    tiny_model("falcon_h1", num_hidden_layers=1, seed=1).save_pretrained(folder)
+    assert "is tried when it is loaded" in layers_of(folder, state)["value"]
+    monkeypatch.setattr(guard, "NEAR", {torch.float32: -1.0})  # no two passes agree so well
+    problem = load()
+    assert problem is not None
+    found = layers_of(folder, state)
+    assert found["status"] == "note"
+    assert found["value"] == f"no drafting: it {problem}"
+    assert "plainly" in found["advice"]
+    (state / "passes.json").write_text("not json")
+    assert "is tried when it is loaded" in layers_of(folder, state)["value"]
+
+
+def test_a_model_that_our_own_forward_runs_can_be_drafted_for(pair: list[str]) -> None:
+    _, found = findings(*pair, "--device", "cpu", "--dtype", "float32")
+    for role in ("target", "draft"):
+        assert found[f"{role} layers"]["value"].endswith("1 of attention; drafting is possible")

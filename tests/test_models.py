@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,68 @@ def test_vision_weights_are_not_read(tmp_path: Path) -> None:
     assert Greedy(loaded(tmp_path), None).say(prompt, 8) == alone(model, prompt, 8)
 
 
+# So large that the language model is a small part of the file.
+WIDE = {
+    "gemma3": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8},
+    "qwen3_vl": {"hidden_size": 512, "intermediate_size": 2048, "depth": 2, "num_heads": 8, "out_hidden_size": 64},
+    "qwen3_5": {"hidden_size": 512, "intermediate_size": 2048, "depth": 2, "num_heads": 8, "out_hidden_size": 64},
+}
+
+
+@pytest.mark.parametrize("model_type", list(WIDE))
+def test_of_a_checkpoint_with_vision_only_the_bytes_of_the_language_model_are_read(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted where transformers takes tensors out of the file, of which it reads a header and what it takes."""
+    from safetensors import safe_open
+    from transformers import modeling_utils
+
+    read = Counter[str]()
+
+    class CountedSlice:
+        def __init__(self, name: str, whole: Any) -> None:
+            self.name, self.whole = name, whole
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.whole, name)
+
+        def __getitem__(self, place: Any) -> torch.Tensor:
+            tensor: torch.Tensor = self.whole[place]
+            read[self.name] += tensor.nbytes
+            return tensor
+
+    class CountedFile:
+        def __init__(self, *given: Any, **named: Any) -> None:
+            self.file = safe_open(*given, **named)
+
+        def __enter__(self) -> CountedFile:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            tensor: torch.Tensor = self.file.get_tensor(name)
+            read[name] += tensor.nbytes
+            return tensor
+
+        def get_slice(self, name: str) -> CountedSlice:
+            return CountedSlice(name, self.file.get_slice(name))
+
+    several_kinds(TEXT[model_type], model_type, **WIDE[model_type]).save_pretrained(tmp_path)
+    monkeypatch.setattr(modeling_utils, "safe_open", CountedFile)
+    engine = loaded(tmp_path)
+    text = sum(parameter.nbytes for parameter in engine.model.parameters())
+    assert not [name for name in read if "vis" in name]
+    # A part of each tensor may be looked at before it is read.
+    assert text <= sum(read.values()) <= 1.1 * text
+    assert (tmp_path / "model.safetensors").stat().st_size > 10 * text
+
+
 def test_routers_and_layers_that_peft_forbids_get_no_adapter() -> None:
     """A router of Llama 4 is a linear layer with a forward of its own; Mamba's kernels take a weight and no layer."""
     llama4 = tiny_model("llama4_text")
@@ -260,4 +323,7 @@ def test_a_conversation_with_a_hybrid_is_the_targets_own_also_over_an_edit(tmp_p
     same(edited)
     same([Message("user", "Write a haiku about a river, and one about the sea.")])
     assert accepted > 0
-    assert drafted.conversations.nbytes > 0
+    held = drafted.conversations.memory
+    assert min(held.keys, held.states, held.checkpoints) > 0
+    assert held.features == 0
+    assert drafted.conversations.nbytes == held.keys + held.states + held.checkpoints

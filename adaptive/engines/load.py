@@ -87,6 +87,11 @@ class Choice:
             return "gguf"
         return "int8" if self.int8 else str(self.dtype).removeprefix("torch.")
 
+    @property
+    def how(self) -> str:
+        """On what and in what numbers transformers' own forward computes."""
+        return f"{self.device} {self.dtype} {self.quantize}"
+
 
 def choose_forward(source: Source, settings: Settings, device: str, draft: bool = False) -> Choice:
     """Which forward serves this model here, as target or as ``draft``; known without reading its weights.
@@ -216,6 +221,7 @@ def load_engine(
 def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[float], None]) -> Engine:
     if source.gguf is not None:
         return load_gguf(source.gguf, settings, chosen.device, tell)
+    from adaptive.engines.hf import tried
     from adaptive.engines.hf.engine import TransformersEngine
 
     with weights_progress(tell):
@@ -224,6 +230,8 @@ def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[
         if engine.cpu_forward is None and source.quantize != chosen.quantize:  # no memory for our own
             engine = TransformersEngine(load_model(source, settings, chosen.device, chosen.dtype))
     engine.check()
+    if engine.cpu_forward is None:
+        tried.keep(settings.state_dir, source.folder, chosen.how, engine.undraftable)
     if engine.undraftable is not None:
         logger.warning("%s decodes plainly: it %s", source.id, engine.undraftable)
     if chosen.forward is Forward.CUDA_GRAPHS:
