@@ -28,6 +28,7 @@ from cli import (
     generate,
     history,
     learn,
+    publish,
     records,
     serve,
     service,
@@ -75,6 +76,7 @@ app.command()(bench.bench)
 app.command()(history.history)
 app.add_typer(adapters.app, name="adapters")
 app.command()(export.export)
+app.command()(publish.publish)
 app.command()(doctor.doctor)
 app.add_typer(records.app, name="records")
 app.add_typer(service.app, name="service")

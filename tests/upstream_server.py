@@ -40,6 +40,8 @@ def plain(body: bytes, kind: str = "application/json", status: str = "200 OK", m
     return head.encode() + body
 
 
+# What a client that asks several things has to be told here, where a connection takes one request.
+CLOSE = "Connection: close\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -75,9 +77,9 @@ class Scripted:
         try:
             if heard.path == "/v1/models" and self.kind in MODELS:
                 said = b'{"data": [{"id": "m", "owned_by": "%b"}]}' % MODELS[self.kind].encode()
-                connection.sendall(plain(said))
+                connection.sendall(plain(said, more=CLOSE))
             elif heard.path in ("/props", "/apply-template", "/tokenize"):
-                connection.sendall(plain(b"{}", status="404 Not Found"))
+                connection.sendall(plain(b"{}", status="404 Not Found", more=CLOSE))
             else:
                 self.script(heard, connection)
         except OSError:

@@ -37,7 +37,7 @@ class Kind:
     heat_last: bool = False
     absent: bool = False
     quiet: bool = False
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def engine(self) -> str:

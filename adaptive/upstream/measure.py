@@ -1,0 +1,165 @@
+"""How many drafted tokens a server accepts, by its own account: what its answers or its counters say."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from adaptive.errors import AdaptiveError, first_line
+from adaptive.upstream.kinds import ADAPTIVE, Kind, kind_of
+
+# Seconds for one answer of a measurement; a large model on a small machine takes minutes.
+ANSWER_S = 600.0
+# Counters of drafted and accepted tokens, behind each engine's own prefix; and SGLang's gauge of tokens a round.
+DRAFTED, ACCEPTED = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
+LENGTH = "spec_accept_length"
+# Halvings of an interval: a ten-thousandth of it is left.
+STEPS = 14
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer: its tokens, its seconds without those of the prompt where the server tells them apart, and how many
+    tokens were ``drafted`` and ``accepted``, None where it does not say that of one answer."""
+
+    tokens: int
+    seconds: float
+    drafted: int | None
+    accepted: int | None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a server's metrics say so far; None where they do not."""
+
+    drafted: float | None
+    accepted: float | None
+    length: float | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What some answers came to. ``drafted`` and ``accepted`` are those of all, None where nothing tells; ``length`` is
+    the server's own mean of tokens a round, where it has one."""
+
+    answers: tuple[Answered, ...]
+    drafted: int | None
+    accepted: int | None
+    length: float | None
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of drafted tokens that were accepted; None where nothing was drafted, or nobody says."""
+        return self.accepted / self.drafted if self.drafted and self.accepted is not None else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all answers together."""
+        return sum(one.tokens for one in self.answers) / max(1e-9, sum(one.seconds for one in self.answers))
+
+
+def find_kind(url: str, key: str | None) -> Kind:
+    """What runs at ``url``. Raises AdaptiveError where nothing answers."""
+    with _client(url, key) as client:
+        return kind_of(_models(client))
+
+
+def measure(url: str, key: str | None, prompts: Sequence[Sequence[int]], max_tokens: int) -> Measured:
+    """Have the server answer ``prompts``, token ids, one after the other and greedily, and nothing of it logged.
+
+    Raises AdaptiveError where it does not.
+    """
+    with _client(url, key) as client:
+        said = _models(client)
+        data = said.get("data") if isinstance(said, dict) else None
+        model = data[0].get("id", "") if isinstance(data, list) and data else ""
+        more = {"store": False} if kind_of(said) is ADAPTIVE else {}
+        before = counted(_metrics(client))
+        answers = tuple(
+            _answered(client, {"model": model, "prompt": list(ids), "max_tokens": max_tokens, "temperature": 0, **more})
+            for ids in prompts
+        )
+        after = counted(_metrics(client))
+    if all(one.drafted is not None and one.accepted is not None for one in answers):
+        drafted, accepted = (sum(getattr(one, name) for one in answers) for name in ("drafted", "accepted"))
+        return Measured(answers, drafted, accepted, None)
+    if None in (before.drafted, before.accepted, after.drafted, after.accepted):
+        return Measured(answers, None, None, after.length)
+    grown = (after.drafted or 0) - (before.drafted or 0), (after.accepted or 0) - (before.accepted or 0)
+    return Measured(answers, int(grown[0]), int(grown[1]), after.length)
+
+
+def counted(metrics: str) -> Counted:
+    """The counters of a text in Prometheus' format, over all their labels."""
+
+    def total(name: str) -> float | None:
+        found = re.findall(rf"^[a-z]+:{name}(?:\{{[^}}]*\}})? (\S+)", metrics, re.MULTILINE)
+        return sum(map(float, found)) if found else None
+
+    return Counted(total(DRAFTED), total(ACCEPTED), total(LENGTH))
+
+
+def _client(url: str, key: str | None) -> httpx.Client:
+    headers = {"X-Adaptive-Record": "off"}  # where the address is that of a proxy of ours
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    return httpx.Client(base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False)
+
+
+def _models(client: httpx.Client) -> Any:
+    try:
+        answer = client.get("/v1/models")
+        answer.raise_for_status()
+        return answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise AdaptiveError(f"the server at {client.base_url} does not answer: {first_line(error)}") from error
+
+
+def _metrics(client: httpx.Client) -> str:
+    try:
+        answer = client.get("/metrics")
+    except httpx.HTTPError:
+        return ""
+    return answer.text if answer.status_code == 200 else ""
+
+
+def _answered(client: httpx.Client, body: dict[str, Any]) -> Answered:
+    began = time.perf_counter()
+    try:
+        answer = client.post("/v1/completions", json=body)
+        answer.raise_for_status()
+        said = answer.json()
+        tokens = int(said["usage"]["completion_tokens"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise AdaptiveError(f"the server at {client.base_url} does not answer a prompt: {first_line(error)}") from error
+    timings = said.get("timings")
+    timings = timings if isinstance(timings, dict) else {}
+    took = timings.get("predicted_ms")
+    seconds = took / 1000 if isinstance(took, (int, float)) and took > 0 else time.perf_counter() - began
+    drafted, accepted = timings.get("draft_n"), timings.get("draft_n_accepted")
+    if timings and "predicted_ms" in timings and drafted is None:
+        drafted = accepted = 0  # llama.cpp's server leaves them out where it drafted nothing
+    return Answered(tokens, seconds, drafted, accepted)
+
+
+def each_accepted(measured: Measured) -> float | None:
+    """The chance that a drafted token is accepted where those before it are, the same at every position: unlike the
+    share of all drafted tokens it does not fall with the draft length. None where nothing was drafted, or nobody says.
+    """
+    if not measured.drafted or measured.accepted is None:
+        return None
+    rounds = sum(one.tokens for one in measured.answers) - measured.accepted
+    if rounds <= 0:
+        return 1.0
+    drafted, accepted = measured.drafted / rounds, measured.accepted / rounds
+    low, high = 0.0, 1.0
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        expected = middle * (1 - middle**drafted) / (1 - middle)  # of middle + middle ** 2 + ..., `drafted` of them
+        low, high = (middle, high) if expected < accepted else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,123 @@
+"""Puts a draft into another server: its options, the file that starts it, and the command that restarts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from adaptive.errors import AdaptiveError
+from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, VLLM, Kind
+from checkpoints import files
+
+# The word behind which options are put where the start command has none of them yet.
+PROGRAMS = {
+    LLAMA_SERVER.name: r"llama-server",
+    VLLM.name: r"vllm\s+serve|vllm\.entrypoints\.openai\.api_server",
+    SGLANG.name: r"sglang\.launch_server|sglang\s+serve",
+    ADAPTIVE.name: r"adaptive\s+serve|cli\.main\s+serve",
+}
+# Seconds between two looks at whether a server is there again.
+LOOK_S = 0.2
+
+
+def takes_gguf(kind: Kind) -> bool:
+    """Whether the server reads GGUF files, else folders of safetensors."""
+    return kind.name in (LLAMA_SERVER.name, "lm-studio")
+
+
+def options(kind: Kind, draft: Path, length: int) -> dict[str, str]:
+    """The server's options that use ``draft`` with this draft length. Raises AdaptiveError where it has none."""
+    if kind is LLAMA_SERVER:
+        return {"--spec-type": "draft-simple", "--spec-draft-model": str(draft), "--spec-draft-n-max": str(length)}
+    if kind is VLLM:
+        said = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": length}
+        return {"--speculative-config": json.dumps(said)}
+    if kind is SGLANG:
+        return {
+            "--speculative-algorithm": "STANDALONE",
+            "--speculative-draft-model-path": str(draft),
+            "--speculative-num-steps": str(length),
+            "--speculative-eagle-topk": "1",
+            "--speculative-num-draft-tokens": str(length + 1),
+        }
+    if kind is ADAPTIVE:
+        return {"--draft": str(draft), "--draft-length": str(length)}
+    raise AdaptiveError(f"how {kind.name} is given a draft is not known; choose {draft} there by hand")
+
+
+def edited(start: str, kind: Kind, wanted: dict[str, str]) -> str:
+    """The start command ``start`` with these options in the place of their old values, or behind the program's name.
+
+    Raises AdaptiveError where the program is not in it.
+    """
+    missing = []
+    for name, value in wanted.items():
+        written = shlex.quote(value)
+        there = re.compile(rf"(?<!\S){re.escape(name)}(\s+|=)('[^']*'|\"[^\"]*\"|[^\s\\]+)")
+        start, count = there.subn(lambda found, n=name, w=written: f"{n}{found[1]}{w}", start)  # type: ignore[misc]
+        if not count:
+            missing.append(f"{name} {written}")
+    if not missing:
+        return start
+    program = re.search(rf"^(?!\s*#).*?(?:{PROGRAMS[kind.name]})\S*", start, re.MULTILINE)
+    if program is None:
+        raise AdaptiveError(f"the start command does not name {kind.name}; put {' '.join(missing)} there by hand")
+    return f"{start[: program.end()]} {' '.join(missing)}{start[program.end() :]}"
+
+
+@dataclass(frozen=True)
+class StartFile:
+    """The file that starts the server, and what stands in it. Raises AdaptiveError where it cannot be read."""
+
+    path: Path
+    before: str
+
+    @classmethod
+    def read(cls, path: Path) -> StartFile:
+        """The file as it is."""
+        try:
+            return cls(path, path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise AdaptiveError(f"start file {path} cannot be read ({error})") from error
+
+    def write(self, text: str) -> None:
+        """Replace the file's text, whole or not at all; its mode stays. Raises AdaptiveError."""
+        try:
+            real = self.path.resolve()
+            mode = real.stat().st_mode
+            files.replace_text(real.parent, real, text)
+            real.chmod(mode)
+        except OSError as error:
+            raise AdaptiveError(f"start file {self.path} cannot be written ({error.strerror})") from error
+
+
+def restart(command: str, url: str, key: str | None, draft: Path | None, length: int, wait_s: float) -> None:
+    """Run the user's ``command``, which finds ADAPTIVE_DRAFT and ADAPTIVE_DRAFT_LENGTH in its environment, and wait
+    until the server answers. Raises AdaptiveError where either fails."""
+    told = {"ADAPTIVE_DRAFT": "" if draft is None else str(draft), "ADAPTIVE_DRAFT_LENGTH": str(length)}
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, shell=True, env={**os.environ, **told}, timeout=wait_s, stdin=subprocess.DEVNULL, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AdaptiveError(f"the restart command did not end within {wait_s:.0f} s: {command}") from error
+    if done.returncode != 0:
+        raise AdaptiveError(f"the restart command ended with status {done.returncode}: {command}")
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    while time.monotonic() - began < wait_s:
+        try:
+            if httpx.get(f"{url}/v1/models", headers=headers, timeout=5, trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(LOOK_S)
+    raise AdaptiveError(f"the server at {url} did not answer within {wait_s:.0f} s of its restart")

@@ -1,0 +1,358 @@
+"""``adaptive publish``: the draft in use, put into another server, and taken out again where that is worse."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from cli.options import PAIR, shared_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from adaptive.settings import Settings
+    from adaptive.state import PairState
+    from adaptive.upstream.kinds import Kind
+    from adaptive.upstream.lengths import Advice
+    from adaptive.upstream.measure import Measured
+    from checkpoints.manifest import Manifest
+    from checkpoints.store import AdapterStore
+    from trainers.dataset import Example
+
+SERVER = "Server"
+
+# Newest records that are looked through for those that are held out of training, which tell the draft length.
+RECORDS = 1000
+# Tokens of an answer that are replayed.
+LONGEST_OUTPUT = 512
+# A fall of the chance to be accepted, and of the speed where only that is known, that takes the draft out again. Two
+# measurements of one server differ by less: they are of the same prompts, decoded greedily.
+FELL, SLOWER = 0.005, 0.03
+
+
+@dataclass(frozen=True)
+class Put:
+    """What a server uses: a draft, of an adapter, at a draft length."""
+
+    adapter: str | None
+    draft: str
+    draft_length: int
+
+
+@shared_options(*PAIR, "trust_remote_code", "draft_length")
+def publish(
+    settings: Settings,
+    upstream: Annotated[
+        Optional[str],
+        typer.Option(help="Address of the server, to be measured.", metavar="URL", rich_help_panel=SERVER),
+    ] = None,
+    engine: Annotated[
+        Optional[str], typer.Option(help="llama-server, vllm, sglang or adaptive.", rich_help_panel=SERVER)
+    ] = None,
+    to: Annotated[Optional[Path], typer.Option(help="Folder of the drafts; by default the pair's own.")] = None,
+    start: Annotated[
+        Optional[Path],
+        typer.Option(help="File with the command that starts the server, which is edited.", rich_help_panel=SERVER),
+    ] = None,
+    restart: Annotated[
+        Optional[str],
+        typer.Option(help="Command that restarts the server.", metavar="COMMAND", rich_help_panel=SERVER),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=1, help="Seconds that a restart may take.", rich_help_panel=SERVER)
+    ] = 300.0,
+    api_key_file: Annotated[
+        Optional[Path], typer.Option(help="File with the server's key.", rich_help_panel=SERVER)
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of the log that a measurement asks.")] = 24,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer of a measurement, in tokens.")] = 128,
+    encoding: Annotated[str, typer.Option(help="Weights of a GGUF file: f32, f16, bf16 or q8_0.")] = "bf16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Export the draft in use for another server, say how to start it, and with --restart put it to use there.
+
+    With --upstream the server is measured on prompts of the log, which tells the draft length; after a restart once
+    more, and where its acceptance fell the draft before comes back (exit status 1).
+
+    Example: adaptive publish --upstream http://127.0.0.1:8080 --target ./target --draft ./draft
+
+    Example: adaptive publish --upstream http://127.0.0.1:8080 --start start.sh --restart "systemctl restart llama"
+    """
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from adaptive.upstream import publishing, server
+    from adaptive.upstream.measure import find_kind, measure
+    from checkpoints.store import AdapterStore
+    from cli.state import find_state
+
+    if restart is not None and upstream is None:
+        raise AdaptiveError("--restart needs --upstream, the address at which the server is measured")
+    key = None if api_key_file is None else _key(api_key_file)
+    url = None if upstream is None else server.checked_url(upstream)
+    kind = server.checked_kind(engine) or (None if url is None else find_kind(url, key))
+    if kind is None:
+        raise AdaptiveError("say which server it is for, with --upstream or --engine")
+    state = find_state(settings)
+    file = None if start is None else publishing.StartFile.read(start)
+    console = Console(stderr=True, highlight=False)
+    disable_progress_bar()
+    with console.status("reading the log"):
+        sample = _held_out(state)
+    asked = _prompts(sample, prompts) if url is not None else []
+    before = None
+    if url is not None:
+        with console.status("measuring the server as it is"):
+            before = measure(url, key, asked, max_tokens)
+    store = AdapterStore(state.adapters)
+    manifest = _in_use(store)
+    with console.status("writing the draft"):
+        draft = _export(settings, store, manifest, to or state.root / "published", kind, encoding)
+    with console.status("replaying the log"):
+        tokens = _tokens_a_round(settings, store, manifest, sample)
+    advice = _advice(tokens, before)
+    length = int(settings.draft_length) if settings.draft_length.isdigit() else (advice.length if advice else 4)
+    if length == 0:
+        raise AdaptiveError(
+            "by replay and the server's own times it is fastest without a draft; --draft-length N publishes it "
+            "all the same"
+        )
+    wanted = publishing.options(kind, draft, length)
+    outcome: dict[str, Any] = {
+        "adapter": manifest.id,
+        "engine": kind.name,
+        "draft": str(draft),
+        "draft_length": length,
+        "options": wanted,
+        "expected": None if advice is None else asdict(advice),
+        "before": _figures(before),
+        "after": None,
+        "rolled_back": False,
+    }
+    console.print(f"adapter {manifest.id} for {kind.name}: {draft}", soft_wrap=True)
+    _say_expected(console, advice, length, tokens)
+    if file is not None:
+        file.write(publishing.edited(file.before, kind, wanted))
+        console.print(f"{file.path} is edited", soft_wrap=True)
+    elif not as_json:
+        typer.echo(f"start {kind.name} with: {_typed(wanted)}")
+    if restart is not None:
+        assert url is not None
+        assert before is not None
+        put = Put(manifest.id, str(draft), length)
+        with console.status("restarting the server, and measuring it"):
+            after, worse = _try(restart, url, key, put, wait, before, asked, max_tokens)
+        outcome |= {"after": _figures(after), "rolled_back": worse is not None}
+        if worse is None:
+            _remember(state, put)
+            console.print(f"it is in use: {_compared(before, after)}")
+        else:
+            if file is not None:
+                file.write(file.before)
+            earlier = _remembered(state)
+            there = None if earlier is None else Path(earlier.draft)
+            publishing.restart(restart, url, key, there, 0 if earlier is None else earlier.draft_length, wait)
+            console.print(f"[yellow]rolled back:[/] {worse}")
+    if as_json:
+        typer.echo(json.dumps(outcome, indent=2))
+    if outcome["rolled_back"]:
+        raise typer.Exit(1)
+
+
+def _try(
+    restart: str,
+    url: str,
+    key: str | None,
+    put: Put,
+    wait: float,
+    before: Measured,
+    asked: list[list[int]],
+    max_tokens: int,
+) -> tuple[Measured | None, str | None]:
+    """Restart the server and measure it: what came of it, and in words why it is worse, None where it is not."""
+    from adaptive.upstream import publishing
+    from adaptive.upstream.measure import measure
+
+    try:
+        publishing.restart(restart, url, key, Path(put.draft), put.draft_length, wait)
+        after = measure(url, key, asked, max_tokens)
+    except AdaptiveError as error:
+        return None, str(error)
+    return after, worse_than(before, after)
+
+
+def worse_than(before: Measured, after: Measured) -> str | None:
+    """Why the server is worse than before, in words; None where it is not.
+
+    By the chance that a drafted token is accepted, where both say it; by tokens a round, where a server only says
+    that; by its speed, where before nothing was drafted.
+    """
+    from adaptive.upstream.measure import each_accepted
+
+    one, other = each_accepted(before), each_accepted(after)
+    if one is not None and other is not None:
+        return f"acceptance fell from {one:.3f} to {other:.3f} a token" if other < one - FELL else None
+    if one is not None and after.drafted == 0:
+        return "it drafts nothing any more"
+    if before.length and after.length:
+        fell = after.length < before.length - FELL
+        return f"tokens a round fell from {before.length:.2f} to {after.length:.2f}" if fell else None
+    if after.tokens_per_second < (1 - SLOWER) * before.tokens_per_second:
+        return f"{before.tokens_per_second:.1f} tokens/s became {after.tokens_per_second:.1f}"
+    return None
+
+
+def _held_out(state: PairState) -> list[Example]:
+    """Records that no adapter is trained on, all of them where there are none such. Raises AdaptiveError."""
+    from trainers.dataset import examples, join, read_log, split
+
+    dataset = read_log(state.records, RECORDS)
+    parts = split(dataset)
+    held = join(parts.gate, parts.validation)
+    found = [one for one in examples(held if len(held) else dataset, LONGEST_OUTPUT) if one.replayable]
+    if not found:
+        raise AdaptiveError(
+            f"the log {state.records} holds nothing to measure by; let `adaptive learn` run for a while"
+        )
+    return found
+
+
+def _prompts(sample: list[Example], count: int) -> list[list[int]]:
+    """The newest prompts, each once."""
+    found = {tuple(example.prompt.tolist()): None for example in reversed(sample)}
+    return [list(prompt) for prompt in list(found)[:count]]
+
+
+def _in_use(store: AdapterStore) -> Manifest:
+    current = store.current_id()
+    if current is None:
+        raise AdaptiveError(
+            "no adapter is in use; `adaptive distill` trains one from the log, `adapters promote` takes one"
+        )
+    manifest = store.verify(current)
+    if manifest.kind == "head":
+        raise AdaptiveError(
+            f"adapter {manifest.id} is a head, which these servers do not read as it is written here; name a draft "
+            "model with --draft"
+        )
+    return manifest
+
+
+def _export(
+    settings: Settings, store: AdapterStore, manifest: Manifest, folder: Path, kind: Kind, encoding: str
+) -> Path:
+    """The draft with the adapter in its weights, as the server reads it; written once for each adapter."""
+    from adaptive.upstream.publishing import takes_gguf
+    from cli.adapters import base_of, write_merged
+    from cli.export import write_checkpoint
+
+    name = f"draft-{manifest.id}-{encoding}.gguf" if takes_gguf(kind) else f"draft-{manifest.id}"
+    path, part = folder / name, folder / f".{name}.part"
+    if path.exists():
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        part.unlink(missing_ok=True)
+        adapter = store.path(manifest.id)
+        if takes_gguf(kind):
+            write_checkpoint(base_of(settings, manifest), adapter, part, encoding, settings)
+        else:
+            write_merged(settings, adapter, manifest, part, force=False)
+        os.replace(part, path)
+    except OSError as error:
+        raise AdaptiveError(f"{path} cannot be written ({error.strerror}); choose another folder with --to") from error
+    return path
+
+
+def _tokens_a_round(settings: Settings, store: AdapterStore, manifest: Manifest, sample: list[Example]) -> list[float]:
+    """Tokens a round at draft lengths 0, 1, ..., by replay of the draft with the adapter."""
+    from transformers import AutoModelForCausalLM
+
+    from adaptive.engines.hf.lora import MergedAdapter
+    from adaptive.upstream.lengths import LONGEST
+    from cli.adapters import base_of
+    from trainers.replay import mean_acceptance_length, replay
+
+    model = AutoModelForCausalLM.from_pretrained(
+        base_of(settings, manifest).folder, dtype="float32", trust_remote_code=settings.trust_remote_code
+    )
+    MergedAdapter(model).apply(store.path(manifest.id))
+    replays = replay(model, sample)
+    return [1.0, *(mean_acceptance_length(replays, length) for length in range(1, LONGEST + 1))]
+
+
+def _advice(tokens: list[float], before: Measured | None) -> Advice | None:
+    from adaptive.upstream.lengths import advise, round_costs
+
+    costs = None if before is None else round_costs(before.answers)
+    return None if costs is None else advise(tokens, costs)
+
+
+def _say_expected(console: Console, advice: Advice | None, length: int, tokens: list[float]) -> None:
+    at = min(length, len(tokens) - 1)
+    accepted = (tokens[at] - 1) / at
+    said = f"draft length {length}: {tokens[at]:.2f} tokens a round by replay, {accepted:.3f} of the drafted accepted"
+    if advice is not None and advice.length == length:
+        said += f"; {advice.tokens_per_second:.1f} tokens/s expected, {advice.plain_per_second:.1f} without a draft"
+    console.print(said, soft_wrap=True)
+
+
+def _figures(measured: Measured | None) -> dict[str, Any] | None:
+    from adaptive.upstream.measure import each_accepted
+
+    if measured is None:
+        return None
+    return {
+        "acceptance": measured.acceptance,
+        "each_accepted": each_accepted(measured),
+        "tokens_a_round": measured.length,
+        "tokens_per_second": measured.tokens_per_second,
+        "answers": len(measured.answers),
+    }
+
+
+def _compared(before: Measured, after: Measured | None) -> str:
+    assert after is not None
+    said = [f"{before.tokens_per_second:.1f} tokens/s became {after.tokens_per_second:.1f}"]
+    if before.acceptance is not None and after.acceptance is not None:
+        said.append(f"{before.acceptance:.3f} of the drafted tokens accepted became {after.acceptance:.3f}")
+    return ", ".join(said)
+
+
+def _typed(options: dict[str, str]) -> str:
+    import shlex
+
+    return " ".join(f"{name} {shlex.quote(value)}" for name, value in options.items())
+
+
+def _key(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AdaptiveError(f"API key file {file} cannot be read: {error}") from error
+
+
+def _remember(state: PairState, put: Put) -> None:
+    from checkpoints import files
+
+    note = state.root / "published.json"
+    try:
+        files.replace_text(state.root, note, json.dumps(asdict(put)))
+    except OSError as error:
+        raise AdaptiveError(f"it is in use, but {note} cannot be written ({error.strerror})") from error
+
+
+def _remembered(state: PairState) -> Put | None:
+    """What was put into the server before, None where nothing was."""
+    try:
+        return Put(**json.loads((state.root / "published.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

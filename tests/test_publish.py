@@ -1,0 +1,271 @@
+"""``adaptive publish``: a draft goes into another server, is measured there, and comes out again where it is worse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import BUNDLED, save_random_adapter
+from records_factory import generation
+from store_factory import NEW
+from upstream_server import CLOSE, Heard, Scripted, plain, scripted
+
+from adaptive.errors import AdaptiveError
+from adaptive.pair import pair_identity
+from adaptive.records.writer import LogWriter
+from adaptive.settings import load_settings
+from adaptive.state import PairState, open_state
+from adaptive.types import SamplingParams
+from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, UNKNOWN, VLLM, Kind
+from adaptive.upstream.lengths import RoundCosts, advise, round_costs
+from adaptive.upstream.measure import Answered, Measured, counted, each_accepted
+from adaptive.upstream.publishing import edited, options
+from checkpoints.store import AdapterStore
+from cli.publish import worse_than
+
+STARTS = {
+    LLAMA_SERVER: "#!/bin/sh\n# llama-server\nexec ./bin/llama-server -m t.gguf \\\n  --port 8080\n",
+    VLLM: "vllm serve owner/target --port 8000\n",
+    SGLANG: "python -m sglang.launch_server --model-path owner/target\n",
+    ADAPTIVE: "adaptive serve --target t\n",
+}
+
+
+@pytest.mark.parametrize("kind", STARTS, ids=lambda kind: kind.name)
+def test_options_come_into_the_start_command_and_are_replaced_there(kind: Kind) -> None:
+    first = edited(STARTS[kind], kind, options(kind, Path("/a folder/one"), 3))
+    second = edited(first, kind, options(kind, Path("/two"), 5))
+    assert edited(second, kind, options(kind, Path("/two"), 5)) == second
+    assert "one" not in second
+    words = shlex.split(second, comments=True)
+    for name, value in options(kind, Path("/two"), 5).items():
+        assert words.count(name) == 1
+        assert words[words.index(name) + 1] == value
+    kept = [word for word in shlex.split(STARTS[kind], comments=True) if word.strip()]
+    rest = iter(words)
+    assert all(word in rest for word in kept)  # in their order
+
+
+def test_what_vllm_is_told_is_json() -> None:
+    (said,) = options(VLLM, Path("/d"), 4).values()
+    assert json.loads(said) == {"method": "draft_model", "model": "/d", "num_speculative_tokens": 4}
+
+
+def test_a_start_command_of_something_else_is_refused() -> None:
+    with pytest.raises(AdaptiveError, match="--spec-draft-model"):
+        edited("docker start box", LLAMA_SERVER, options(LLAMA_SERVER, Path("/d"), 4))
+    with pytest.raises(AdaptiveError, match="by hand"):
+        options(UNKNOWN, Path("/d"), 4)
+
+
+def test_an_option_that_only_begins_the_same_stays() -> None:
+    start = "llama-server --spec-draft-model-path x --spec-draft-n-max=3"
+    told = edited(start, LLAMA_SERVER, {"--spec-draft-n-max": "7", "--spec-draft-model": "y"})
+    assert told == "llama-server --spec-draft-model y --spec-draft-model-path x --spec-draft-n-max=7"
+
+
+def answers(round_s: float, token_s: float, lengths: list[float]) -> list[Answered]:
+    """Of 40 rounds each, with so many drafted tokens a round, a half of them accepted."""
+    made = []
+    for length in lengths:
+        drafted = round(40 * length)
+        accepted = drafted // 2
+        made.append(Answered(40 + accepted, 40 * round_s + drafted * token_s, drafted, accepted))
+    return made
+
+
+def test_the_costs_of_a_round_are_told_by_answers_that_drafted_differently() -> None:
+    found = round_costs(answers(0.05, 0.004, [1, 2, 2.5, 4, 0]))
+    assert found is not None
+    assert (found.round_s, found.token_s) == (pytest.approx(0.05), pytest.approx(0.004))
+    assert not found.assumed
+    same = round_costs(answers(0.05, 0.004, [4, 4, 4]))
+    assert same is not None
+    assert same.assumed
+    assert same.round_s + 4 * same.token_s == pytest.approx(0.05 + 4 * 0.004)  # which is known
+    assert round_costs([Answered(10, 1.0, None, None)]) is None
+
+
+def test_the_length_is_the_one_with_the_most_tokens_a_second() -> None:
+    tokens = [sum(0.7**i for i in range(k + 1)) for k in range(9)]
+    rates = [t / (0.05 + k * 0.006) for k, t in enumerate(tokens)]
+    found = advise(tokens, RoundCosts(0.05, 0.006, False))
+    assert found.length == int(np.argmax(rates)) == 4
+    assert found.tokens_per_second == pytest.approx(max(rates))
+    assert found.plain_per_second == pytest.approx(20)
+    assert advise(tokens, RoundCosts(0.05, 0.05, False)).length == 0
+
+
+def test_metrics_are_read_in_each_server_s_words() -> None:
+    vllm = """# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 400.0
+vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 100.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 2.5e2
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 9.0
+"""
+    assert (counted(vllm).drafted, counted(vllm).accepted) == (500, 250)
+    assert counted('sglang:spec_accept_length{model_name="m"} 2.75\n').length == 2.75
+    assert counted("") == counted("vllm:other 1\n")
+
+
+def measured(drafted: int, accepted: int, rounds: int = 100, seconds: float = 1.0) -> Measured:
+    return Measured((Answered(rounds + accepted, seconds, None, None),), drafted, accepted, None)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.8, 1.0])
+def test_the_chance_of_a_token_does_not_depend_on_the_draft_length(chance: float) -> None:
+    for length in (1, 2, 8):
+        accepted = sum(chance**i for i in range(1, length + 1))
+        found = each_accepted(measured(10_000 * length, round(10_000 * accepted), 10_000))
+        assert found == pytest.approx(chance, abs=2e-3)
+    assert each_accepted(measured(0, 0)) is None
+
+
+def test_what_is_worse_is_told_by_acceptance_else_by_speed() -> None:
+    assert worse_than(measured(400, 200), measured(400, 190)) is not None
+    assert worse_than(measured(400, 200), measured(400, 210, seconds=9.0)) is None
+    assert worse_than(measured(100, 50), measured(800, 100)) is None  # longer drafts, as likely each
+    assert worse_than(measured(0, 0), measured(400, 200, seconds=4.0)) is not None
+    assert worse_than(measured(0, 0), measured(400, 200)) is None
+    assert worse_than(measured(400, 200), measured(0, 0)) is not None
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_adapter(BUNDLED / "draft", tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture
+def state(own_home: Path, adapter: Path) -> PairState:
+    """The bundled pair's, with a log, and an adapter in use."""
+    identity = pair_identity(load_settings({}))
+    found = open_state(own_home, identity.id)
+    with LogWriter(found.records) as log:
+        for number in range(30):
+            made = generation(number, asked=f"question {number}", tokens=12, supervised=False)
+            log.write(
+                dataclasses.replace(made, sampling=SamplingParams(), prompt=np.arange(5, 9 + number, dtype=np.int32))
+            )
+    store = AdapterStore(found.adapters)
+
+    def write(folder: Path) -> None:
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            (folder / file).write_bytes((adapter / file).read_bytes())
+
+    new = dataclasses.replace(NEW, base=dataclasses.replace(identity.base, id=str(BUNDLED / "draft")))
+    store.promote(store.publish(write, new).id, "for the test")
+    return found
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[tuple[Scripted, Path, Path]]:
+    """A server that runs what its start file said when it was restarted last: the draft of the adapter is accepted in
+    one of ten, another one in half. Yields it, the start file, and what was run."""
+    start, running = tmp_path / "start.sh", tmp_path / "running"
+    start.write_text('#!/bin/sh\nvllm serve target --speculative-config \'{"model": "old"}\'\n')
+    start.chmod(0o750)
+    running.write_text(start.read_text())
+    totals = [0, 0]
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        rate = 0.9 if "better" in running.read_text() else 0.1 if "draft-0001" in running.read_text() else 0.5
+        if heard.path == "/metrics":
+            names = ("draft", "accepted")
+            text = "".join(
+                f'vllm:spec_decode_num_{name}_tokens_total{{a="b"}} {total}\n'
+                for name, total in zip(names, totals, strict=True)
+            )
+            connection.sendall(plain(text.encode(), "text/plain", more=CLOSE))
+            return
+        asked = json.loads(heard.body)
+        assert asked["temperature"] == 0
+        assert asked["model"] == "m"
+        totals[0] += 40
+        totals[1] += int(40 * rate)
+        said = {"choices": [{"index": 0, "text": "x"}], "usage": {"completion_tokens": 20 + int(40 * rate)}}
+        connection.sendall(plain(json.dumps(said).encode(), more=CLOSE))
+
+    with scripted(script, "vllm") as server:
+        yield server, start, running
+
+
+def test_a_draft_that_is_accepted_less_comes_out_again(adaptive: Any, state: PairState, box: Any) -> None:
+    server, start, running = box
+    before = start.read_text()
+    status, out, errors = adaptive(
+        "publish", "--upstream", f"{server.url}/v1", "--start", str(start), "--restart", f"cp {start} {running}",
+        "--prompts", "4", "--json",
+    )  # fmt: skip
+    said = json.loads(out)
+    assert status == 1, errors
+    assert said["rolled_back"]
+    assert (said["before"]["acceptance"], said["after"]["acceptance"]) == (0.5, 0.1)
+    assert start.read_text() == running.read_text() == before
+    assert stat.S_IMODE(start.stat().st_mode) == 0o750
+    assert "fell" in errors
+    assert not (state.root / "published.json").exists()
+    bodies = [json.loads(heard.body)["prompt"] for heard in server.asked("/v1/completions")]
+    assert bodies[:4] == bodies[4:]  # the same prompts before and after
+    assert len({tuple(body) for body in bodies}) == 4
+
+
+def test_a_draft_that_is_accepted_more_stays(adaptive: Any, state: PairState, box: Any, tmp_path: Path) -> None:
+    server, start, running = box
+    better = tmp_path / "better"
+    arguments = ("--upstream", server.url, "--start", str(start), "--restart", f"cp {start} {running}", "--to")
+    status, out, errors = adaptive("publish", *arguments, str(better), "--draft-length", "3", "--json")
+    assert status == 0, errors
+    said = json.loads(out)
+    assert not said["rolled_back"]
+    assert said["draft_length"] == 3
+    told = shlex.split(running.read_text(), comments=True)
+    config = json.loads(told[told.index("--speculative-config") + 1])
+    assert config == {"method": "draft_model", "model": str(better / "draft-0001"), "num_speculative_tokens": 3}
+    assert json.loads((state.root / "published.json").read_text())["draft"] == str(better / "draft-0001")
+    from transformers import AutoModelForCausalLM
+
+    merged = AutoModelForCausalLM.from_pretrained(better / "draft-0001", dtype="float32").state_dict()
+    plain_draft = AutoModelForCausalLM.from_pretrained(BUNDLED / "draft", dtype="float32").state_dict()
+    assert any(not np.array_equal(merged[name].numpy(), plain_draft[name].numpy()) for name in merged)
+
+
+def test_a_server_that_does_not_come_back_gets_its_old_draft(adaptive: Any, state: PairState, box: Any) -> None:
+    server, start, running = box
+    before = start.read_text()
+    command = f'cp {start} {running}; test -z "$ADAPTIVE_DRAFT"'  # fails with any draft of ours
+    status, _, errors = adaptive("publish", "--upstream", server.url, "--start", str(start), "--restart", command)
+    assert status == 1
+    assert "ended with status 1" in errors
+    assert start.read_text() == running.read_text() == before
+
+
+def test_without_a_restart_it_says_what_to_type(adaptive: Any, state: PairState, tmp_path: Path) -> None:
+    status, out, errors = adaptive("publish", "--engine", "llama-server", "--to", str(tmp_path / "to"))
+    assert status == 0, errors
+    words = shlex.split(out)
+    file = Path(words[words.index("--spec-draft-model") + 1])
+    assert file.read_bytes()[:4] == b"GGUF"
+    assert words[words.index("--spec-draft-n-max") + 1] == "4"
+    assert "tokens a round by replay" in errors
+    assert os.listdir(tmp_path / "to") == [file.name]
+
+
+def test_mistakes_are_one_line(adaptive: Any, own_home: Path) -> None:
+    for arguments, said in (
+        ((), "--engine"),
+        (("--restart", "true", "--engine", "vllm"), "--upstream"),
+        (("--upstream", "http://127.0.0.1:9", "--target", "x"), "does not answer"),
+    ):
+        status, _, errors = adaptive("publish", *arguments)
+        assert status == 2
+        assert said in errors
+        assert errors.count("\n") == 1
