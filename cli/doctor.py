@@ -338,19 +338,24 @@ def _no_model(settings: Settings, local: bool) -> Finding:
 
 def _forwards(settings: Settings) -> Iterator[Finding]:
     """Which forward will serve each model of the pair, in what numbers."""
+    from adaptive.engines.head.kinds import HeadKind
     from adaptive.engines.hf import tried
     from adaptive.engines.hf.kinds import Kinds
-    from adaptive.engines.load import choose_forward, read_config
+    from adaptive.engines.load import beside_eagle, choose_forward, read_config
     from adaptive.pair import sources
 
     target, draft = sources(settings)
+    eagle = draft is not None and draft.head is HeadKind.EAGLE3
     measured = " (the faster one here)" if settings.dtype == "auto" else ""
     for role, source in (("target", target), ("draft", draft)):
         if source is None:
             continue
         is_draft = role == "draft"
         device = (settings.draft_device or settings.device) if is_draft else settings.device
-        chosen = choose_forward(source, settings, device, draft=is_draft)
+        if eagle:
+            chosen = beside_eagle(choose_forward(target, settings, settings.device))[is_draft]
+        else:
+            chosen = choose_forward(source, settings, device, draft=is_draft)
         if chosen.dtype is not None and not is_draft:
             yield Finding("used", "dtype", "ok", f"{str(chosen.dtype).removeprefix('torch.')}{measured}")
         quantised = f", {chosen.quantize} by bitsandbytes" if chosen.quantize != "none" else ""

@@ -109,3 +109,117 @@ def last_layer_becomes_head(folder: Path, alike: bool) -> None:
     named = {(outer + name.removeprefix(inner) if name.startswith(inner) else name): t for name, t in tensors.items()}
     save_file({**apart(named), **head}, file, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+# Layers of a target before which its states are read.
+TAPS = (1, 3, 4)
+
+
+def save_eagle_target(folder: Path, model_type: str = "llama") -> Path:
+    """A target of five layers, the last of which adds little, with the bundled target's tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    config = tiny_config(
+        model_type,
+        num_hidden_layers=5,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomise(model, 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(OUTPUTS):
+                parameter.mul_(DAMPED)
+        embedding = model.get_input_embeddings().weight
+        embedding.div_(embedding.std())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def eagle_tensors(target: Path, few: int, alike: bool = True, biased: bool = False) -> dict[str, torch.Tensor]:
+    """Those of a head of one layer on a target, by their names in a SpecForge file. One that is ``alike`` attends to
+    the token of its own row above all, and says of it what the target's projection says."""
+    tensors, config = load_file(target / "model.safetensors"), json.loads((target / "config.json").read_text())
+    width, vocab = int(config["hidden_size"]), int(config["vocab_size"])
+    projection = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    generator = torch.Generator().manual_seed(9)
+    ids = torch.randperm(vocab, generator=generator)[:few].sort().values
+
+    def random(*shape: int, size: float = 1.5) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * size / shape[-1] ** 0.5
+
+    small = 0.05 if alike else 1.5
+    found = {f"midlayer.self_attn.{part}_proj.weight": random(width, 2 * width, size=small) for part in ("q", "k", "v")}
+    found["midlayer.self_attn.o_proj.weight"] = random(width, width, size=small)
+    if alike:
+        for part, size in (("q", 3.0), ("k", 3.0), ("v", 1.0)):
+            found[f"midlayer.self_attn.{part}_proj.weight"][:, :width] += size * torch.eye(width)
+        found["midlayer.self_attn.o_proj.weight"] += torch.eye(width)
+    inner = {"gate_proj": (96, width), "up_proj": (96, width), "down_proj": (width, 96)}
+    found |= {f"midlayer.mlp.{name}.weight": random(*shape, size=small) for name, shape in inner.items()}
+    found["fc.weight"] = random(width, len(TAPS) * width, size=small)
+    if biased:
+        found["fc.bias"] = random(width)
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    spread = 0.02 if alike else 0.3
+    found |= {f"{name}.weight": 1 + spread * torch.randn(width, generator=generator) for name in norms}
+    found["lm_head.weight"] = projection[ids].clone()
+    found["d2t"] = ids - torch.arange(few)
+    found["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    return found
+
+
+def save_eagle(
+    target: Path, folder: Path, written_by: str, few: int = 3000, alike: bool = True, kind: str = "llama", **said: Any
+) -> Path:
+    """A head's checkpoint on a target, as ``specforge`` or ``speculators`` writes it; ``said`` goes into its config."""
+    config = json.loads((target / "config.json").read_text())
+    tensors = eagle_tensors(target, few, alike)
+    layer = {
+        "model_type": kind,
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": config["hidden_size"] // 4,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+        "max_position_embeddings": 2048,
+        "vocab_size": config["vocab_size"],
+        "tie_word_embeddings": False,
+    }
+    width = int(config["hidden_size"])
+    if said.get("norm_before_fc"):
+        tensors["input_norm.weight"] = torch.linspace(0.5, 1.5, len(TAPS) * width)
+    if said.get("fc_norm"):
+        tensors |= {f"fc_norm.{place}.weight": torch.linspace(0.5, 1.5 + place, width) for place in range(len(TAPS))}
+    if written_by == "specforge":
+        outputs = [number - 1 for number in TAPS]
+        whole = {**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": few}
+        whole |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}}
+    else:
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        tensors["embed_tokens.weight"] = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+        if kind == "qwen3":
+            tensors |= {f"layers.0.self_attn.{part}_norm.weight": torch.linspace(0.5, 1.5, 16) for part in ("q", "k")}
+        whole = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": str(target)}},
+            "draft_vocab_size": few,
+            "norm_before_residual": True,
+            "eagle_aux_hidden_state_layer_ids": list(TAPS),
+            "transformer_layer_config": layer,
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**whole, **said}, indent=2))
+    return folder

@@ -129,6 +129,16 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
     return Choice(forward, where, dtype, quantize=source.quantize)
 
 
+def beside_eagle(chosen: Choice) -> tuple[Choice, Choice]:
+    """How a target that would run as ``chosen`` runs where an EAGLE-3 head reads its layers, and how the head does."""
+    target, head = chosen.forward, Forward.TRANSFORMERS
+    if target is Forward.CPU_FUSED:
+        target = Forward.CPU_NATIVE
+    if target is Forward.CUDA_GRAPHS:
+        head = target
+    return dataclasses.replace(chosen, forward=target), Choice(head, chosen.device, chosen.dtype)
+
+
 def forward_of(engine: Engine) -> Forward:
     """Which forward a loaded engine runs."""
     from adaptive.engines.head.engine import HeadEngine
@@ -277,6 +287,7 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
 
 def _head(source: Source | None, target: TransformersEngine) -> HeadModule:
     """The module of that head, or of one that is to be grown. Raises AdaptiveError where it does not fit."""
+    from adaptive.engines.head.eagle import Eagle3Head
     from adaptive.engines.head.module import Head
     from adaptive.engines.head.mtp import MtpHead
     from adaptive.engines.head.parts import parts_of_model
@@ -284,6 +295,10 @@ def _head(source: Source | None, target: TransformersEngine) -> HeadModule:
     if source is not None and source.head is HeadKind.MTP:
         with weights_progress(lambda share: None):
             return MtpHead(target.model, source.folder)
+    if source is not None and source.head is HeadKind.EAGLE3:
+        eagle = Eagle3Head(target.model, source.folder)
+        target.give_features_before(eagle.taps)
+        return eagle
     parts = parts_of_model(target.model)
     return Head(parts) if source is None else Head.read(source.folder, parts)
 

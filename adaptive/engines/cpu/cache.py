@@ -22,8 +22,9 @@ GROWTH = 512
 
 class CpuCache:
     """Keys and values (layers, 2, heads, capacity, head size) of one text, and with a ``width`` the hidden states
-    (capacity, width) of its tokens, float32. ``panel``: keys that lie in a panel, 1 where each lies by itself;
-    ``states``: what the other layers remember, if there are others."""
+    (capacity, kept * width) of its tokens, float32, those before each of the layers ``kept`` side by side. ``panel``:
+    keys that lie in a panel, 1 where each lies by itself; ``states``: what the other layers remember, if there are
+    others."""
 
     def __init__(
         self,
@@ -35,8 +36,9 @@ class CpuCache:
         width: int,
         panel: int,
         states: States | None = None,
+        kept: tuple[int, ...] = (0,),
     ) -> None:
-        self.panel, self.states = panel, states
+        self.panel, self.states, self._kept = panel, states, kept
         self.length = 0
         self.capacity = 0
         # Keys and values (2, heads, capacity, size) of every layer.
@@ -46,7 +48,9 @@ class CpuCache:
         self.table = 0
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         self._shape = (layers, 2, heads, size)
-        self.hidden: torch.Tensor | None = torch.empty(0, width, device=device) if width else None
+        self.hidden: torch.Tensor | None = None
+        if width:
+            self.hidden = torch.empty(0, len(kept) * width, device=device)
         self.hidden_address = 0  # 0 for none
 
     def reserve(self, length: int) -> None:
@@ -88,6 +92,14 @@ class CpuCache:
             self._values.narrow(3, 0, end).unbind(0),
             self._pairs.narrow(3, begin, end - begin).unbind(0),
         )
+
+    def hold(self, layer: int, begin: int, x: torch.Tensor) -> None:
+        """Hold the residual stream x (n, width) before a layer, of tokens ``begin`` on, if it is to be kept."""
+        if self.hidden is not None and layer in self._kept:
+            rows = self.hidden[begin : begin + len(x)].unflatten(1, (len(self._kept), -1))
+            for place, kept in enumerate(self._kept):
+                if kept == layer:
+                    rows[:, place] = x
 
     def features(self, begin: int, end: int) -> torch.Tensor:
         """The hidden states (end - begin, width) of these tokens, where they are kept."""

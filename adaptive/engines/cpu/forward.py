@@ -24,7 +24,7 @@ from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.delta import States
 from adaptive.engines.cpu.fused import decoder, fits
 from adaptive.engines.cpu.kernels import Attention, library, native_tree
-from adaptive.engines.cpu.layers import RmsNorm, TensorFunction
+from adaptive.engines.cpu.layers import RmsNorm, TensorFunction, capped_attention
 from adaptive.engines.cpu.masks import FEW, MaskTable
 from adaptive.engines.cpu.plan import Kind, Layer, Plan, read_plan
 from adaptive.engines.cpu.sampling import CpuSampling
@@ -74,6 +74,7 @@ class CpuForward:
             found = library()
             assert found is not None
             self.sampling = CpuSampling(found)
+        self._feature_layers: tuple[int, ...] | None = None  # before which hidden states are kept, None for the last
         self._thresholds: tuple[Thresholds | None, Any] = None, None
         self._decoder: Any = None  # made anew when a linear layer is
         # Of a pass over a few tokens. A prompt is arithmetic, which all that torch was given share well.
@@ -91,7 +92,12 @@ class CpuForward:
         panel, width = 1 if found is None else found.panel, p.width if features else 0
         nets = [layer.delta for layer in p.layers if layer.delta is not None]
         states, attending = None if p.delta is None else States(p.delta, nets), len(p.layers) - len(nets)
-        return CpuCache(attending, p.key_heads, p.head_size, p.dtype, p.device, width, panel, states)
+        kept = self._feature_layers or (len(p.layers),)
+        return CpuCache(attending, p.key_heads, p.head_size, p.dtype, p.device, width, panel, states, kept)
+
+    def give_features_before(self, layers: tuple[int, ...]) -> None:
+        """From now on caches keep the residual stream before these layers, side by side; passes are never one call."""
+        self._feature_layers, self.fused = layers, False
 
     def use(self, plan: Plan) -> None:
         """Follow a change of any weights: ``plan`` is of the same model, read again."""
@@ -308,11 +314,10 @@ class CpuForward:
         if self._attention is not None:
             self._native_layers(x, given, space, cache, place, tree, self._attention)
         else:
-            self._torch_layers(x, space, cache, place, tree)
+            self._torch_layers(x, space, cache, place, given, tree)
         if tree is None:
             cache.end(given)
-        if cache.hidden is not None:
-            cache.hidden[place : place + given] = x[:given]
+        cache.hold(len(plan.layers), place, x[:given])
         if not rows:
             return x.new_empty(0, plan.lm_head.outputs)
         # In the activations' dtype: argmax over bfloat16 is several times slower on a CPU.
@@ -327,18 +332,20 @@ class CpuForward:
         given: int,
         space: Workspace,
         cache: CpuCache,
-        place: int,
+        begin: int,
         tree: TokenTree | None,
         attention: Attention,
     ) -> None:
-        """All layers, added into the residual stream x (n, width), of tokens from ``place`` on."""
+        """All layers, added into the residual stream x (n, width), of tokens from ``begin`` on, the first ``given`` of
+        which are the text's."""
         start = cache.length
-        cache.ensure_capacity(place + len(x))
+        cache.ensure_capacity(begin + len(x))
         shape = None if tree is None else native_tree(tree)
         # The model's rotary embeddings of a token lie one after the other.
         rope, step = self._rope_address + start * self._rope_bytes, self._rope_bytes // len(self.plan.ropes)
         recall, places, nets = cache.begin(given), iter(cache.addresses), 0
-        for layer in self.plan.layers:
+        for number, layer in enumerate(self.plan.layers):
+            cache.hold(number, begin, x[:given])
             if layer.delta is not None:
                 mixed = x.new_zeros(len(x), layer.attention_output.inputs)
                 layer.delta(layer.qkv(x, layer.attention_norm), mixed, nets, given, recall)
@@ -362,7 +369,7 @@ class CpuForward:
             _output_and_mlp(x, layer, space.attended_rows)
 
     def _torch_layers(
-        self, x: torch.Tensor, space: Workspace, cache: CpuCache, begin: int, tree: TokenTree | None
+        self, x: torch.Tensor, space: Workspace, cache: CpuCache, begin: int, given: int, tree: TokenTree | None
     ) -> None:
         """The same for any dtype, and for attention with a softcap."""
         count, start = len(x), cache.length
@@ -375,7 +382,8 @@ class CpuForward:
             at = torch.tensor(tree.depths[-count:], device=x.device) + start
             ropes = [(q.index_select(0, at), kv.index_select(2, at)) for q, kv in self._rope_tables]
             masks = self._masks.of_tree(start, count, tree, space.grouped)
-        for layer, k, v, place in zip(self.plan.layers, keys, values, places, strict=True):
+        for number, (layer, k, v, place) in enumerate(zip(self.plan.layers, keys, values, places, strict=True)):
+            cache.hold(number, begin, x[:given])
             layer.qkv(x, layer.attention_norm, space.qkv)
             if layer.qk_norm is not None:
                 layer.qk_norm(space.qk)
@@ -387,7 +395,7 @@ class CpuForward:
                     space.query_rows, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=not space.grouped
                 )
             else:
-                attended = _capped_attention(space.query_rows, k, v, mask, layer.scale, layer.softcap)
+                attended = capped_attention(space.query_rows, k, v, mask, layer.scale, layer.softcap)
             space.attended.copy_(attended.view(space.attended.shape))
             _output_and_mlp(x, layer, space.attended_rows)
 
@@ -425,21 +433,6 @@ def _add(
         linear(y, prologue, out=x, add=True)
     else:
         x += norm(linear(y, prologue))
-
-
-def _capped_attention(
-    rows: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    cap: float,
-) -> torch.Tensor:
-    """Attention with scores softly capped to (-cap, cap) (Gemma 2); shapes as in torch's own."""
-    scores = torch.tanh(rows @ keys.transpose(-1, -2) * (scale / cap)) * cap
-    if mask is not None:
-        scores += mask
-    return scores.softmax(-1) @ values
 
 
 def cpu_forward(model: PreTrainedModel, int8: bool = False) -> CpuForward | None:

@@ -75,3 +75,18 @@ def _without_module(activation: nn.Module) -> TensorFunction:
     if native_gate(activation) is Prologue.SILU_GATE:
         return torch.ops.aten.silu.default  # type: ignore[no-any-return]
     return activation
+
+
+def capped_attention(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    cap: float,
+) -> torch.Tensor:
+    """Attention with scores softly capped to (-cap, cap) (Gemma 2); shapes as in torch's own."""
+    scores = torch.tanh(rows @ keys.transpose(-1, -2) * (scale / cap)) * cap
+    if mask is not None:
+        scores += mask
+    return scores.softmax(-1) @ values

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.checkpoints import REMEMBER_BEFORE
@@ -21,7 +20,7 @@ from adaptive.engines.cpu.forward import FEW, cpu_forward
 from adaptive.engines.hf import joint as hf_joint
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.calls import recurrent_pass, watch
-from adaptive.engines.hf.features import final_norm
+from adaptive.engines.hf.features import FeatureHooks
 from adaptive.engines.hf.graphs import SIZES, RecordedPasses
 from adaptive.engines.hf.guard import disagreement, unused_cache
 from adaptive.engines.hf.kinds import Kinds
@@ -217,11 +216,8 @@ class TransformersEngine:
             self.adapter.listeners.append(self.cpu_forward.refresh)
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
         self.weights = "int8" if rounded else _weights(model)
-        self._norm = final_norm(self.model)
-        # What takes the hidden states of the pass under way.
-        self._kept: RollbackCache | hf_joint.JointCache | None = None
-        self._watched = False  # whether the model's own forward says them
-        gives = self.cpu_forward is not None or self._norm is not None
+        self._features = FeatureHooks(self.model)
+        gives = self.cpu_forward is not None or self._features.norm is not None
         self.feature_width: int = config.hidden_size if gives else 0
         self.recorded: RecordedPasses | None = None
         named = inspect.signature(type(model).forward).parameters
@@ -282,14 +278,18 @@ class TransformersEngine:
         """A new sequence of one cache, for texts over which the rotary embedding does not change."""
         if features and not self.feature_width:
             raise ValueError(f"a {type(self.model).__name__} gives no features: its final norm is not known")
-        if features and self.cpu_forward is None and not self._watched and self._norm is not None:
-            self._norm.register_forward_pre_hook(self._keep_features)
-            self._watched = True
+        if features and self.cpu_forward is None:
+            self._features.watch()
         return TransformersSequence(self, features)
 
-    def _keep_features(self, module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        if self._kept is not None:
-            self._kept.keep(given[0])
+    def give_features_before(self, layers: tuple[int, ...]) -> None:
+        """From now on features are the hidden states before these layers, side by side; the number of all layers names
+        those before the final norm. Our own forward then goes layer by layer. Before any sequence is made that keeps
+        features. Raises AdaptiveError where the layers are not known."""
+        self._features.name(layers)
+        self.feature_width = len(layers) * int(self.model.config.get_text_config().hidden_size)
+        if self.cpu_forward is not None:
+            self.cpu_forward.give_features_before(layers)
 
     def forward(self, tokens: torch.Tensor, rows: int, cache: CpuCache | RollbackCache) -> torch.Tensor:
         """One pass over tokens (n,) after what the cache holds; logits (rows, vocab) of the last ones."""
@@ -383,12 +383,12 @@ class TransformersEngine:
     ) -> torch.Tensor:
         """The model's own forward of tokens (n,) at ``places`` (n,), which may be recorded; logits (n or fewer, vocab),
         and in a cache that keeps them the hidden states."""
-        self._kept = cache if cache.keeps else None
+        self._features.kept = cache if cache.keeps else None
         try:
             given = {self.cache_name: cache, **({"position_ids": places[None]} if self._placed else {}), **options}
             output = self.model(input_ids=tokens[None], use_cache=True, **given)
         finally:
-            self._kept = None
+            self._features.kept = None
         logits: torch.Tensor = output.logits[0]
         return logits
 

@@ -2,10 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from adaptive.errors import AdaptiveError
+
+
+class Keeps(Protocol):
+    """A cache that holds hidden states."""
+
+    def keep(self, hidden: torch.Tensor) -> None:
+        """Hold those (1, n, width) of the n tokens of the pass under way, whose keys are held already."""
+
+
+class FeatureHooks:
+    """Takes the hidden states of passes of a model's own forward for the cache that is ``kept`` meanwhile: those before
+    its final ``norm``, or where ``layers`` are named those before each of these, side by side. The number of all layers
+    names what is before the norm."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.norm = final_norm(model)
+        self.layers: tuple[int, ...] | None = None
+        self.kept: Keeps | None = None
+        self._modules = layers_of(model)
+        self._states: dict[int, torch.Tensor] = {}
+        self._watching = False
+
+    def name(self, layers: tuple[int, ...]) -> None:
+        """Take the states before these layers from now on, before anything is watched. Raises AdaptiveError for a model
+        whose layers are not known."""
+        if self.norm is None or self._modules is None or max(layers) > len(self._modules):
+            raise AdaptiveError(f"the hidden states before layers {layers} of the target are not known here")
+        self.layers = layers
+
+    def watch(self) -> None:
+        """Have the model say its states."""
+        if self._watching or self.norm is None:
+            return
+        self._watching = True
+        self.norm.register_forward_pre_hook(self._at_norm)
+        for number in set(self.layers or ()):
+            if self._modules is not None and number < len(self._modules):
+                hook = partial(self._before_layer, number)
+                self._modules[number].register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _before_layer(self, number: int, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if self.kept is not None:
+            self._states[number] = given[0] if given else named["hidden_states"]
+
+    def _at_norm(self, _: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if self.kept is None:
+            return
+        hidden = given[0]
+        if self.layers is not None:
+            hidden = torch.cat([self._states.get(number, hidden) for number in self.layers], dim=-1)
+            self._states.clear()
+        self.kept.keep(hidden)
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The layers of a causal language model's decoder; None where they are not known."""
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+    found = [] if decoder is None else [m for m in decoder.children() if isinstance(m, nn.ModuleList)]
+    return found[-1] if found else None
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module | None:

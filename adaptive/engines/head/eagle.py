@@ -1,0 +1,294 @@
+"""EAGLE-3 heads: checkpoints as the speculators library and as SpecForge write them.
+
+Row i reads token x_i and, of token i - 1, the target's hidden states before some of its layers, which one linear layer
+makes one feature of; or the feature that the row before made. The first layer reads both side by side, so that its
+projections are twice as wide, and adds to the feature alone. Few tokens have logits, the others none (-inf): ::
+
+    h_i = layer([input_norm(embed(x_i)), hidden_norm(f_(i-1))]) + f_(i-1),    logits_i = projection(norm(h_i))[d2t]
+
+What is between brackets, and where each of it was read, stands in docs/notes/2026-11-foreign-heads.md. In: the folder
+of a head, and its target. Out: a module.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from adaptive.engines.head.kinds import HeadKind, raw_config
+from adaptive.errors import AdaptiveError, first_line
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+# Types of layers that are known; others of these checkpoints' writers are built otherwise.
+LAYERS = ("llama", "qwen3")
+# What training needs and drafting does not, and what is computed here.
+LEFT_OUT = ("t2d", "verifier_", "rotary_emb.", "layers.0.self_attn.rotary_emb.")
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """What a head's ``config.json`` says, whoever wrote it. ``layer`` is the config of its layers, ``vocab_size`` the
+    target's, ``draft_vocab_size`` how many tokens have logits. ``taps`` are the layers of the target before which its
+    hidden states are read, None for the usual three; ``target_width`` is how wide they are. ``norm_before_residual``:
+    what is added to is the feature behind its norm; ``norm_before_fc``: the target's states have a norm; ``fc_norm``:
+    they have one each; ``norm_output``: what the next row reads is behind the final norm.
+    """
+
+    layer: Any
+    vocab_size: int
+    draft_vocab_size: int
+    target_width: int
+    taps: tuple[int, ...] | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def taps_of(self, layers: int) -> tuple[int, ...]:
+        """The layers of a target of so many before which its hidden states are read."""
+        return self.taps or (2, layers // 2, layers - 3)
+
+
+def read_eagle(folder: Path) -> EagleConfig:
+    """A head's config. Raises AdaptiveError where it is none that is known here."""
+    from transformers import CONFIG_MAPPING
+
+    raw = raw_config(folder)
+    written = raw.get("transformer_layer_config")
+    layer: dict[str, Any] = dict(written if isinstance(written, dict) else raw)
+    kind = layer.pop("model_type", "llama")
+    eagle = raw.get("eagle_config") or {}
+    try:
+        if kind not in LAYERS:
+            raise ValueError(f"its layers are of type {kind}, and {' and '.join(LAYERS)} are known")
+        if set(layer.get("layer_types") or ()) - {"full_attention"}:
+            raise ValueError("its layers attend to a window, which is not known here")
+        if eagle.get("use_aux_hidden_state") is False:
+            raise ValueError("it reads one hidden state only, as EAGLE-1 did")
+        taps = raw.get("eagle_aux_hidden_state_layer_ids")
+        outputs = eagle.get("eagle_aux_hidden_state_layer_ids")
+        if taps is None and outputs is not None:  # SpecForge names the layers whose outputs they are
+            taps = [int(number) + 1 for number in outputs]
+        for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "eagle_config", "auto_map"):
+            layer.pop(name, None)
+        layer["num_hidden_layers"] = int(layer.get("num_hidden_layers") or 1)
+        if kind == "qwen3":
+            layer |= {"layer_types": ["full_attention"] * layer["num_hidden_layers"], "use_sliding_window": False}
+        config: Any = CONFIG_MAPPING[kind](**layer)
+        return EagleConfig(
+            config,
+            int(config.vocab_size),
+            int(raw.get("draft_vocab_size") or config.vocab_size),
+            int(raw.get("target_hidden_size") or config.hidden_size),
+            None if taps is None else tuple(int(number) for number in taps),
+            bool(raw.get("norm_before_residual", False)),
+            bool(raw.get("norm_before_fc", False)),
+            bool(raw.get("fc_norm", False)),
+            bool(raw.get("norm_output", False)),
+        )
+    except Exception as error:  # transformers says what is wrong with a config in many ways
+        raise AdaptiveError(f"the EAGLE-3 head in {folder} cannot be used: {first_line(error)}") from error
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """A head's tensors, by one name whoever wrote them. Raises AdaptiveError."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise AdaptiveError(f"{folder} holds no weights: there is no *.safetensors file in it")
+    found: Tensors = {}
+    try:
+        for file in files:
+            found |= load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise AdaptiveError(f"the EAGLE-3 head in {folder} cannot be read: {first_line(error)}") from error
+    named = {}
+    for name, tensor in found.items():
+        short = name.removeprefix("model.")
+        short = f"layers.0.{short.removeprefix('midlayer.')}" if short.startswith("midlayer.") else short
+        if not short.startswith(LEFT_OUT):
+            named[short] = tensor
+    return named
+
+
+class Eagle3Head(nn.Module):
+    """See above. ``body`` is a causal language model of the layers' class, whose forward is not used."""
+
+    kind = HeadKind.EAGLE3
+    begins = 1
+
+    def __init__(self, target: PreTrainedModel, folder: Path) -> None:
+        """The head in ``folder`` on a loaded ``target``, on its device and in its embedding's dtype. Raises
+        AdaptiveError where it is damaged, or is for another target."""
+        super().__init__()
+        said = read_eagle(folder)
+        self.width = int(said.layer.hidden_size)
+        text = target.config.get_text_config()
+        self.taps = said.taps_of(int(text.num_hidden_layers))
+        self._added, self._normed = said.norm_before_residual, said.norm_output
+        shared: Any = target.get_input_embeddings()
+        embedding: torch.Tensor = shared.weight
+        projection: Any = target.get_output_embeddings()
+        tensors = read_tensors(folder)
+        _check_target(said, tensors, text, embedding.shape, self.taps, folder)
+        dtype = embedding.dtype
+        self.body = _body(said, tensors, dtype)
+        self.config = self.body.config
+        first = self.body.model.layers[0]
+        self.hidden_norm = copy.deepcopy(first.input_layernorm)
+        states = len(self.taps) * said.target_width
+        eps = float(said.layer.rms_norm_eps)
+        self.fc = nn.Linear(states, self.width, bias="fc.bias" in tensors, dtype=dtype)
+        self.input_norm = nn.RMSNorm(states, eps=eps, dtype=dtype) if said.norm_before_fc else nn.Identity()
+        norms = [nn.RMSNorm(said.target_width, eps=eps, dtype=dtype) for _ in self.taps if said.fc_norm]
+        self.fc_norm = nn.ModuleList(norms)
+        d2t = tensors.pop("d2t", torch.zeros(said.draft_vocab_size, dtype=torch.long)).to(torch.long)
+        self._vocab = int(projection.weight.shape[0])
+        self._take(tensors, embedding, projection.weight, folder)
+        ids = torch.arange(len(d2t)) + d2t
+        if len(d2t) != said.draft_vocab_size or int(ids.min()) < 0 or int(ids.max()) >= said.vocab_size:
+            raise AdaptiveError(f"the EAGLE-3 head in {folder} names tokens (d2t) that its target does not have")
+        self.to(embedding.device)
+        self.ids: torch.Tensor  # (draft vocabulary,): which tokens have logits
+        self.register_buffer("ids", ids.to(embedding.device), persistent=False)
+
+    def _take(self, tensors: Tensors, embedding: torch.Tensor, projection: torch.Tensor, folder: Path) -> None:
+        """Have the weights of the file; what a head shares with its target is not in it. Raises AdaptiveError."""
+        layers = {f"layers.{name}": t for name, t in self.body.model.layers.state_dict(keep_vars=True).items()}
+        own = {"hidden_norm." + name: t for name, t in self.hidden_norm.state_dict(keep_vars=True).items()}
+        wanted = {**layers, **{f"layers.0.{name}": tensor for name, tensor in own.items()}}
+        for name, module in (("fc", self.fc), ("input_norm", self.input_norm), ("fc_norm", self.fc_norm)):
+            wanted |= {f"{name}.{part}": tensor for part, tensor in module.state_dict(keep_vars=True).items()}
+        wanted |= {"norm.weight": self.body.model.norm.weight, "lm_head.weight": self.body.lm_head.weight}
+        shared = tensors.get("embed_tokens.weight")
+        own_embedding = embedding if shared is None else shared.to(embedding.dtype)
+        self.embedding = nn.Parameter(own_embedding, requires_grad=False)
+        if "lm_head.weight" not in tensors and projection.shape == self.body.lm_head.weight.shape:
+            tensors["lm_head.weight"] = projection
+        for name, tensor in wanted.items():
+            given = tensors.get(name)
+            if given is None:
+                raise AdaptiveError(f"the EAGLE-3 head in {folder} lacks {name}")
+            if given.shape != tensor.shape:
+                raise AdaptiveError(
+                    f"the EAGLE-3 head in {folder} does not fit: its {name} is {tuple(given.shape)}, and its config "
+                    f"asks for {tuple(tensor.shape)}"
+                )
+            if not torch.isfinite(given).all():
+                raise AdaptiveError(f"the EAGLE-3 head in {folder} cannot be used: {name} holds no finite values")
+            with torch.no_grad():
+                tensor.copy_(given)
+        surplus = sorted(set(tensors) - set(wanted) - {"embed_tokens.weight"})
+        if surplus:
+            raise AdaptiveError(f"the EAGLE-3 head in {folder} has a tensor {surplus[0]}, which is not known here")
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's; see ``HeadModule``."""
+        return self._vocab
+
+    @property
+    def device(self) -> torch.device:
+        """See ``HeadModule``."""
+        return torch.device(str(self.fc.weight.device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``HeadModule``."""
+        return self.fc.weight.dtype
+
+    def of_target(self, features: torch.Tensor) -> torch.Tensor:
+        """One feature (n, width) of the target's hidden states (n, taps * its width), side by side."""
+        states = self.input_norm(features.to(self.dtype))
+        if len(self.fc_norm):
+            parts = zip(self.fc_norm, states.chunk(len(self.fc_norm), dim=-1), strict=True)
+            states = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        found: torch.Tensor = self.fc(states)
+        return found
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states (B, T, width), before the final norm, or as the config has it behind; see ``HeadModule``."""
+        from transformers.masking_utils import create_causal_mask
+
+        decoder = self.body.model
+        hidden = features.to(self.dtype)
+        mask = create_causal_mask(self.config, hidden, attention_mask, past_key_values, position_ids)
+        given = {
+            "attention_mask": mask,
+            "past_key_values": past_key_values,
+            "position_embeddings": decoder.rotary_emb(hidden, position_ids=position_ids),
+        }
+        first, *others = decoder.layers
+        normed = self.hidden_norm(hidden)
+        embedded = first.input_layernorm(nn.functional.embedding(tokens, self.embedding))
+        attended, _ = first.self_attn(hidden_states=torch.cat([embedded, normed], dim=-1), **given)
+        hidden = (normed if self._added else hidden) + attended
+        hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
+        for layer in others:
+            hidden = layer(hidden, position_ids=position_ids, **given)
+        said: torch.Tensor = decoder.norm(hidden) if self._normed else hidden
+        return said
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (..., vocab) of hidden states (..., width), -inf outside of the draft vocabulary."""
+        few: torch.Tensor = self.body.lm_head(hidden if self._normed else self.body.model.norm(hidden))
+        logits = few.new_full((*few.shape[:-1], self._vocab), -torch.inf)
+        return logits.index_copy_(-1, self.ids, few)
+
+
+def _body(said: EagleConfig, tensors: Tensors, dtype: torch.dtype) -> Any:
+    """A causal language model of the head's layers, of which the first reads twice as much."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    small = copy.deepcopy(said.layer)
+    small.vocab_size, small.pad_token_id, small.tie_word_embeddings = 1, None, False
+    with no_init_weights():
+        body: Any = AutoModelForCausalLM.from_config(small, dtype=dtype)
+    attention = body.model.layers[0].self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        old = getattr(attention, name)
+        biased = f"layers.0.self_attn.{name}.bias" in tensors
+        setattr(attention, name, nn.Linear(2 * old.in_features, old.out_features, bias=biased, dtype=dtype))
+    body.lm_head = nn.Linear(said.layer.hidden_size, said.draft_vocab_size, bias=False, dtype=dtype)
+    return body.eval()
+
+
+def _check_target(
+    said: EagleConfig, tensors: Tensors, target: Any, embedding: torch.Size, taps: tuple[int, ...], folder: Path
+) -> None:
+    """Raise AdaptiveError unless the head is for a target of this text config and this ``embedding`` (vocab, width)."""
+
+    def differs(what: str, one: object, other: object) -> AdaptiveError:
+        return AdaptiveError(
+            f"the EAGLE-3 head in {folder} is for a target with {what} {one}, and this one has {other}"
+        )
+
+    if said.target_width != target.hidden_size:
+        raise differs("hidden size", said.target_width, target.hidden_size)
+    if said.vocab_size != target.vocab_size:
+        raise differs("a vocabulary of", said.vocab_size, target.vocab_size)
+    own = tensors["embed_tokens.weight"].shape if "embed_tokens.weight" in tensors else embedding
+    if own != (said.vocab_size, said.layer.hidden_size):
+        raise differs("an embedding of", (said.vocab_size, said.layer.hidden_size), tuple(own))
+    if min(taps) < 0 or max(taps) > target.num_hidden_layers:
+        raise differs("layers", taps, target.num_hidden_layers)
+    if said.draft_vocab_size < said.vocab_size and "d2t" not in tensors:
+        raise AdaptiveError(f"the EAGLE-3 head in {folder} lacks d2t, which says which tokens it drafts")
