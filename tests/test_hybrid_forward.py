@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from test_cpu_forward import FEW, SIZES, own, text, truth
+from test_head_engine import bound, module_logits
+from test_head_module import randomised
 from test_joint import check as check_joint
 from tiny_models import GREEDY
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
@@ -17,6 +19,8 @@ from adaptive.engines.cpu import delta, kernels
 from adaptive.engines.cpu.delta import LOGGED, DeltaNet, States
 from adaptive.engines.cpu.forward import CpuForward, cpu_forward
 from adaptive.engines.cpu.plan import forward_kind
+from adaptive.engines.head.engine import HeadEngine
+from adaptive.engines.head.module import Head
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.protocol import ProposalCall
 from adaptive.errors import AdaptiveError
@@ -45,6 +49,10 @@ CONFIGS = {
     "one key head, biases, tied, half a rotation": {
         **HYBRID, "linear_num_key_heads": 1, "attention_bias": True, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "heads of the sizes of real checkpoints": {
+        **HYBRID, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     },
     "everything attends": {**HYBRID, "layer_types": ["full_attention"] * 3},
 }  # fmt: skip
@@ -293,3 +301,26 @@ def test_a_log_does_not_grow_without_end() -> None:
         found.append(cache.states.nbytes)
     assert found[-1] == found[len(found) // 2]
     assert cache.states._log.shape[1] <= 2 * LOGGED
+
+
+def test_features_are_those_of_transformers_also_after_rollbacks(engine: TransformersEngine) -> None:
+    tokens = text(40)
+    sequence = engine.sequence(features=True)
+    sequence.extend(tokens[:20].tolist(), 1)
+    sequence.extend([1, 2, 3, 4], 4)
+    sequence.rollback(20)
+    sequence.extend(tokens[20:].tolist(), 1)
+    with torch.inference_mode():
+        states = engine.model(input_ids=tokens[None], output_hidden_states=True).hidden_states
+        normed = engine.model.model.norm(sequence.features(0, 40)[None])[0]
+    near(normed, states[-1][0])
+
+
+def test_a_head_on_a_hybrid_whose_last_layer_attends_is_our_own(engine: TransformersEngine) -> None:
+    head = HeadEngine(randomised(Head.from_target(engine.model)), engine)
+    assert head.cpu_forward is not None
+    held, draft = bound(engine, head)
+    tokens = text(30)
+    held.extend(tokens.tolist(), 1)
+    got = draft.extend(tokens.tolist(), 30)
+    near(got, module_logits(head.head, held.features(0, 30), tokens))
