@@ -104,8 +104,8 @@ def show_rollback(pair: Pair, length: int) -> float:
             began = timing.clock()
             sequence.extend(tokens, count)
             seen.append(timing.clock() - began)
-            sequence.rollback(0)  # what was taken back is behind the state's place: begin anew
-            sequence.extend([token % (pair.target.vocab_size - 1) for token in range(held)], 1)
+            sequence.rollback(held - 1)  # the state is that of later tokens by now: the last checkpoint's is taken
+            sequence.extend([token % (pair.target.vocab_size - 1) for token in range(sequence.length, held)], 1)
     call, (clean, applied) = statistics.median(calls), map(statistics.median, passes)
     whole = length * draft + applied
     more = call + max(0.0, applied - clean)

@@ -164,11 +164,12 @@ def choose_dtype(settings: Settings, device: str, config: Any) -> torch.dtype:
     if device == "mps":
         return torch.float16
     from adaptive.engines.cpu.dtype import kept_dtype
-    from adaptive.engines.cpu.plan import FAMILIES
+    from adaptive.engines.cpu.plan import forward_kind
     from adaptive.engines.cpu.weights import packs
 
     # Where only the native kernels multiply bfloat16, a model that they do not run would be emulated, and crawl.
-    if not packs(torch.bfloat16, torch.device("cpu")) and class_name(config) not in FAMILIES:
+    cpu, half = torch.device("cpu"), torch.bfloat16
+    if not packs(half, cpu) and forward_kind(class_name(config), config, half, cpu) is None:
         return torch.float32
     return kept_dtype(config.get_text_config().hidden_size, settings.state_dir)
 
