@@ -150,7 +150,9 @@ def export(
         Optional[Path],
         typer.Option(metavar="PATH", help="Write the draft with the adapter merged in, as a checkpoint."),
     ] = None,
-    format_: Annotated[str, typer.Option("--format", help="peft, or gguf for llama.cpp.")] = "peft",
+    format_: Annotated[
+        str, typer.Option("--format", help="peft; gguf for llama.cpp; speculators for vLLM, of an EAGLE-3 draft.")
+    ] = "peft",
     encoding: Annotated[str, typer.Option(help="Weights of a merged GGUF file: f32, f16, bf16 or q8_0.")] = "bf16",
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
 ) -> None:
@@ -161,12 +163,19 @@ def export(
     Example: adaptive adapters export 7 --merged my-draft
 
     Example: adaptive adapters export current my-adapter.gguf --format gguf
+
+    Example: adaptive adapters export draft my-head --format speculators --target ./my-target --draft ./eagle3-head
     """
-    store = open_store(settings)
     if (folder is None) == (merged is None):
         raise AdaptiveError("name one folder or file to export to: `export ID PATH`, or `export ID --merged PATH`")
-    if format_ not in ("peft", "gguf"):
-        raise AdaptiveError(f"--format is {format_!r}; it must be peft or gguf")
+    if format_ not in ("peft", "gguf", "speculators"):
+        raise AdaptiveError(f"--format is {format_!r}; it must be peft, gguf or speculators")
+    if format_ == "speculators":
+        from cli.export import export_speculators
+
+        export_speculators(settings, name, folder, force)
+        return
+    store = open_store(settings)
     manifest = store.verify(_resolve(store, name))
     if manifest.kind == "head" and (format_ == "gguf" or merged is not None):
         raise AdaptiveError(

@@ -44,6 +44,10 @@ def export(
     for role, source in pair.items():
         if source.gguf is not None:
             raise AdaptiveError(f"{role} {source.id} is a GGUF file already")
+        if source.head is not None:
+            raise AdaptiveError(
+                f"the draft is {source.head.words}, which is no model by itself; export the target alone"
+            )
         written[role] = folder / f"{Path(source.id).name}-{encoding}.gguf"
     if written.get("draft") == written["target"]:
         written = {role: file.with_name(f"{role}-{file.name}") for role, file in written.items()}
@@ -112,3 +116,33 @@ def write_checkpoint(
 
 def _mover(progress: object, task: object) -> Callable[[float], None]:
     return lambda share: progress.update(task, completed=share)  # type: ignore[attr-defined, no-any-return]
+
+
+def export_speculators(settings: Settings, name: str, folder: Path | None, force: bool) -> None:
+    """Write the EAGLE-3 head of --draft as the speculators library writes them, and say what to type for vLLM.
+
+    Raises AdaptiveError for anything else that might be exported: that format has no layout for it.
+    """
+    from adaptive.engines.head.kinds import HeadKind
+    from adaptive.engines.head.speculators import write_speculators
+    from adaptive.pair import sources
+    from checkpoints.folder import check_destination
+
+    if name != "draft":
+        raise AdaptiveError(
+            "--format speculators writes the EAGLE-3 head that --draft names (`adapters export draft FOLDER`); a LoRA "
+            "adapter has no place in that format, nor has a head grown here, whose layer reads one fused input"
+        )
+    if folder is None:
+        raise AdaptiveError("--format speculators writes a head's folder: `adapters export draft FOLDER`")
+    target, draft = sources(settings)
+    if draft is None or draft.head is not HeadKind.EAGLE3:
+        what = "none" if draft is None else draft.id if draft.head is None else draft.head.words
+        raise AdaptiveError(
+            f"--format speculators writes an EAGLE-3 head, and the draft is {what}; name one with --draft"
+        )
+    check_destination(folder, force)
+    write_speculators(draft.folder, target.folder, target.id, folder)
+    said = json.dumps({"model": str(folder), "method": "eagle3", "num_speculative_tokens": 3})
+    typer.echo(f"the head {draft.id} is in {folder}; with vLLM:")
+    typer.echo(f"vllm serve {target.id} --speculative-config '{said}'")

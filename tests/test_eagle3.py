@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Command
+from conftest import BUNDLED, Command
 from foreign_heads import TAPS, save_eagle, save_eagle_target
 from safetensors.torch import load_file, save_file
 from test_head_lossless import TOKENS, alone, as_if_new, said
@@ -348,3 +348,47 @@ def test_doctor_names_it_and_the_forwards(target: Path, tmp_path: Path, adaptive
     pair, _, head = loaded(target, folder)
     assert rows["target forward"] == f"{forward_of(pair.target).value} (float32)"
     assert rows["draft forward"] == f"{forward_of(head).value} (float32)"
+
+
+@pytest.mark.parametrize("written_by", FORMATS)
+def test_it_is_exported_as_speculators_writes_them(
+    target: Path, tmp_path: Path, written_by: str, adaptive: Command
+) -> None:
+    folder = save_eagle(target, tmp_path / "head", written_by, few=500, alike=False)
+    models = ("--target", str(target), "--draft", str(folder))
+    made = tmp_path / "made"
+    asked = ("adapters", "export", "draft", str(made), "--format", "speculators", *models)
+    status, out, errors = adaptive(*asked)
+    assert status == 0, errors
+    assert out.splitlines()[-1].startswith(f"vllm serve {target} --speculative-config ")
+    assert json.loads(out.partition("-config '")[2].rstrip().rstrip("'"))["model"] == str(made)
+    config = json.loads((made / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": str(target),
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(TAPS)
+    tensors, before = load_file(made / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert torch.equal(tensors["t2d"], before["t2d"])
+    assert "layers.0.self_attn.q_proj.weight" in tensors
+    tokens = torch.randint(3, 4096, (20,), generator=torch.Generator().manual_seed(2))
+    logits = []
+    for one in (folder, made):
+        _, engine, head = loaded(target, one)
+        held, draft = bound(engine, head)
+        held.extend(tokens[:-1], 1)
+        logits.append(draft.extend(tokens, 19).clone())
+    assert torch.equal(logits[0], logits[1])
+    status, _, errors = adaptive(*asked)
+    assert status == 2
+    assert "is not empty" in errors
+    for draft, what in (("none", "none"), (str(BUNDLED / "draft"), str(BUNDLED / "draft"))):
+        status, _, errors = adaptive(
+            *asked[:3], str(tmp_path / "x"), *asked[4:6], "--target", str(target), "--draft", draft
+        )
+        assert status == 2
+        assert f"writes an EAGLE-3 head, and the draft is {what}" in errors.replace("\n", " ")
+    status, _, errors = adaptive("adapters", "export", "7", str(tmp_path / "x"), *asked[4:])
+    assert status == 2
+    assert "a LoRA adapter has no place in that format" in errors.replace("\n", " ")

@@ -1,0 +1,67 @@
+"""An EAGLE-3 head written as the speculators library writes them, which vLLM reads.
+
+In: the folder of a head of either format, and its target. Out: a folder with ``config.json`` and ``model.safetensors``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from adaptive.engines.head.eagle import read_eagle, read_tensors
+from adaptive.engines.head.kinds import raw_config
+from adaptive.errors import AdaptiveError
+
+# Drafted tokens that vLLM takes where it is told nothing.
+TOKENS = 3
+# What of a SpecForge config is not the layer's.
+NOT_THE_LAYERS = (
+    "architectures", "auto_map", "draft_vocab_size", "dtype", "eagle_aux_hidden_state_layer_ids", "eagle_config",
+    "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "target_hidden_size", "torch_dtype",
+    "transformers_version",
+)  # fmt: skip
+
+
+def write_speculators(head: Path, target: Path, name: str, destination: Path) -> None:
+    """Write the EAGLE-3 head in ``head`` into the folder ``destination``; its target is in ``target`` and called
+    ``name``. Raises AdaptiveError where it cannot be read or written."""
+    said, tensors, raw, whole = read_eagle(head), read_tensors(head), raw_config(head), raw_config(target)
+    text = whole.get("text_config") if isinstance(whole.get("text_config"), dict) else whole
+    layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
+    if not isinstance(layers, int):
+        raise AdaptiveError(f"the target in {target} cannot be read: its config.json names no number of layers")
+    layer = raw.get("transformer_layer_config") or {k: v for k, v in raw.items() if k not in NOT_THE_LAYERS}
+    d2t = tensors.get("d2t")
+    if d2t is not None:
+        ids = torch.arange(len(d2t)) + d2t
+        tensors["t2d"] = torch.zeros(said.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    config: dict[str, Any] = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": TOKENS}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": name, "architectures": whole.get("architectures") or []},
+        },
+        "transformer_layer_config": {**layer, "model_type": said.layer.model_type},
+        "draft_vocab_size": said.draft_vocab_size,
+        "target_hidden_size": None if said.target_width == said.layer.hidden_size else said.target_width,
+        "eagle_aux_hidden_state_layer_ids": list(said.taps_of(layers)),
+        "norm_before_residual": said.norm_before_residual,
+        "norm_before_fc": said.norm_before_fc,
+        "fc_norm": said.fc_norm,
+        "norm_output": said.norm_output,
+        "tie_word_embeddings": False,
+        "dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.") if "fc.weight" in tensors else "float32",
+    }
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
+        (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise AdaptiveError(f"{destination} cannot be written ({error.strerror}); choose another folder") from error
