@@ -23,8 +23,9 @@ from adaptive.decoding.loop import Decoding, Request, Step, Verifier
 from adaptive.decoding.text import TextStream
 from adaptive.drafting.archive import History
 from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.tree import TreeDrafter
 from adaptive.encoding import encode_text, render_chat
-from adaptive.engines.protocol import ReadsFeatures
+from adaptive.engines.protocol import ReadsFeatures, no_trees
 from adaptive.errors import AdaptiveError, ContextFullError
 from adaptive.grammar import Constraint, Grammar, Grammars
 from adaptive.pair import Pair
@@ -32,22 +33,21 @@ from adaptive.records.features import LONGEST, Features
 from adaptive.records.stats import learned_rounds
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import LogitsProcessor
-from adaptive.settings import Settings
+from adaptive.settings import Settings, fixed_draft_length
 from adaptive.types import Generation, Message, Round, SamplingParams, StopParams
 
 
 def length_policy(settings: Settings, memory: Memory | None = None, attentive: bool = True) -> LengthPolicy:
     """The policy that ``--draft-length`` names; ``auto`` starts from ``memory``, if there is one.
 
-    ``attentive`` as in ``LengthPolicy``. Raises AdaptiveError for anything else than auto or a number.
+    ``attentive`` as in ``LengthPolicy``. Raises AdaptiveError as ``fixed_draft_length``.
     """
-    if settings.draft_length == "auto":
-        if memory is not None:
-            return memory.policy(attentive, settings.history != "off")
-        return GoodputLength(attentive=attentive)
-    if not settings.draft_length.isdigit() or int(settings.draft_length) > 64:
-        raise AdaptiveError(f"--draft-length is {settings.draft_length!r}; give auto or a number from 0 to 64")
-    return FixedLength(int(settings.draft_length))
+    fixed = fixed_draft_length(settings.draft_length)
+    if fixed is not None:
+        return FixedLength(*fixed)
+    if memory is not None:
+        return memory.policy(attentive, settings.history != "off")
+    return GoodputLength(attentive=attentive)
 
 
 class Assistant:
@@ -68,7 +68,10 @@ class Assistant:
         history: History | None = None,
     ) -> None:
         """``cache_bytes`` is what the caches of several conversations may take; 0 keeps one conversation. ``history``
-        is what may be drafted from beside the model."""
+        is what may be drafted from beside the model. Raises AdaptiveError for trees where a model takes none."""
+        for engine in (pair.target, pair.draft):
+            if policy.tree and pair.draft is not None and engine is not None and not engine.trees:
+                raise no_trees(engine.name)
         self.pair = pair
         self.policy = policy
         self.log = log
@@ -107,7 +110,8 @@ class Assistant:
     def rounds_by_adapter(self) -> list[tuple[str | None, tuple[Round, ...]]]:
         """The last answer's rounds as the model had them, or nobody, apart by adapter: one may have been swapped in
         while it was under way. None of an answer under a seed: fewer of its drafted tokens stand, which says nothing of
-        an adapter."""
+        an adapter. Nor does how many nodes of a tree do.
+        """
         if self.last is None or self.last.request.sampling.seeded:
             return []
         rounds = self.last.rounds
@@ -294,7 +298,7 @@ class Assistant:
         drafter = None
         if conversation.draft is not None and self.pair.draft is not None:
             conversation.draft.keep_prefix_of(request.prompt)
-            drafter = ModelDrafter(
+            drafter = (TreeDrafter if self.policy.tree else ModelDrafter)(
                 conversation.draft.sequence,
                 self.pair.draft,
                 target.vocab_size,

@@ -30,6 +30,10 @@ Quantisation = Literal["none", "int8", "nf4"]
 DraftQuantisation = Literal["auto", "none", "int8", "nf4"]
 
 
+# Of a drafted tree. Its nodes are verified in one pass, of which more take longer than any of them can be worth.
+MOST_NODES = 256
+
+
 class Settings(BaseSettings):
     """All settings of one run. See ``docs/settings.md`` for what each means."""
 
@@ -87,8 +91,7 @@ class Settings(BaseSettings):
             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty, seed=self.seed, **said
         )
         StopParams(self.max_new_tokens)
-        if self.draft_length != "auto" and not (self.draft_length.isdigit() and int(self.draft_length) <= 64):
-            raise AdaptiveError(f"draft_length is {self.draft_length!r}; it must be auto or a number from 0 to 64")
+        fixed_draft_length(self.draft_length)
         training_window(self.distill)
         if self.name is not None and not re.fullmatch(r"[\w.:/@+-]{1,128}", self.name):
             raise AdaptiveError(f"name is {self.name[:80]!r}; it must be 1 to 128 letters, digits and ._:/@+-")
@@ -134,6 +137,18 @@ def model_name(settings: Settings) -> str:
         return "bundled"
     name = Path(settings.target).expanduser().resolve().name or "model"
     return re.sub(r"[^\w.+-]+", "-", name.removesuffix(".gguf"))
+
+
+def fixed_draft_length(said: str) -> tuple[int, bool] | None:
+    """The number of tokens that every round drafts, and whether as the nodes of a tree; None for ``auto``. Raises
+    AdaptiveError for what is none of these."""
+    if said == "auto":
+        return None
+    number, tree = said.removeprefix("tree:"), said.startswith("tree:")
+    if not number.isdecimal() or not tree <= int(number) <= (MOST_NODES if tree else 64):
+        known = f"auto, a number from 0 to 64, or tree:N with N from 1 to {MOST_NODES}"
+        raise AdaptiveError(f"draft_length is {said[:80]!r}; it must be {known}")
+    return int(number), tree
 
 
 def training_window(policy: str) -> tuple[int, int] | None:

@@ -23,8 +23,8 @@ UPSTREAM_PREFIX = "upstream "
 LIKELIEST_PROPOSED = frozenset(UPSTREAM_PREFIX + name for name in ("llama-server", "vllm", "sglang", "lm-studio"))
 
 # Who drafts, in rounds, records and figures; heads have names of their own. Those that are FREE take no forward and
-# learn nothing: what was said before, and a grammar. Between the names of two that took turns stands GRAFT.
-MODEL, HISTORY, GRAMMAR, GRAFT = "model", "history", "grammar", "+"
+# learn nothing: what was said before, and a grammar. A TREE is the model's too. Between the names of two that took turns stands GRAFT.
+MODEL, TREE, HISTORY, GRAMMAR, GRAFT = "model", "tree", "history", "grammar", "+"
 FREE = frozenset({HISTORY, GRAMMAR})
 # Below it logits divided by a temperature are no numbers any more; a client that sends 1e-8 wants the likeliest token.
 LEAST_TEMPERATURE = 1e-5
@@ -177,9 +177,10 @@ class Round(NamedTuple):  # which is made in a third of the time that a frozen d
     @property
     def learned(self) -> Round | None:
         """The round as the drafter that learns (a model or a head) had it: what it drafted and of that was accepted;
-        None where only others drafted, or nothing of its own was judged. A plain step is as it is."""
+        None where only others drafted, or nothing of its own was judged, or a tree was drafted, of whose nodes most are
+        not meant to stand. A plain step is as it is."""
         if not self.first:
-            return None if self.drafter in FREE else self
+            return None if self.drafter in FREE or self.drafter == TREE else self
         for part in self.parts:
             if part.drafter not in FREE and part.judged:
                 return Round(part.drafter, part.drafted, part.accepted, self.draft_s, self.verify_s)

@@ -225,7 +225,7 @@ def _recipe(
         "loss": loss,
         "seed": settings.seed,
         "start": "parent" if from_current else None,
-        "draft_length": int(length) if length.isdigit() and int(length) > 0 else TABLE_DRAFT_LENGTH,
+        "draft_length": int(length) if length.isdecimal() and int(length) > 0 else TABLE_DRAFT_LENGTH,
     }
     return Recipe(**{name: value for name, value in asked.items() if value is not None})
 

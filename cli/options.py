@@ -67,7 +67,10 @@ SHARED: dict[str, Any] = {
         typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.", rich_help_panel=MODELS),
     ],
     "draft_length": Annotated[
-        Optional[str], typer.Option(help="Tokens drafted a round: auto or a number.", rich_help_panel=SAMPLING)
+        Optional[str],
+        typer.Option(
+            help="Tokens drafted a round: auto, a number, or tree:N for a tree of N.", rich_help_panel=SAMPLING
+        ),
     ],
     "history": Annotated[
         Optional[str],

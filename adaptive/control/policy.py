@@ -56,13 +56,15 @@ class LengthPolicy(ABC):
     ``attentive`` policies are asked at every position, which costs the drafter one probability a
     token; the others never make it compute one. ``expected`` is the tokens per second that the policy
     expects of the round it has just chosen; 0 where it forecasts nothing. The length just chosen holds for
-    ``steady`` rounds: in the next ones it need not be asked for, and they may be observed together.
+    ``steady`` rounds: in the next ones it need not be asked for, and they may be observed together. ``tree``: what
+    is drafted are trees, and their lengths are numbers of nodes.
     """
 
     name: str
     attentive: bool = False
     expected: float = 0.0
     steady: int = 1
+    tree: bool = False
 
     @abstractmethod
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
@@ -136,13 +138,13 @@ class LengthPolicy(ABC):
 
 
 class FixedLength(LengthPolicy):
-    """The same draft length every round."""
+    """The same draft length every round, of a chain or of a ``tree``."""
 
     steady = 1000
 
-    def __init__(self, length: int) -> None:
-        self.name = f"fixed:{length}"
-        self.length = length
+    def __init__(self, length: int, tree: bool = False) -> None:
+        self.name = f"{'tree' if tree else 'fixed'}:{length}"
+        self.length, self.tree = length, tree
         self.accepted = 0.0  # tokens of the model's lately, by round
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:

@@ -1,0 +1,125 @@
+"""A small model drafts a tree: the texts that it finds likeliest, best first, to be verified in one pass.
+
+The tree's nodes are the texts of highest probability under the draft, and none of them is drawn. Where the target
+samples, each is therefore verified as a point mass: what the target draws after a node is followed where it is a node
+too. That goes as deep as the target's own choices stay within the tree, and is exact under every sampling parameter (as
+in SpecExec: Svirschevski et al. 2024).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from adaptive.control.policy import Adviser
+from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.proposal import Proposal
+from adaptive.engines.protocol import Engine, Sequence
+from adaptive.sampling import LogitsProcessor, transform_logits
+from adaptive.tokens import Ids
+from adaptive.types import TREE, SamplingParams
+
+# Nodes of one depth that the draft is asked about in one pass, and the deepest that are asked about. More of either
+# finds likelier trees of many nodes, and takes longer.
+WIDTH, DEPTH = 16, 16
+
+
+class TreeDrafter(ModelDrafter):
+    """Drafts trees of as many nodes as it is asked for, of an engine that makes passes over trees."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        engine: Engine,
+        target_vocab: int,
+        params: SamplingParams,
+        processor: LogitsProcessor,
+        generator: torch.Generator,
+        width: int = WIDTH,
+        depth: int = DEPTH,
+    ) -> None:
+        """``width`` and ``depth`` as the constants above."""
+        super().__init__(sequence, engine, target_vocab, params, processor, generator)
+        self.name, self.width, self.depth = TREE, width, depth
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        """``length`` (at least 1) nodes: one pass of the draft a level, the first also over what was committed since
+        the last proposal. A chain where the target's logits are changed by the text before them."""
+        if self._adjusts:
+            return super().propose(committed, length, advise)
+        tree = _Tree(length)
+        logits = self.sequence.extend(self._seen(committed), 1)
+        tree.add(torch.tensor([-1]), *self._likeliest(logits, length), torch.zeros(1))
+        room = self.engine.context_length - len(committed)
+        for level in range(1, min(self.depth, room) + 1):
+            nodes = tree.to_expand(level, self.width)
+            if not len(nodes):
+                break
+            parents = tree.asked(nodes)
+            logits = self.sequence.extend(tree.tokens[nodes].tolist(), len(nodes), parents)
+            tree.add(nodes, *self._likeliest(logits, length), tree.scores[nodes])
+        return tree.proposal(self.name)
+
+    def _seen(self, committed: list[int]) -> Ids:
+        """What was committed since the last proposal, as the draft reads it."""
+        feed = committed[self.sequence.length :]
+        if self.engine.vocab_size < self.target_vocab:
+            feed = [min(token, self.engine.vocab_size - 1) for token in feed]
+        return feed
+
+    def _likeliest(self, logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row the log-probabilities (rows, k) and ids of the ``most`` likeliest tokens, likeliest first."""
+        logits = logits[:, : self.target_vocab].float()
+        if not self.params.greedy:
+            logits = transform_logits(logits, self.params)
+        top = logits.log_softmax(-1).topk(min(most, logits.shape[1]), dim=-1)
+        return top.values.cpu(), top.indices.cpu()
+
+
+class _Tree:
+    """The best ``most`` texts found so far, as nodes: a token, its parent among all that were found, its depth from 1,
+    and the log-probability of the path. What falls out of the best stays numbered."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tokens = self.parents = self.depths = torch.empty(0, dtype=torch.long)
+        self.scores = torch.empty(0)
+        self.best = torch.empty(0, dtype=torch.long)  # nodes, likeliest first
+        self.number: dict[int, int] = {-1: -1}  # by node, which it is of those that the draft was asked about
+
+    def add(self, parents: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor) -> None:
+        """The likeliest tokens (rows, k) after each of ``parents`` (rows,), whose paths have the log-probability
+        ``before``."""
+        first, count = len(self.tokens), tokens.shape[1]
+        own = parents.repeat_interleave(count)
+        depths = torch.ones_like(own) if first == 0 else self.depths[own] + 1
+        scores = (scores + before[:, None]).flatten()
+        possible = scores > -torch.inf
+        self.tokens = torch.cat([self.tokens, tokens.flatten()[possible]])
+        self.parents = torch.cat([self.parents, own[possible]])
+        self.depths = torch.cat([self.depths, depths[possible]])
+        self.scores = torch.cat([self.scores, scores[possible]])
+        found = torch.cat([self.best, torch.arange(first, len(self.tokens))])
+        ranked = self.scores[found].sort(descending=True, stable=True).indices[: self.most]
+        self.best = found[ranked]
+
+    def to_expand(self, level: int, width: int) -> torch.Tensor:
+        """The likeliest of the best nodes of a depth, in order, that may have children among the best."""
+        least = self.scores[self.best[-1]] if len(self.best) == self.most else -torch.inf
+        here = (self.depths[self.best] == level) & (self.scores[self.best] > least)
+        return self.best[here][:width].sort().values
+
+    def asked(self, nodes: torch.Tensor) -> list[int]:
+        """Number these as asked about, in order; the numbers of their parents."""
+        parents = [self.number[parent] for parent in self.parents[nodes].tolist()]
+        for node in nodes.tolist():
+            self.number[node] = len(self.number) - 1
+        return parents
+
+    def proposal(self, drafter: str) -> Proposal | None:
+        """The best nodes, parents first. A parent is at least as likely as its child and was found before it."""
+        kept = self.best.sort().values.tolist()
+        if not kept:
+            return None
+        place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
+        parents = [place[parent] for parent in self.parents[kept].tolist()]
+        return Proposal(drafter, self.tokens[kept].tolist(), None, parents)

@@ -1,0 +1,175 @@
+"""A drafted tree is what the draft finds likeliest, and whatever it is the text is the target's own."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BUNDLED, Command, save_head, save_random_adapter
+from test_lossless_sampled import PROMPT, VOCAB, exact_distribution, models, p_value  # noqa: F401
+
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength
+from adaptive.decoding.loop import Verifier, speculative_round
+from adaptive.drafting.tree import TreeDrafter
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.tree import TokenTree
+from adaptive.errors import AdaptiveError
+from adaptive.pair import Pair, load_pair
+from adaptive.sampling import LogitsProcessor
+from adaptive.settings import fixed_draft_length, load_settings
+from adaptive.types import TREE, Message, SamplingParams, StopParams
+
+GREEDY = SamplingParams(temperature=0.0)
+ROUNDS = 600
+
+
+def drafter_of(engine: TransformersEngine, params: SamplingParams, vocab: int = VOCAB, **limits: int) -> TreeDrafter:
+    processor = LogitsProcessor(params, vocab, torch.device("cpu"))
+    return TreeDrafter(engine.sequence(), engine, vocab, params, processor, torch.Generator(), **limits)
+
+
+def likeliest_texts(engine: TransformersEngine, deepest: int, count: int) -> set[tuple[int, ...]]:
+    """Of all texts of up to ``deepest`` tokens behind the prompt those of the highest probability."""
+    scores: dict[tuple[int, ...], float] = {(): 0.0}
+    for depth in range(deepest):
+        for text in product(range(VOCAB), repeat=depth):
+            logits = engine.sequence().extend([*PROMPT, *text], 1)[0].float().log_softmax(-1)
+            scores |= {(*text, token): scores[text] + float(logits[token]) for token in range(VOCAB)}
+    del scores[()]
+    return set(sorted(scores, key=lambda text: -scores[text])[:count])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9, 20, 40])
+def test_its_nodes_are_the_likeliest_texts(models: tuple[TransformersEngine, TransformersEngine], count: int) -> None:  # noqa: F811
+    draft = models[1]
+    found = drafter_of(draft, GREEDY, width=64, depth=2).propose(PROMPT, count)
+    assert found is not None
+    assert found.probs is None
+    assert found.parents is not None
+    assert len(found.tokens) == count
+    texts: list[tuple[int, ...]] = []
+    for token, parent in zip(found.tokens, found.parents, strict=True):
+        texts.append((*(texts[parent] if parent >= 0 else ()), int(token)))
+    assert set(texts) == likeliest_texts(draft, 3, count)
+    TokenTree().grown(found.parents)  # parents come first
+
+
+def test_it_goes_on_from_what_was_committed(models: tuple[TransformersEngine, TransformersEngine]) -> None:  # noqa: F811
+    """Whatever was drafted before: its cache holds committed tokens only."""
+    draft = models[1]
+    drafter = drafter_of(draft, GREEDY)
+    drafter.propose(PROMPT, 12)
+    committed = [*PROMPT, 1, 5, 2]
+    drafter.rollback(len(PROMPT) + 1)
+    assert drafter.catch_up(len(committed)) == 2
+    assert drafter.propose(committed, 12) == drafter_of(draft, GREEDY).propose(committed, 12)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=1.3), SamplingParams(temperature=1.3, top_p=0.9)])
+def test_sampled_rounds_have_the_targets_law(
+    models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811
+    params: SamplingParams,
+) -> None:
+    target, draft = models
+    drafter, sequence = drafter_of(draft, params, depth=2), target.sequence()
+    judge = Verifier(params, drafter.processor, torch.Generator().manual_seed(5))
+    counts, depths = Counter[tuple[int, ...]](), Counter[int]()
+    for _ in range(ROUNDS):
+        sequence.rollback(0)
+        drafter.rollback(0)
+        committed = list(PROMPT)
+        while len(committed) < len(PROMPT) + 3:
+            depths[speculative_round(sequence, drafter, judge, committed, 7)[0].accepted] += 1
+        counts[tuple(committed[len(PROMPT) :][:3])] += 1
+    assert min(depths[0], depths[1]) > 10, depths
+    assert p_value(counts, exact_distribution(target, params)) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load_pair(load_settings({"dtype": "float32"}))
+
+
+def said(pair: Pair, policy: FixedLength, prompts: list[str], sampling: SamplingParams, most: int) -> list[list[int]]:
+    assistant = Assistant(pair, policy, None)
+    stop, texts, accepted = StopParams(max_new_tokens=most), [], 0
+    for prompt in prompts:
+        texts.append([step.token for step in assistant.chat([Message("user", prompt)], sampling, stop)])
+        assert assistant.last is not None
+        assert {r.drafter for r in assistant.last.rounds} <= {TREE if policy.length else "none", "none"}
+        assert assistant.rounds_by_adapter in ([], [(None, tuple(r for r in assistant.last.rounds if not r.drafted))])
+        accepted += assistant.last.accepted
+    assert accepted > 0 or policy.length == 0
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("nodes", "adapter", "some"),
+    [
+        *(pytest.param(n, a, 1, marks=pytest.mark.long) for n in (8, 32, 128) for a in (False, True)),
+        *((8, False, 10), (32, True, 10), (128, False, 10)),
+    ],
+)
+def test_greedy_output_equals_the_target_alone(
+    pair: Pair, nodes: int, adapter: bool, some: int, prompts: list[str], tmp_path: Path
+) -> None:
+    assert pair.draft is not None
+    most = 200 if some == 1 else 60
+    wanted = said(pair, FixedLength(0), prompts[::some], GREEDY, most)
+    pair.draft.apply_adapter(save_random_adapter(BUNDLED / "draft", tmp_path / "adapter") if adapter else None)
+    try:
+        assert said(pair, FixedLength(nodes, tree=True), prompts[::some], GREEDY, most) == wanted
+    finally:
+        pair.draft.apply_adapter(None)
+
+
+def test_a_seed_means_the_same_text(pair: Pair, prompts: list[str]) -> None:
+    seeded = SamplingParams(temperature=0.8, seed=5)
+    plain = said(pair, FixedLength(0), prompts[::7], seeded, 40)
+    assert said(pair, FixedLength(12, tree=True), prompts[::7], seeded, 40) == plain
+
+
+def test_with_penalties_a_chain_is_drafted(pair: Pair, prompts: list[str]) -> None:
+    penalised = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    plain = said(pair, FixedLength(0), prompts[:1], penalised, 40)
+    assert said(pair, FixedLength(4, tree=True), prompts[:1], penalised, 40) == plain
+
+
+@pytest.mark.parametrize("text", ["tree:0", "tree:", "tree:257", "tree:auto", "65", "-1", "many", "٣٣٣", ""])
+def test_what_is_no_length_is_refused(text: str) -> None:
+    with pytest.raises(AdaptiveError, match=r"auto, a number from 0 to 64, or tree:N"):
+        load_settings({"draft_length": text})
+
+
+def test_lengths_are_read() -> None:
+    assert [fixed_draft_length(text) for text in ("auto", "0", "64", "tree:256")] == [
+        None,
+        (0, False),
+        (64, False),
+        (256, True),
+    ]
+
+
+def test_a_head_drafts_no_trees(adaptive: Command, tmp_path: Path) -> None:
+    head = save_head(BUNDLED / "target", tmp_path / "head")
+    target = str(BUNDLED / "target")
+    status, _, errors = adaptive("generate", "Hi", "--target", target, "--draft", str(head), "--draft-length", "tree:8")
+    assert status == 2
+    assert "a head makes no passes over trees of tokens; draft chains" in " ".join(errors.split())
+
+
+def test_scores_of_a_tree_are_those_of_its_paths(models: tuple[TransformersEngine, TransformersEngine]) -> None:  # noqa: F811
+    """With a temperature the likeliest texts are those of the distribution that is drawn from."""
+    cold = drafter_of(models[1], SamplingParams(temperature=0.05)).propose(PROMPT, 6)
+    assert cold is not None
+    assert cold.parents is not None
+    assert max(TokenTree().grown(cold.parents).depths) >= 3
+    hot = drafter_of(models[1], SamplingParams(temperature=50.0)).propose(PROMPT, 6)
+    assert hot is not None
+    assert hot.parents == [-1] * 6
+    assert math.isfinite(sum(hot.tokens))
