@@ -23,7 +23,8 @@ UPSTREAM_PREFIX = "upstream "
 LIKELIEST_PROPOSED = frozenset(UPSTREAM_PREFIX + name for name in ("llama-server", "vllm", "sglang", "lm-studio"))
 
 # Who drafts, in rounds, records and figures; heads have names of their own. Those that are FREE take no forward and
-# learn nothing: what was said before, and a grammar. A TREE is the model's too. Between the names of two that took turns stands GRAFT.
+# learn nothing: what was said before, and a grammar. A TREE is the model's too. Between the names of two that took
+# turns stands GRAFT.
 MODEL, TREE, HISTORY, GRAMMAR, GRAFT = "model", "tree", "history", "grammar", "+"
 FREE = frozenset({HISTORY, GRAMMAR})
 # Below it logits divided by a temperature are no numbers any more; a client that sends 1e-8 wants the likeliest token.
