@@ -211,8 +211,8 @@ tokens, and under the default policy, and drafting for itself has every token ac
 is logged and can be chatted with, and is not drafted for. Larger checkpoints of a type compute the same; which forward
 serves yours says `adaptive doctor`.
 
-Of `deepseek_v3`, `glm4_moe`, `qwen3_5`, `qwen3_5_moe` (also their text alone) and `qwen3_next` the multi-token head in the
-checkpoint drafts where no other draft is named, if the checkpoint has it: [heads.md](heads.md).
+Of `deepseek_v3`, `glm4_moe`, `qwen3_5`, `qwen3_5_moe` (also their text alone) and `qwen3_next` the multi-token head in
+the checkpoint drafts where no other draft is named, if the checkpoint has it: [heads.md](heads.md).
 """
 
 
