@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
     from adaptive.types import Round
     from cli.prompts import PromptLine
+    from trainers.run import DistillOutcome
 
 # The kind of text that the bundled draft has never seen (the target has); see checkpoints/bundled/README.md.
 KIND = "tools"
@@ -78,6 +79,23 @@ class Tally:
 
         return speculative_stats(self.rounds).draft_acceptance_rate
 
+    def as_object(self, plain: Tally) -> dict[str, Any]:
+        """Its figures for machines, ``against_plain`` those of ``plain``; null where nothing was drafted or timed.
+        ``draft_length`` is null where the controller chose it."""
+        speculative = self.draft_length != 0 and bool(self.rounds)
+        return {
+            "decoding": self.label.strip(),
+            "draft_length": self.draft_length,
+            "adapter": self.adapter,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.per_second if self.seconds else None,
+            "against_plain": self.per_second / plain.per_second if plain.per_second else None,
+            "acceptance": self.acceptance if speculative else None,
+            "tokens_per_round": self.tokens_per_round if speculative else None,
+            "repeated_8_grams": self.repeated / self.grams if self.grams else None,
+        }
+
 
 def figures_table(tallies: list[Tally], title: str) -> Table:
     """One row for every way of decoding."""
@@ -105,23 +123,34 @@ def figures_table(tallies: list[Tally], title: str) -> Table:
 def demo(
     settings: Settings,
     keep: Annotated[Optional[Path], typer.Option(help="Keep the log and the adapter in this folder.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="What it came to as one JSON object; the tour goes to standard error.")
+    ] = False,
 ) -> None:
     """A guided run: plain decoding, speculative, distil on what was said, speculative again.
 
     Example: adaptive demo
 
+    Example: adaptive demo --json
+
     Example: adaptive demo --target ./my-14b --draft ./my-0.5b --quantize nf4
     """
+    import json
+
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=as_json)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="adaptive-demo-") as temporary:
         home = keep or Path(temporary)
-        Tour(settings.model_copy(update={"home": home, "draft_length": "auto", "record": True}), console).run()
-    console.print(f"[dim]The tour took {(time.monotonic() - began) / 60:.1f} minutes.[/]")
+        tour = Tour(settings.model_copy(update={"home": home, "draft_length": "auto", "record": True}), console)
+        tour.run()
+    seconds = time.monotonic() - began
+    console.print(f"[dim]The tour took {seconds / 60:.1f} minutes.[/]")
     if keep:
         console.print(f"[dim]Its log and adapter are kept: adaptive history --state-dir {keep}[/]")
+    if as_json:
+        print(json.dumps({**tour.as_object(), "seconds": seconds}, ensure_ascii=False))
 
 
 class Tour:
@@ -137,6 +166,33 @@ class Tour:
         prompts = read_prompts(self.file)
         self.judged, self.learned = prompts[:JUDGED], prompts[JUDGED : JUDGED + LEARNED]
         self.controller: LengthPolicy
+        self.pair = ""
+        self.before: list[Tally] = []
+        self.after: list[Tally] = []  # empty where no adapter was good enough
+        self.training: DistillOutcome | None = None
+
+    def as_object(self) -> dict[str, Any]:
+        """What it came to, for machines; ``adapter`` is null, and ``after`` empty, where the gate let none through."""
+        made = None if self.training is None else self.training.manifest
+        promoted = made is not None and made.status == "promoted"
+        return {
+            "pair": self.pair,
+            "kind": KIND,
+            "temperature": TEMPERATURE,
+            "draft_length": DRAFT_LENGTH,
+            "prompts": {"judged": len(self.judged), "learned": len(self.learned)},
+            "before": [tally.as_object(self.before[0]) for tally in self.before],
+            "training": None
+            if self.training is None
+            else {
+                "message": self.training.message,
+                "seconds": self.training.seconds,
+                "promoted": promoted,
+                "held_out": None if made is None or made.recent is None else asdict(made.recent),
+            },
+            "adapter": made.id if made is not None and promoted else None,
+            "after": [tally.as_object(self.after[0]) for tally in self.after],
+        }
 
     def run(self) -> None:
         """All of it."""
@@ -152,7 +208,9 @@ class Tour:
                 f"never seen (temperature {TEMPERATURE}; each way in turn on every prompt)."
             )
             self.controller = session.assistant.policy
-            self._compare(session, [Tally("plain", 0), Tally("speculative", DRAFT_LENGTH)])
+            self.pair = session.pair.identity.id
+            self.before = [Tally("plain", 0), Tally("speculative", DRAFT_LENGTH)]
+            self._compare(session, self.before)
             self._say(
                 f"[bold]2. Use it.[/] {len(self.learned)} other questions are answered, as in a session. The log keeps "
                 "what the target said, with its distribution."
@@ -163,15 +221,15 @@ class Tour:
             if adapter is None:
                 return
             self._say("[bold]4. After.[/] The first prompts again. None of them was trained on; every way in turn.")
-            tallies = [
+            self.after = [
                 Tally("plain", 0),
                 Tally("speculative", DRAFT_LENGTH),
                 Tally(f"speculative, adapter {adapter}", DRAFT_LENGTH, adapter),
                 Tally("  with the controller", None, adapter),
             ]
-            self._compare(session, tallies)
+            self._compare(session, self.after)
             self._plot(session)
-            self._conclude(tallies)
+            self._conclude(self.after)
 
     def _say(self, text: str) -> None:
         self.console.print()
@@ -237,6 +295,7 @@ class Tour:
                 Recipe(draft_length=DRAFT_LENGTH),
                 on_progress=report,
             )
+        self.training = outcome
         self.console.print(f"{outcome.message} [dim]({outcome.seconds:.0f} s)[/]")
         promoted = outcome.manifest is not None and outcome.manifest.status == "promoted"
         return outcome.manifest.id if outcome.manifest is not None and promoted else None
@@ -245,7 +304,7 @@ class Tour:
         """Judged prompts once more into the log, so that the plot shows the swap; then the plot."""
         from adaptive.records.history import history
         from adaptive.records.log import Log
-        from cli.plots import plot_history
+        from cli.plots import has_colour, plot_history
 
         for prompt in self.judged:
             self._answer(session.assistant, prompt, DRAFT_LENGTH, record=True)
@@ -255,7 +314,9 @@ class Tour:
         found = history(log.figures(), by="adapter", points=24)
         log.close()
         self.console.print()
-        print(plot_history(found.series, found.swaps, self.console.width, colour=self.console.is_terminal))
+        # Not through rich, which would wrap and restyle what plotext has laid out.
+        plot = plot_history(found.series, found.swaps, self.console.width, colour=has_colour(self.console))
+        self.console.file.write(plot + "\n")
 
     def _conclude(self, tallies: list[Tally]) -> None:
         plain, before, after, controlled = tallies

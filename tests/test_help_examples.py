@@ -1,0 +1,153 @@
+"""Every example in a command's help is run as it stands, in a folder that has what it names."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import BUNDLED, Command
+from records_factory import generation
+from test_cli_help import ALL
+from test_service_learning import publish_random_adapter
+
+from adaptive.pair import pair_identity
+from adaptive.records.writer import LogWriter
+from adaptive.settings import load_settings
+from checkpoints.store import AdapterStore
+
+EXAMPLES = [
+    line.strip().removeprefix("Example: ")
+    for command in ALL.values()
+    for line in command.help.splitlines()
+    if line.strip().startswith("Example: ")
+]
+# What trains or measures for a minute or more, or loads a pair in a process of its own; other tests run these commands
+# with options that take less.
+LONG = ("adaptive demo", "adaptive bench", "adaptive calibrate", "adaptive distill", "adaptive serve", "adaptive learn")
+CHATS = ("adaptive chat", "git diff | adaptive chat", "adaptive generate --prompts")
+# What goes on until it is stopped, and what it says when it is there.
+SERVERS = {"adaptive serve": "ready: ", "adaptive learn": "listening on "}
+# Exit statuses that are no failure: nothing is installed that could run.
+STATUS = {"adaptive service status": (0, 1)}
+# Models that an example names, and what stands for them.
+MODELS = {
+    "my-target": "target", "my-draft": "draft", "my-14b": "target", "my-0.5b": "draft", "draft": "draft",
+    "DIR": "target", "Qwen/Qwen2.5-14B-Instruct": "target", "Qwen/Qwen2.5-0.5B-Instruct": "draft",
+}  # fmt: skip
+PROMPTS = [{"prompt": f"What is {n} plus {n}?"} for n in range(3)]
+CHAT = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello to you."}]}
+FRUIT = {"type": "object", "properties": {"name": {"enum": ["plum"]}}, "required": ["name"]}
+# Seconds for a server to be there on a busy machine.
+START_S = 120
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that examples name: models, files, a log, seven adapters, a repository with a change."""
+    here = tmp_path_factory.mktemp("examples")
+    for name, part in MODELS.items():
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).symlink_to(BUNDLED / part)
+    for name in ("prompts.jsonl", "mine.jsonl"):
+        (here / name).write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
+    (here / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * 20)
+    (here / "fruit.json").write_text(json.dumps(FRUIT))
+    (here / "server.toml").write_text("port = 8081\n")
+    state = here / "home" / pair_identity(load_settings({})).id
+    with LogWriter(state / "records.db") as writer:
+        for number in range(12):
+            writer.write(generation(number, session="holiday-plans" if number % 2 else "other"))
+    store = AdapterStore(state / "adapters")
+    publish_random_adapter(store, here / "random")
+    for number in range(2, 8):
+        shutil.copytree(state / "adapters" / "0001", state / "adapters" / f"{number:04}")
+        manifest = state / "adapters" / f"{number:04}" / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"0001"', f'"{number:04}"'))
+    store.promote("5", "for the example")
+    (here / "bin").mkdir()
+    for tool in ("systemctl", "launchctl"):
+        (here / "bin" / tool).write_text("#!/bin/sh\n")
+        (here / "bin" / tool).chmod(0o755)
+    return here
+
+
+@pytest.fixture
+def here(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it as the current folder."""
+    folder = tmp_path / "here"
+    shutil.copytree(template, folder, symlinks=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("ADAPTIVE_HOME", str(folder / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join((str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
+    )
+    return folder
+
+
+def marked(example: str) -> object:
+    long = example.startswith((*LONG, *CHATS))
+    return pytest.param(example, marks=pytest.mark.long if long else ())
+
+
+@pytest.mark.parametrize("example", [marked(example) for example in EXAMPLES])
+def test_an_example_works_as_it_stands(
+    example: str, here: Path, adaptive: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ".gguf" in example or "gguf" in example.split():
+        pytest.importorskip("gguf", reason="the extra llamacpp is not installed")
+    if "--other-target" in example:
+        from gguf_pair import write_bundled
+
+        for part, name in (("target", "T.gguf"), ("draft", "D.gguf")):
+            write_bundled(part, here, "bf16").rename(here / name)
+    words = shlex.split(example)
+    if "--merged my-draft" in example:  # which is to be written there
+        (here / "my-draft").unlink()
+    if example == "adaptive service remove":
+        assert adaptive("service", "install", "--no-start")[0] == 0
+    command = " ".join(words[:2])
+    if command in SERVERS:
+        comes_up(example, SERVERS[command])
+    elif words[0] != "adaptive":  # a shell's line
+        subprocess.run(["git", "init", "-q"], check=True)
+        subprocess.run(["git", "add", "-N", "fruit.json"], check=True)
+        done = subprocess.run(["bash", "-c", example], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+    else:
+        if command == "adaptive chat" or example == "adaptive records purge --older-than 30d":
+            monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # a question, and a confirmation
+        status, out, err = adaptive(*words[1:])
+        assert status in STATUS.get(example, (0,)), err
+        assert out or err
+
+
+def comes_up(example: str, said: str) -> None:
+    """A server starts, and ends when it is told to."""
+    words = [*shlex.split(example), "--port", "0"]
+    with Path("server.log").open("w") as log:
+        server = subprocess.Popen(words, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + START_S
+        while said not in Path("server.log").read_text():
+            assert server.poll() is None, Path("server.log").read_text()
+            assert time.monotonic() < deadline, Path("server.log").read_text()
+            time.sleep(0.1)
+        server.send_signal(signal.SIGTERM)
+        # One that has not begun to serve ends as any program does.
+        assert server.wait(START_S) in (0, -signal.SIGTERM)
+    finally:
+        server.kill()
+        server.wait()
