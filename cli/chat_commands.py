@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from adaptive.errors import AdaptiveError
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from adaptive.types import SamplingParams
     from cli.chat_session import Chat
 
 # What ``/set`` sets besides the sampling parameters.
 MOST_TOKENS = "max_tokens"
-# Sampling parameters that are no plain number.
-NO_NUMBERS = ("logit_bias",)
+# Sampling parameters that nobody sets by a plain number.
+NO_NUMBERS = ("logit_bias", "constrained")
 
 
 class Command(NamedTuple):
@@ -186,18 +188,19 @@ COMMANDS = {
 }
 
 
-def help_text() -> str:
-    """The list of commands, for a console."""
-    from rich.markup import escape
+def help_text() -> Group:
+    """The list of commands, for a console of any width."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
 
-    width = max(len(f"{name} {command.arguments}") for name, command in COMMANDS.items())
-    lines = []
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
     for name, command in COMMANDS.items():
-        space = " " * (width - len(f"{name} {command.arguments}"))
-        lines.append(f"[bold]{name}[/] {escape(command.arguments)}{space}  {command.help}")
-    lines.append("ctrl-C stops an answer. A line that ends with \\ goes on in the next.")
-    lines.append('Several lines stand between """ and """.')
-    return "\n".join(lines)
+        table.add_row(Text.assemble((name, "bold"), f" {command.arguments}"), Text(command.help))
+    keys = "ctrl-C stops an answer. A line that ends with \\ goes on in the next."
+    return Group(table, Text(keys), Text('Several lines stand between """ and """.'))
 
 
 def _messages(count: int) -> str:

@@ -135,7 +135,7 @@ def drafters_in_words(drafters: dict[str, Drafted]) -> str:
 
 
 def _show(found: History, pair: str, by: Grouping, console: Console) -> None:
-    from cli.plots import LENGTH_PANELS, PANELS, plot_history
+    from cli.plots import LENGTH_PANELS, PANELS, has_colour, plot_history
 
     if not found.totals.generations:
         console.print(f"the log of {pair} is empty: talk to it with `adaptive chat`, or see it all in `adaptive demo`")
@@ -146,7 +146,7 @@ def _show(found: History, pair: str, by: Grouping, console: Console) -> None:
     else:
         print_table(console, _table_of_rows(found, pair, by), *LEAST)
     panels = LENGTH_PANELS if by is Grouping.position else PANELS
-    plot = plot_history(found.series, found.swaps, console.width, colour=console.is_terminal, panels=panels)
+    plot = plot_history(found.series, found.swaps, console.width, colour=has_colour(console), panels=panels)
     if plot:
         # Not through rich, which would wrap and restyle what plotext has laid out.
         sys.stdout.write(plot + "\n")

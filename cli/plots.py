@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adaptive.records.history import Point, Swap
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Rows of both panels together; fewer flattens the curves, more pushes the table off a usual terminal.
 HEIGHT = 24
@@ -45,6 +48,11 @@ LENGTH_PANELS = (
         lambda p: p.expected_tokens_per_second,
     ),
 )
+
+
+def has_colour(console: Console) -> bool:
+    """Whether colours reach a person: neither a file nor a dumb terminal has any, and NO_COLOR wants none."""
+    return console.color_system is not None and not console.no_color
 
 
 def plot_history(
