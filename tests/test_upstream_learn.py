@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +24,8 @@ from upstream_server import served, until
 
 from adaptive.records.log import Log
 from adaptive.types import Generation
+from adaptive.upstream import publishing
+from checkpoints.store import AdapterStore
 
 PAIR = ("--target", str(BUNDLED / "target"), "--draft", str(BUNDLED / "draft"))
 
@@ -29,12 +33,12 @@ PAIR = ("--target", str(BUNDLED / "target"), "--draft", str(BUNDLED / "draft"))
 class Learning:
     """``adaptive learn`` as a process, in front of ``server``."""
 
-    def __init__(self, home: Path, server: Server, *options: str) -> None:
+    def __init__(self, home: Path, url: str, *options: str, **variables: str) -> None:
         home.mkdir(parents=True)
         self.home, self.errors = home, home / "stderr"
-        command = [sys.executable, "-m", "cli.main", "learn", "--upstream", f"{server.url}/v1", "--port", "0", *PAIR]
-        command += ["--state-dir", str(home), "--distill", "off", *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "cli.main", "learn", "--upstream", f"{url}/v1", "--port", "0", *PAIR]
+        command += ["--state-dir", str(home), *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
         with self.errors.open("wb") as stream:
             self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, env=environment)
         deadline = time.monotonic() + START_S
@@ -72,7 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def learning(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learning]:
-    one = Learning(tmp_path_factory.mktemp("learn") / "home", server)
+    one = Learning(tmp_path_factory.mktemp("learn") / "home", server.url, "--distill", "off")
     try:
         yield one
     finally:
@@ -160,6 +164,11 @@ def test_what_was_logged_is_trained_on(server: Server, learning: Learning) -> No
     assert all(example.replayable for example in found)
 
 
+def test_it_says_what_training_does(learning: Learning) -> None:
+    assert learning.status["training"]["activity"] == "off"
+    assert learning.status["engine"] == "adaptive"
+
+
 def test_nothing_is_kept_without_a_record(tmp_path: Path, server: Server) -> None:
     from adaptive.settings import load_settings
     from adaptive.state import open_state
@@ -203,3 +212,54 @@ def test_the_target_may_be_a_folder_of_config_and_tokenizer(tmp_path: Path) -> N
             (thin / file.name).symlink_to(file)
     identity = pair_identity(load_settings({"target": str(thin), "draft": str(BUNDLED / "draft")}))
     assert identity.id.startswith("thin--draft-")
+
+
+@pytest.mark.long
+def test_a_draft_learns_from_a_server_while_it_is_used_and_goes_into_it(
+    tmp_path: Path, prompts: list[str], adaptive: Any
+) -> None:
+    """The whole way: answers through the proxy, training beside it, and a restart of the server with the draft."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url, start, pid = f"http://127.0.0.1:{port}", tmp_path / "start.sh", tmp_path / "pid"
+    start.write_text(
+        f"exec {sys.executable} -m cli.main serve --target {BUNDLED / 'target'} --draft {BUNDLED / 'draft'} "
+        f"--draft-length 4 --port {port} --state-dir {tmp_path / 'served'} --distill off --dtype float32 --threads 1 "
+        f"> {tmp_path / 'served.txt'} 2>&1\n"
+    )
+    again = f"test ! -e {pid} || kill $(cat {pid}); sleep 2; sh {start} & echo $! > {pid}"
+    publishing.restart(again, url, None, None, 0, START_S)
+    home = tmp_path / "home" / "learn"
+    options = {"ADAPTIVE_DISTILL_AFTER": "60", "ADAPTIVE_DISTILL_SECONDS": "30", "ADAPTIVE_DISTILL_IDLE_SECONDS": "0"}
+    learning = Learning(home, url, "--distill", "always", **options)
+    try:
+        with httpx.Client(base_url=learning.url, timeout=120) as client:
+            for number in range(60):
+                asked = {"messages": [{"role": "user", "content": f"{prompts[number % 20]} {number}"}]}
+                body = {**asked, "max_tokens": 24, "temperature": 0.7}
+                assert client.post("/v1/chat/completions", json=body).status_code == 200
+        store = AdapterStore(next(home.glob("*/records.db")).parent / "adapters")
+        until(lambda: learning.status["training"]["runs"] == 1, 400)
+        assert learning.status["log"] == {"logged": 60, "supervised": 60, "why_not": {}}
+        (manifest,) = store.list()
+        assert manifest.recent is not None
+        if manifest.status != "promoted":
+            store.promote(manifest.id, "for the test")
+        assert learning.stop() == 0
+        status, out, errors = adaptive(
+            "publish", *PAIR, "--state-dir", str(home), "--upstream", url, "--start", str(start), "--restart", again,
+            "--prompts", "8", "--max-tokens", "40", "--draft-length", "4", "--json",
+        )  # fmt: skip
+        said = json.loads(out)
+        assert said["after"] is not None, errors
+        assert said["before"]["each_accepted"] > 0
+        assert (status == 1) == said["rolled_back"]
+        fell = said["after"]["each_accepted"] < said["before"]["each_accepted"] - 0.005
+        assert said["rolled_back"] == fell
+        expected = str(BUNDLED / "draft") if fell else said["draft"]
+        assert httpx.get(f"{url}/props").json()["draft"] == expected
+        print(said["before"], said["after"], said["expected"])
+    finally:
+        learning.stop()
+        os.kill(int(pid.read_text()), signal.SIGTERM)

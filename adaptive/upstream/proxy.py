@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ class Proxy:
         self.logbook = logbook
         self.counts = Counts()
         self.kind = kind
+        self.training: Callable[[], dict[str, Any]] | None = None  # what background training does, for people
         self._steps: list[int] | None = None  # alternatives to ask for, the most first
         self._places = asyncio.Semaphore(most)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=most, keepalive_expiry=IDLE_S)
@@ -117,6 +118,7 @@ class Proxy:
             "alternatives": asked,
             **vars(self.counts),
             "log": logged,
+            "training": None if self.training is None else self.training(),
         }
 
     async def known(self, key: str | None) -> Kind:

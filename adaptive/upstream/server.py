@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Iterator
+from dataclasses import asdict
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -61,6 +62,7 @@ def learn(settings: Settings, state: PairState, url: str, kind: Kind | None, mos
             note(here)
             logger.info("listening on %s, in front of %s", here, url)
             proxy = Proxy(url, book, most, kind)
+            proxy.training = lambda: asdict(trainer.status)
             key = settings.api_key.get_secret_value() if settings.api_key else None
             app = Door(Resting(proxy, trainer), key)
             config = uvicorn.Config(
