@@ -41,7 +41,9 @@ from adaptive.types import FREE, MODEL, Round
 # Seconds that looking for what may follow takes, and learning from what did, once a round, whoever drafts it.
 LOOK_S = 25e-6
 # Lengths of a single drafter, of which the best in hindsight is what all else is held against.
-LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+# Lengths of the model's draft under a fixed precedence, of which the best in hindsight is taken too.
+PRECEDENCE_LENGTHS = (1, 2, 4, 8)
 # Passes over the prompts of the workload that repeats itself, and answers of each kind in it.
 PASSES, OF_EACH = 3, 8
 TOGETHER = "together"
@@ -281,8 +283,8 @@ class Row:
 def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int) -> Row:
     """Everything over one workload; what decides by itself over ``seeds`` orders of noise."""
 
-    def fixed(kind: type[FixedLength], model: bool) -> dict[int, Replayed]:
-        return {k: replay(lambda clock, k=k: kind(k), workload, costs, 0, model) for k in LENGTHS}
+    def fixed(kind: type[FixedLength], model: bool, lengths: Sequence[int] = LENGTHS) -> dict[int, Replayed]:
+        return {k: replay(lambda clock, k=k: kind(k), workload, costs, 0, model) for k in lengths}
 
     single = {f"model, {k}": run for k, run in fixed(FixedLength, True).items()}
     single |= {f"history, {k}": run for k, run in fixed(HistoryAlone, False).items()}
@@ -291,8 +293,8 @@ def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int) -> R
     runs = {
         "best model": [max((run for way, run in single.items() if "model" in way), key=lambda run: run.rate)],
         "best history": [max((run for way, run in single.items() if "history" in way), key=lambda run: run.rate)],
-        "history first": [max(fixed(HistoryFirst, True).values(), key=lambda run: run.rate)],
-        "model first": [max(fixed(ModelFirst, True).values(), key=lambda run: run.rate)],
+        "history first": [max(fixed(HistoryFirst, True, PRECEDENCE_LENGTHS).values(), key=lambda run: run.rate)],
+        "model first": [max(fixed(ModelFirst, True, PRECEDENCE_LENGTHS).values(), key=lambda run: run.rate)],
     }
     decided = {
         "model": (lambda clock: GoodputLength(costs, clock=clock), True),

@@ -13,6 +13,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 
+WAYS = ("plain", "model", "model+history")
 TEXT = 700  # tokens of a record, about what the lived session's had
 
 
@@ -141,16 +143,15 @@ def mixed(data: Path, count: int, seed: int) -> list[list[Message]]:
     return [chosen[kinds[i % len(kinds)]][i][:1] for i in range(count)]
 
 
-def ways_of(pair: Pair, folder: Path, sampling: SamplingParams) -> list[Way]:
+def ways_of(pair: Pair, folder: Path, sampling: SamplingParams, names: Sequence[str] = WAYS) -> list[Way]:
     """Plain decoding, the model under the controller, and the model and history under it; all know the same costs."""
     costs = measure(pair, sampling).costs
     attentive = attentive_on(pair)
     print(json.dumps({"costs": dataclasses.asdict(costs)}), flush=True)
-    names = ("plain", "model", "model+history")
     clock = time.thread_time
     kinds = GoodputLength, GoodputWithHistory
     policies = [FixedLength(0), *(kind(costs, attentive=attentive, clock=clock) for kind in kinds)]
-    return [Way(pair, name, policy, folder) for name, policy in zip(names, policies, strict=True)]
+    return [Way(pair, name, policy, folder) for name, policy in zip(WAYS, policies, strict=True) if name in names]
 
 
 def repeat(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
@@ -203,9 +204,9 @@ class Forced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def extend(self, tokens: Any, rows: int) -> torch.Tensor:
-        """With the scripted token the likeliest in every row."""
-        logits = self.inner.extend(tokens, rows).clone()
+    def extend(self, tokens: Any, rows: int, parents: list[int] | None = None) -> torch.Tensor:
+        """With the scripted token the likeliest in every row; of chains only."""
+        logits = self.inner.extend(tokens, rows, parents).clone()
         first = self.inner.length - rows - self.owner.start + 1
         for row in range(rows):
             at = first + row
@@ -257,6 +258,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="only these: counts need no other")
     parser.add_argument("--target")
     parser.add_argument("--draft")
     parser.add_argument("--dtype", default="auto")
@@ -272,7 +274,7 @@ def main() -> None:
     torch.set_num_threads(1)
     Decoding.clock = staticmethod(time.thread_time)
     with tempfile.TemporaryDirectory() as folder:
-        ways = ways_of(pair, Path(folder), sampling)
+        ways = ways_of(pair, Path(folder), sampling, args.ways)
         if args.what == "rewrites":
             forced: Any = ForcedEngine(pair.target)
             pair = dataclasses.replace(pair, target=forced)
