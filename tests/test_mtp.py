@@ -25,6 +25,7 @@ from adaptive.engines.load import Source, load_engine, load_head
 from adaptive.engines.protocol import sequences
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair, grows_on, load_draft_for_training, load_pair, pair_identity, sources, trained_draft
+from adaptive.records.log import Log
 from adaptive.settings import Settings, load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 
@@ -258,3 +259,23 @@ def test_doctor_names_it(tmp_path: Path, adaptive: Command) -> None:
     assert status == 0
     assert rows["draft"].startswith("the multi-token head in the target's own checkpoint")
     assert rows["draft forward"] == "transformers' own (float32)"
+
+
+def test_answers_are_recorded_as_its_own_and_no_states_are_kept(tmp_path: Path, adaptive: Command) -> None:
+    """With the controller, whose costs are measured first."""
+    folder = save_with_mtp("qwen3_5_text", tmp_path / "target")
+    state = tmp_path / "state"
+    models = ("--target", str(folder), "--dtype", "float32", "--device", "cpu", "--state-dir", str(state))
+    for length in ("4", "auto"):
+        asked = ("--draft-length", length, "--max-new-tokens", "24", "--temperature", "0", "--history", "off", "--json")
+        status, out, errors = adaptive("generate", "Tell me a story about the sea.", *models, *asked)
+        assert status == 0, errors
+        assert json.loads(out)["timings"]["draft_n"] > 0
+    kept = state / pair_identity(settings_of(folder)).id
+    with Log(kept / "records.db") as log:
+        rounds = [outcome for one in log.generations() for outcome in one.generation.rounds]
+    assert {outcome.drafter for outcome in rounds} == {"mtp", "none"}
+    assert not list(kept.glob("features/*"))
+    status, _, errors = adaptive("distill", *models)
+    assert status == 2
+    assert "drafts as it came and is not trained" in errors.replace("\n", " ")
