@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from adaptive.answering import Answering, Question
 from adaptive.caches import Conversation, Conversations
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import Memory
 from adaptive.control.policy import FixedLength, LengthPolicy, Scope
-from adaptive.decoding.loop import Decoding, Request, Step, Verifier
+from adaptive.decoding.loop import Decoding, Request, Step
 from adaptive.decoding.text import TextStream
+from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.archive import History
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.tree import TreeDrafter
@@ -29,12 +30,10 @@ from adaptive.engines.protocol import ReadsFeatures, no_trees
 from adaptive.errors import AdaptiveError, ContextFullError
 from adaptive.grammar import Constraint, Grammar, Grammars
 from adaptive.pair import Pair
-from adaptive.records.features import LONGEST, Features
-from adaptive.records.stats import learned_rounds
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import LogitsProcessor
 from adaptive.settings import Settings, fixed_draft_length
-from adaptive.types import Generation, Message, Round, SamplingParams, StopParams
+from adaptive.types import Message, Round, SamplingParams, StopParams
 
 
 def length_policy(settings: Settings, memory: Memory | None = None, attentive: bool = True) -> LengthPolicy:
@@ -55,8 +54,7 @@ class Assistant:
 
     ``adapter`` is the id of the adapter in use. Finished generations go to ``log``, if there is one; each
     names the adapter that it began with. ``between_rounds``, if set, is called between two rounds of an
-    answer: it may swap, and says whether the draft may be used. ``drafted_by`` tells which adapter drafted
-    which rounds of the last answer: (adapter, its first round), oldest first.
+    answer: it may swap, and says whether the draft may be used.
     """
 
     def __init__(
@@ -77,10 +75,10 @@ class Assistant:
         self.log = log
         self.history = history if pair.target.undraftable is None else None
         self.adapter: str | None = None
-        self.last: Decoding | None = None
+        self.latest: Answering | None = None  # the answer that began last
+        self.under_way: list[Answering] = []
         self.chance: random.Random = random.SystemRandom()  # where answers without a seed begin
         self.between_rounds: Callable[[], bool] | None = None
-        self.drafted_by: list[tuple[str | None, int]] = []
         self._swap: tuple[str | None, Iterator[None], Sequence[float] | None] | None = None
         self.session = uuid.uuid4().hex[:12]
         self.conversations = Conversations(pair.target, pair.draft, cache_bytes)
@@ -107,19 +105,19 @@ class Assistant:
         self._swap = adapter, steps, expected
 
     @property
+    def last(self) -> Decoding | None:
+        """The answer that began last."""
+        return None if self.latest is None else self.latest.decoding
+
+    @property
+    def drafted_by(self) -> list[tuple[str | None, int]]:
+        """Of that answer, as of ``Answering``."""
+        return [] if self.latest is None else self.latest.drafted_by
+
+    @property
     def rounds_by_adapter(self) -> list[tuple[str | None, tuple[Round, ...]]]:
-        """The last answer's rounds as the model had them, or nobody, apart by adapter: one may have been swapped in
-        while it was under way. None of an answer under a seed: fewer of its drafted tokens stand, which says nothing of
-        an adapter. Nor does how many nodes of a tree do.
-        """
-        if self.last is None or self.last.request.sampling.seeded:
-            return []
-        rounds = self.last.rounds
-        ends = [first for _, first in self.drafted_by[1:]] + [len(rounds)]
-        return [
-            (adapter, tuple(learned_rounds(rounds[first:end])))
-            for (adapter, first), end in zip(self.drafted_by, ends, strict=True)
-        ]
+        """Of that answer, as of ``Answering``."""
+        return [] if self.latest is None else self.latest.rounds_by_adapter
 
     @property
     def swapping(self) -> bool:
@@ -148,15 +146,17 @@ class Assistant:
     def _swapped(self, adapter: str | None, expected: Sequence[float] | None = None) -> None:
         self._swap, self.adapter = None, adapter
         self.policy.swapped(expected)
-        # The caches of other weights are stale. An answer under way keeps its own: to fill it anew could
+        # The caches of other weights are stale. Answers under way keep their own: to fill one anew could
         # hold back its next token for seconds. What was drafted from it is verified as ever.
         self.conversations.forget_drafts()
-        self.drafted_by.append((adapter, 0 if self.last is None else len(self.last.rounds)))
+        for answering in self.under_way:
+            answering.swapped(adapter)
 
     def forget(self) -> None:
-        """Have nothing of what was said in memory: neither caches nor the last answer."""
+        """Have nothing of what was said in memory: neither caches nor the last answer. An answer that is under way
+        keeps what it needs to its end, and nothing of it is kept after that."""
         self.conversations.forget()
-        self.last = None
+        self.latest = None
         if self.history is not None:
             self.history.forget()
 
@@ -217,6 +217,23 @@ class Assistant:
         ``supervise`` keeps the target's distribution also where nothing is recorded. ``marks`` are special tokens that
         are part of the text (``TextStream``).
         """
+        question = Question(
+            prompt, messages, text, sampling, stop, session, domain, record, supervise, client, owner, goes_on, grammar,
+            marks,
+        )  # fmt: skip
+        return self._steps(question)
+
+    def _steps(self, question: Question) -> Iterator[Step]:
+        answering = self.begin(question)
+        try:
+            yield from answering.decoding.steps()
+        finally:
+            self.end(answering)
+
+    def begin(self, question: Question) -> Answering:
+        """An answer whose ``decoding`` is to be gone through by ``steps`` or in a batch, and then ``end`` to be called.
+        Raises AdaptiveError for what cannot be answered."""
+        prompt, sampling = question.prompt, question.sampling
         context = self.pair.target.context_length
         if not prompt:
             raise AdaptiveError("the prompt is empty; give at least one token")
@@ -226,55 +243,43 @@ class Assistant:
                 "shorten it or start anew"
             )
         constraint = None
-        if grammar is not None:
-            constraint, sampling = self.grammars.constraint(grammar), replace(sampling, constrained=True)
-        created = time.time()
-        record = record and self.log is not None
-        conversation = self.conversations.take(prompt, messages, client, session)
-        session = session or (conversation.name if self.conversations.limit else self.session)
-        self.policy.begin(Scope(session, sampling.temperature, sampling.seeded))
-        request = Request(prompt, sampling, stop, self._end_set(stop), record or supervise)
-        stream = TextStream(self.pair.tokenizer, stop.stop, () if messages and not goes_on else prompt, marks)
-        decoding = self.last = self._decoding(request, conversation, stream, owner, constraint)
-        adapter = self.adapter
-        self.drafted_by = [(adapter, 0)]
-        try:
-            yield from decoding.steps()
-        finally:
-            conversation.target.tokens = decoding.committed
-            if conversation.draft:
-                conversation.draft.tokens = decoding.committed
-            if record and decoding.output and self.log is not None:
-                draft = self.pair.draft
-                learns = isinstance(draft, ReadsFeatures) and draft.learns
-                features = self._features(conversation) if learns else None
-                self.log.write(
-                    Generation(
-                        session=session,
-                        created=created,
-                        messages=messages,
-                        prompt_text=text,
-                        text=decoding.text,
-                        prompt=np.array(prompt, dtype=np.int32),
-                        output=np.array(decoding.output, dtype=np.int32),
-                        sampling=sampling,
-                        adapter=adapter,
-                        engine=self.pair.target.name,
-                        domain=domain,
-                        finish_reason=decoding.finish_reason or "cancelled",
-                        rounds=tuple(decoding.rounds),
-                        timings=decoding.timings,
-                        supervision=decoding.supervision,
-                        owner=owner,
-                    ),
-                    features,
-                )
+        if question.grammar is not None:
+            constraint = self.grammars.constraint(question.grammar)
+            sampling = replace(sampling, constrained=True)
+        record = question.record and self.log is not None
+        conversation = self.conversations.take(prompt, question.messages, question.client, question.session)
+        session = question.session or (conversation.name if self.conversations.limit else self.session)
+        scope = Scope(session, sampling.temperature, sampling.seeded)
+        self.policy.begin(scope)
+        stop = question.stop
+        request = Request(prompt, sampling, stop, self._end_set(stop), record or question.supervise)
+        before = () if question.messages and not question.goes_on else prompt
+        stream = TextStream(self.pair.tokenizer, stop.stop, before, question.marks)
+        decoding = self._decoding(request, conversation, stream, question.owner, constraint, scope)
+        answering = Answering(question, decoding, conversation, session, sampling, self.adapter, record)
+        answering.hold()
+        conversation.under_way = True
+        self.under_way.append(answering)
+        self.latest = answering
+        return answering
 
-    def _features(self, conversation: Conversation) -> Features:
-        """The target's hidden states of the text that was just decoded, as far as they are learned from."""
-        sequence = conversation.target.sequence
-        first = max(0, sequence.length - LONGEST)
-        return Features.of(sequence.features(first, sequence.length).float().cpu().numpy(), first)
+    def has_room(self, tokens: int) -> bool:
+        """Whether there is memory for the caches of one more answer of so many tokens, its prompt among them."""
+        return self.conversations.has_room(tokens, (answering.conversation for answering in self.under_way))
+
+    def end(self, answering: Answering) -> None:
+        """An answer that has begun is over, whether it came to its end or not: it goes to the log."""
+        decoding, conversation = answering.decoding, answering.conversation
+        self.under_way.remove(answering)
+        conversation.under_way = False
+        answering.hold()
+        if self.history is not None and decoding.history is not None:
+            self.history.release(decoding.history)
+        if answering.record and decoding.output and self.log is not None:
+            draft = self.pair.draft
+            learns = isinstance(draft, ReadsFeatures) and draft.learns
+            features = answering.features() if learns else None
+            self.log.write(answering.generation(self.pair.target.name), features)
 
     def _end_set(self, stop: StopParams) -> frozenset[int]:
         return frozenset(stop.stop_token_ids) | (frozenset() if stop.ignore_eos else self._ends)
@@ -290,6 +295,7 @@ class Assistant:
         stream: TextStream,
         owner: str,
         constraint: Constraint | None,
+        scope: Scope,
     ) -> Decoding:
         """Wire caches, drafter, verifier and text stream for one request."""
         target, sampling = self.pair.target, request.sampling
@@ -317,6 +323,7 @@ class Assistant:
             stream,
             self.between_rounds,
             None if self.history is None else self.history.drafter(owner, sampling.temperature),
+            scope,
         )
         if target.undraftable is not None:
             decoding.forced = None

@@ -6,8 +6,9 @@ longest beginning of it that any cache holds.
 
 from __future__ import annotations
 
+import functools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from adaptive.engines.protocol import Engine, Memory, draft_sequence, sequences
@@ -21,6 +22,8 @@ WORTH_COPYING = 16
 # Conversations that are remembered without their caches. More find the session of an older one again, and each is
 # compared with every request.
 REMEMBERED = 256
+# Tokens for which caches are reserved to see what one takes: they come in steps.
+SAMPLE = 1024
 
 
 class CachedSequence:
@@ -77,6 +80,7 @@ class Conversation:
     def __init__(self, target: Engine, draft: Engine | None, name: str | None, opening: Opening) -> None:
         self.name = name or uuid.uuid4().hex[:12]
         self.opening = None if name else opening
+        self.under_way = False  # an answer is being decoded in it: its caches are nobody else's
         self._engines = target, draft
         self.forget()
 
@@ -115,7 +119,7 @@ class Conversation:
 
 
 class Conversations:
-    """The conversations kept, within ``limit`` bytes of caches; those of the one in use always stay.
+    """The conversations kept, within ``limit`` bytes of caches; those that are under way always stay.
 
     ``limit`` 0 keeps one conversation, which every prompt goes on in as far as it can.
     """
@@ -148,11 +152,14 @@ class Conversations:
         without any) and its ``client`` tell.
         """
         if not self.limit:
-            if not self._kept:
+            if not self._kept or self._kept[0].under_way:
                 self._kept = [Conversation(self._target, self._draft, None, Opening("", (), ()))]
             return self._kept[0]
         opening = Opening(client, messages, tuple(prompt))
-        found = self._find(opening, name) or Conversation(self._target, self._draft, name, opening)
+        found = self._find(opening, name)
+        if found is None or found.under_way:  # which goes on there, and is asked once more beside that
+            session, found = found, Conversation(self._target, self._draft, name, opening)
+            found.name = found.name if session is None else session.name
         self._kept = [*(c for c in self._kept[-REMEMBERED:] if c is not found), found]
         source = max(self._kept, key=lambda c: c.target.common(prompt))
         shared = source.target.common(prompt)
@@ -163,6 +170,8 @@ class Conversations:
                 found.copy_prefix(source, prompt)
             except AdaptiveError:  # no memory for a copy: it is computed, or the answer says what is wrong
                 found.forget()
+        elif source.under_way:
+            found.forget()
         else:
             found.take_over(source)
         return found
@@ -170,6 +179,22 @@ class Conversations:
     def forget(self) -> None:
         """Give all caches back, and know no conversation any more."""
         self._kept = []
+
+    def has_room(self, tokens: int, under_way: Iterable[Conversation]) -> bool:
+        """Whether an answer of so many tokens, its prompt among them, may begin: its caches and those of the ones
+        ``under_way`` are within the limit. One alone always may."""
+        held = sum(conversation.nbytes for conversation in under_way)
+        return not held or held + tokens * self.token_bytes <= self.limit
+
+    @functools.cached_property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in both caches."""
+        found = Conversation(self._target, self._draft, None, Opening("", (), ()))
+        length = min(SAMPLE, self._target.context_length)
+        found.target.sequence.reserve(length)
+        if found.draft is not None:
+            found.draft.sequence.reserve(length)
+        return -(-found.nbytes // length)
 
     def forget_drafts(self) -> None:
         """The draft is another one: its caches begin anew."""
@@ -189,6 +214,8 @@ class Conversations:
         for conversation in self._kept:
             if self.nbytes + needed <= self.limit or conversation is kept:
                 return True
+            if conversation.under_way:
+                continue
             if conversation is source:
                 return False
             conversation.forget()

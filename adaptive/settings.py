@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -25,6 +25,9 @@ from adaptive.errors import AdaptiveError
 from adaptive.settings_file import config_file, doubtful, require_consent
 from adaptive.state import default_state_dir
 from adaptive.types import SamplingParams, StopParams
+
+# Requests that may be answered at once: more wait for each other anyway, and each has caches.
+MOST_SLOTS = 64
 
 Quantisation = Literal["none", "int8", "nf4"]
 DraftQuantisation = Literal["auto", "none", "int8", "nf4"]
@@ -74,6 +77,7 @@ class Settings(BaseSettings):
     api_key_file: Path | None = None
     cors: Annotated[tuple[str, ...], NoDecode] = ()
     queue: int = Field(64, ge=0)
+    slots: Annotated[str, BeforeValidator(str)] = "1"
     max_body_mb: float = Field(8.0, gt=0)
     cache_mb: int = Field(1024, ge=0)
     threads: int | None = Field(None, ge=1)
@@ -92,6 +96,8 @@ class Settings(BaseSettings):
         )
         StopParams(self.max_new_tokens)
         fixed_draft_length(self.draft_length)
+        if self.slots != "auto" and not (self.slots.isdigit() and 1 <= int(self.slots) <= MOST_SLOTS):
+            raise AdaptiveError(f"slots is {self.slots!r}; it must be auto or a number from 1 to {MOST_SLOTS}")
         training_window(self.distill)
         if self.name is not None and not re.fullmatch(r"[\w.:/@+-]{1,128}", self.name):
             raise AdaptiveError(f"name is {self.name[:80]!r}; it must be 1 to 128 letters, digits and ._:/@+-")

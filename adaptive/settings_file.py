@@ -22,7 +22,7 @@ from checkpoints import files
 HARMLESS = frozenset(
     {
         "device", "draft_device", "dtype", "quantize", "draft_quantize", "cuda_graphs", "draft_length", "seed",
-        "history",
+        "history", "slots",
         "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "record", "name", "port", "queue", "max_body_mb", "cache_mb", "threads", "distill",
         "distill_after", "distill_idle_seconds", "distill_seconds", "distill_nice",

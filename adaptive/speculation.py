@@ -6,7 +6,7 @@ estimate. Out: ``Speculation``, as data and in words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from adaptive.control.policy import FixedLength
 from adaptive.engines.protocol import ReadsFeatures
 from adaptive.pair import Pair
 from adaptive.records.stats import RoundCount, count_rounds
+from adaptive.types import Round
 
 # Share of an answer's rounds that must have drafted for it to be called drafting. A controller that decodes plainly
 # tries the draft in a few of a hundred rounds, one that drafts decodes plainly in as few.
@@ -87,12 +88,13 @@ class Speculation:
         }
 
 
-def speculation(assistant: Assistant) -> Speculation:
-    """What ``assistant`` did in its last answer."""
-    rounds = () if assistant.last is None else count_rounds(assistant.last.rounds)
+def speculation(assistant: Assistant, rounds: Sequence[Round] | None = None) -> Speculation:
+    """What ``assistant`` did in these rounds, by default those of the answer that began last."""
+    if rounds is None:
+        rounds = () if assistant.last is None else assistant.last.rounds
     policy = assistant.policy
     return of_counts(
-        rounds,
+        count_rounds(rounds),
         draft=assistant.pair.draft is not None,
         switched_off=isinstance(policy, FixedLength) and policy.length == 0,
         expected_speed_up=policy.expected_speed_up,

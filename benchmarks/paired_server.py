@@ -14,6 +14,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
@@ -22,8 +23,8 @@ from adaptive.engines.threads import ThreadChoice
 from adaptive.machine import LoadMeter
 from adaptive.records.writer import LogWriter
 from adaptive.service import server
-from adaptive.service.engine import EngineThread
-from adaptive.service.jobs import Job
+from adaptive.service.engine import EngineThread, Work
+from adaptive.service.jobs import Done, Failed
 
 PREFIX = "fixed-"
 
@@ -34,14 +35,22 @@ class PairedEngine(EngineThread):
     log: LogWriter
     choices: dict[int, ThreadChoice]
 
-    def _answer(self, assistant: Assistant, job: Job, index: int) -> None:
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._wanted = "1"  # what is told apart is told apart in time
+        self._apart_from_session = contextlib.ExitStack()
+
+    def _next(self, assistant: Assistant, work: Work) -> None:
+        self._apart_from_session.close()  # of the job's answer before
         assistant.conversations.forget_drafts()  # whoever comes second has not read the question either
-        session = job.ask.session or ""
-        if not session.startswith(PREFIX):
-            super()._answer(assistant, job, index)
-            return
-        with self._apart(assistant, int(session.removeprefix(PREFIX))):
-            super()._answer(assistant, job, index)
+        session = work.job.ask.session or ""
+        if session.startswith(PREFIX):
+            self._apart_from_session.enter_context(self._apart(assistant, int(session.removeprefix(PREFIX))))
+        super()._next(assistant, work)
+
+    def _over(self, work: Work, event: Done | Failed) -> None:
+        self._apart_from_session.close()
+        super()._over(work, event)
 
     @contextlib.contextmanager
     def _apart(self, assistant: Assistant, length: int) -> Iterator[None]:
@@ -52,13 +61,13 @@ class PairedEngine(EngineThread):
             self.choices = {
                 i: ThreadChoice(e.threads.most, LoadMeter()) for i, e in enumerate(engines) if e.threads is not None
             }
-        kept = assistant.policy, assistant.log, assistant.last, self.speculation, self._listeners
+        kept = assistant.policy, assistant.log, assistant.latest, self.speculation, self._listeners
         theirs = {i: _choose(engines[i], choice) for i, choice in self.choices.items()}
         assistant.policy, assistant.log, self._listeners = FixedLength(length), self.log, []
         try:
             yield
         finally:
-            assistant.policy, assistant.log, assistant.last, self.speculation, self._listeners = kept
+            assistant.policy, assistant.log, assistant.latest, self.speculation, self._listeners = kept
             for i, choice in theirs.items():
                 _choose(engines[i], choice)
 

@@ -36,6 +36,9 @@ def serve(
     queue: Annotated[
         Optional[int], typer.Option(help="Requests that may wait; more are told 429.", rich_help_panel=SERVER)
     ] = None,
+    slots: Annotated[
+        Optional[str], typer.Option(help="Requests answered at once, or auto.", rich_help_panel=SERVER)
+    ] = None,
     cache_mb: Annotated[
         Optional[int], typer.Option(help="Megabytes for the caches of conversations.", rich_help_panel=SERVER)
     ] = None,
@@ -67,6 +70,7 @@ def serve(
         "api_key_file": api_key_file,
         "cors": cors or None,
         "queue": queue,
+        "slots": slots,
         "cache_mb": cache_mb,
         "threads": threads,
         "distill": distill,

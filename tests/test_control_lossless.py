@@ -18,7 +18,8 @@ from adaptive.control.costs import CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import Advice, Adviser, FixedLength, LengthPolicy
-from adaptive.decoding.loop import Decoding, Request, Verifier
+from adaptive.decoding.loop import Decoding, Request
+from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.hf.engine import TransformersEngine

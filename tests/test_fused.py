@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from adaptive.control.confidence import CENTRES
 from adaptive.control.policy import Advice
 from adaptive.control.stopping import Stopping
-from adaptive.decoding.loop import Verifier
+from adaptive.decoding.verifier import Verifier
 from adaptive.decoding.verify import verify_greedy, verify_sampled
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal

@@ -22,7 +22,8 @@ from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.matches import Matches
 from adaptive.control.policy import FixedLength, Lead, LengthPolicy, Scope
 from adaptive.control.sources import GoodputWithHistory, best_tail
-from adaptive.decoding.loop import Decoding, Request, Verifier
+from adaptive.decoding.loop import Decoding, Request
+from adaptive.decoding.verifier import Verifier
 from adaptive.drafting import grafting
 from adaptive.drafting.archive import Archive, History
 from adaptive.drafting.history import AGREED, RUNNING, HistoryDrafter, RunningText

@@ -20,7 +20,8 @@ from test_lossless_sampled import PROMPT, VOCAB, NoText, models, p_value  # noqa
 from transformers import AutoTokenizer
 
 from adaptive.control.policy import FixedLength, LengthPolicy
-from adaptive.decoding.loop import Decoding, Request, Verifier
+from adaptive.decoding.loop import Decoding, Request
+from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.model import ModelDrafter
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.protocol import sequences

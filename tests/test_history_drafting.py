@@ -21,7 +21,8 @@ from test_lossless_sampled import PARAMS, PROMPT, RUNS, VOCAB, NoText, exact_dis
 from adaptive.assistant import Assistant
 from adaptive.control.matches import KEEP, PRIORS, Bins, Matches, reach
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.loop import Decoding, Request, Verifier
+from adaptive.decoding.loop import Decoding, Request
+from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.archive import Archive, History, owner_name
 from adaptive.drafting.history import HISTORY, HistoryDrafter, RunningText
 from adaptive.drafting.suffixes import Continuation, suffixes
@@ -134,7 +135,8 @@ def test_history_of_one_session_looks_at_the_running_text_only(pair: Pair, promp
     again = list(assistant.chat(said, GREEDY, StopParams(max_new_tokens=60, ignore_eos=True)))
     assert [s.token for s in first] == [s.token for s in again]
     assert assistant.last is not None
-    index = assistant.history._text.tokens  # type: ignore[union-attr]
+    (text,) = assistant.history._texts  # type: ignore[union-attr]
+    index = text.tokens
     assert index[: len(assistant.last.request.prompt)] == assistant.last.request.prompt
 
 

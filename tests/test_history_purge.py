@@ -20,7 +20,7 @@ from test_grafting import Always
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength, LengthPolicy
-from adaptive.decoding.loop import Verifier
+from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.archive import Archive, History
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.protocol import Sequence

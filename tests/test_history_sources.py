@@ -17,7 +17,8 @@ from adaptive.control.goodput import GoodputLength
 from adaptive.control.matches import SCALE_EVERY, Matches
 from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import FixedLength, Scope
-from adaptive.control.sources import GoodputWithHistory, best_length
+from adaptive.control.prices import best_length
+from adaptive.control.sources import GoodputWithHistory
 from adaptive.drafting.archive import Archive, History
 from adaptive.measure import where_it_runs
 from adaptive.opened import opened

@@ -18,8 +18,9 @@ from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive.control.policy import Adviser, FixedLength
-from adaptive.decoding import loop
-from adaptive.decoding.loop import Decoding, Request, Verifier
+from adaptive.decoding import verifier
+from adaptive.decoding.loop import Decoding, Request
+from adaptive.decoding.verifier import Verifier
 from adaptive.decoding.verify import Verdict, verify_logits, verify_on_device, verify_sampled
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
@@ -250,7 +251,7 @@ def test_a_broken_acceptance_rule_fails_the_same_test(
     ) -> Verdict:
         return broken(transform(logits), drafted, [] if q is None else q, uniform)
 
-    monkeypatch.setattr(loop, "verify_logits", instead)
+    monkeypatch.setattr(verifier, "verify_logits", instead)
     monkeypatch.setattr(TransformersSequence, "fused", None)  # which would not come there
     params = SamplingParams(temperature=1.3)
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) < 0.001

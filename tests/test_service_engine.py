@@ -157,12 +157,12 @@ def test_who_goes_away_before_their_turn_leaves_nothing_in_the_queue() -> None:
     gone: list[None] = []
     queue = FairQueue(2, lambda: gone.append(None))
     staying = job(8, client="staying")
-    queue.put(staying, running=True)
+    queue.put(staying, free=0)
     prompts = []
     for _ in range(1000):
         leaving = job(8, client="leaving")
         prompts.append(weakref.ref(leaving.ask))
-        queue.put(leaving, running=True)
+        queue.put(leaving, free=0)
         leaving.cancel()
         del leaving
     gc.collect()

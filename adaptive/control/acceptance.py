@@ -110,6 +110,13 @@ class Acceptance:
             self.session = Counts(KEEP_SESSION)
         self.session_id, self.kind = session, kind
 
+    def beside(self, session: str, drafter: str, temperature: float) -> Acceptance:
+        """For an answer that is decoded beside others: the upper levels are these, the lowest is its own."""
+        other = Acceptance()
+        other.everything, other.kinds = self.everything, self.kinds
+        other.begin(session, drafter, temperature)
+        return other
+
     def observe(self, rounds: Sequence[Round]) -> None:
         """Some rounds. Positions after the rejected one were not judged."""
         reach = min(LONGEST, max((r.accepted + (r.accepted < r.drafted) for r in rounds), default=0))

@@ -27,15 +27,16 @@ way that is not in use (``Blocks``); only settled rounds are learned from and co
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Callable, Sequence
 
 from adaptive.control.acceptance import Acceptance
+from adaptive.control.among import GoodputBeside, JointCosts
 from adaptive.control.blocks import BLOCK_SHARE, Blocks
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
-from adaptive.control.policy import Advice, Adviser, LengthPolicy, Scope
+from adaptive.control.policy import Advice, Adviser, Beside, LengthPolicy, Scope
+from adaptive.control.prices import prices
 from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
 from adaptive.machine import LoadMeter
@@ -69,8 +70,6 @@ COMPARED = 3
 # few dozen small steps in Python, which cost several times as much when the models' passes have driven
 # them out of the caches; one after the other they do not. More rounds are late to see a change.
 BATCH = 8
-# Tokens behind one that are looked at when it is judged. More hardly changes a price, and takes longer.
-AHEAD = 3
 # Decisions for which the best length by acceptance at each position is kept. It is what a forecast starts from
 # and, where confidence is asked for, decides nothing by itself; its inputs move by a percent a round.
 REFRESH = 4
@@ -110,6 +109,7 @@ class GoodputLength(LengthPolicy):
         self._other: tuple[CostModel, SeenTimes] | None = None  # of the machine as it is not now: quiet or busy
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
         self.times = SeenTimes()
+        self.joint = JointCosts()
         self.answer_tokens = ANSWER_TOKENS
         self.this_answer = 0
         self.budget = BUDGET  # plain rounds' time that tries may spend
@@ -209,26 +209,11 @@ class GoodputLength(LengthPolicy):
         self.decided = True
 
     def _prices(self) -> tuple[list[float], list[float]]:
-        """Seconds, at speed 1, that a sure token takes: at every position from 1 where it is known, from 2 where it is
-        still to be drafted. The least over how many are drafted behind it, by the tokens to be expected of all.
-
-        The second token of a verification is often much dearer than those behind it. By itself it would not be worth
-        its time; with what follows it may be.
-        """
-        costs, hope = self.costs, self.acceptance.estimate()
-        step, verify = costs.draft_step(), [costs.verify(k) for k in range(self.longest + 1)]
-        known, further = [], []
-        for first in range(1, self.longest + 1):
-            cheapest, next_cheapest, tokens, sure = math.inf, math.inf, 0.0, 1.0
-            for last in range(first, min(self.longest, first + AHEAD) + 1):
-                tokens += sure
-                sure *= hope[last] if last < len(hope) else 0.0
-                seconds = verify[last] - verify[first - 1] + (last - first) * step
-                cheapest = min(cheapest, seconds / tokens)
-                next_cheapest = min(next_cheapest, (seconds + step) / tokens)
-            known.append(cheapest / costs.speed)
-            further.append(next_cheapest / costs.speed)
-        return known, further[1:]
+        """What a sure token takes, at speed 1 (``prices``)."""
+        costs = self.costs
+        verify = [costs.verify(k) for k in range(self.longest + 1)]
+        known, further = prices(verify, costs.draft_step(), self.acceptance.estimate())
+        return [seconds / costs.speed for seconds in known], [seconds / costs.speed for seconds in further]
 
     def _cost_of_trying(self, waiting: int) -> float:
         """What one drafted token costs if it is rejected, in plain rounds."""
@@ -401,11 +386,19 @@ class GoodputLength(LengthPolicy):
         """Costs of the machine when nobody else uses it, as far as they are known."""
         return self.costs if not self.busy or self._other is None else self._other[0]
 
+    def among(self, scope: Scope) -> Beside:
+        """By the same costs and the same acceptance; see ``among.py``."""
+        return GoodputBeside(self, scope)
+
+    def shared(self, rows: int, seconds: float) -> None:
+        """A pass for several took so long; of what a lone round takes it says nothing."""
+        self.joint.observe(self.costs, rows, seconds)
+
     def begin(self, scope: Scope) -> None:
         """Estimates of another session or temperature start from the general ones."""
         self.settle()
         self.decided, self.age = False, 0
-        self.acceptance.begin(scope.session, "model+seed" if scope.seeded else "model", scope.temperature)
+        self.acceptance.begin(scope.session, scope.drafter, scope.temperature)
         if self.this_answer:
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
         self.this_answer = 0

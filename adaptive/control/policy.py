@@ -28,6 +28,11 @@ class Scope:
     temperature: float
     seeded: bool = False
 
+    @property
+    def drafter(self) -> str:
+        """Whose acceptance it is, as estimates name it."""
+        return "model+seed" if self.seeded else "model"
+
 
 class Advice(IntEnum):
     """What a drafter does with the position whose distribution it has just computed; the numbers of
@@ -48,6 +53,48 @@ class Lead(NamedTuple):
 
 # Asked with a position (from 1) and the largest probability of the distribution there.
 Adviser: TypeAlias = Callable[[int, float], Advice]
+
+
+class Beside:
+    """Chooses how many tokens one answer drafts in rounds that it shares with others, whose proposals one pass of the
+    target verifies. This one drafts nothing.
+
+    ``expected`` is the tokens per second that this answer gets from such rounds; 0 where that is not forecast.
+    """
+
+    expected: float = 0.0
+
+    @property
+    def adviser(self) -> Adviser | None:
+        """Whom the drafter asks at every position."""
+        return None
+
+    def next_length(self, limit: int, answers: int) -> int:
+        """The most tokens that the next round drafts, 0 to ``limit``, where ``answers`` share its pass."""
+        return 0
+
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+        """As of a ``LengthPolicy``: who proposes in the round whose length was asked for last."""
+        return Lead(0, length)
+
+    def adviser_behind(self, tokens: int, sure: float) -> Adviser | None:
+        """As of a ``LengthPolicy``."""
+        return self.adviser
+
+    def sure_of_draft(self, drafted: int, agreed: Sequence[float]) -> float:
+        """As of a ``LengthPolicy``."""
+        return 0.0
+
+    def tail_may_pay(self, drafted: int, sure: float) -> bool:
+        """As of a ``LengthPolicy``."""
+        return False
+
+    def tail(self, drafted: int, sure: float, reach: Sequence[float], limit: int) -> int:
+        """As of a ``LengthPolicy``."""
+        return 0
+
+    def observe(self, outcome: Round) -> None:
+        """Learn from a finished round of the model's, or a plain one. Its seconds are a share of the pass."""
 
 
 class LengthPolicy(ABC):
@@ -126,6 +173,13 @@ class LengthPolicy(ABC):
     def passed(self, outcome: Round) -> None:  # noqa: B027 - as above
         """A round has finished that verified such a proposal, or began with one."""
 
+    def among(self, scope: Scope) -> Beside:
+        """What chooses for an answer of this scope in the rounds that it shares with others."""
+        return Beside()
+
+    def shared(self, rows: int, seconds: float) -> None:  # noqa: B027 - only some know what passes cost
+        """A pass over so many tokens of several answers' rounds took so long."""
+
     def begin(self, scope: Scope) -> None:  # noqa: B027 - most policies keep no estimates apart
         """An answer starts."""
 
@@ -160,3 +214,26 @@ class FixedLength(LengthPolicy):
         """The other proposal where more of it is expected than the model's drafts brought: it costs no more."""
         most = min(self.length, limit, len(reach))
         return Lead(most, 0) if sum(reach[:most]) > self.accepted else Lead(0, length)
+
+    def among(self, scope: Scope) -> Beside:
+        """The same length."""
+        return FixedBeside(self)
+
+
+class FixedBeside(Beside):
+    """The same draft length, whoever shares the pass."""
+
+    def __init__(self, policy: FixedLength) -> None:
+        self._policy = policy
+
+    def next_length(self, limit: int, answers: int) -> int:
+        """The fixed length, or less where less is left."""
+        return self._policy.next_length(limit)
+
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+        """As alone."""
+        return self._policy.lead(reach, length, limit, singly)
+
+    def observe(self, outcome: Round) -> None:
+        """As alone."""
+        self._policy.observe(outcome)

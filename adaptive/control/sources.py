@@ -28,6 +28,7 @@ from typing import Any
 from adaptive.control.costs import LONGEST, Timed
 from adaptive.control.goodput import BATCH, GoodputLength
 from adaptive.control.policy import Adviser, Lead
+from adaptive.control.prices import best_length
 from adaptive.control.stopping import Stopping
 from adaptive.types import FREE, MODEL, Round
 
@@ -38,26 +39,11 @@ TRY_FIRST, TRIED, TRY_LATER = 8, 6, 50
 KEEP, WEIGHT = 0.97, 2.0
 
 
-def best_length(
-    reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float = 0.0
-) -> tuple[int, float]:
-    """How many tokens of a proposal to verify, 0 for none, and how many tokens more that brings than its time otherwise
-    would. ``reach`` is of each the probability that all up to it are accepted, ``seconds[k]`` what a round takes that
-    verifies k, and ``token_s`` what each of its tokens takes later; ``rate`` tokens per second otherwise."""
-    best, most, tokens = 0, 0.0, 1.0
-    for k, sure in enumerate(reach[: len(seconds) - 1], 1):
-        tokens += sure
-        gain = tokens - rate * (seconds[k] + token_s * tokens)
-        if gain > most:
-            best, most = k, gain
-    return best, most
-
-
 def best_tail(
     reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float, sure: float, before: int
 ) -> int:
-    """The same behind ``before`` tokens that are verified anyway, and are all accepted with probability ``sure``: only
-    what comes on top counts."""
+    """As ``best_length`` behind ``before`` tokens that are verified anyway, and are all accepted with probability
+    ``sure``: only what comes on top counts."""
     best, most, tokens = 0, 0.0, 0.0
     for k, there in enumerate(reach[: len(seconds) - 1 - before], 1):
         tokens += sure * there

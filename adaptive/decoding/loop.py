@@ -13,19 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-from adaptive.control.policy import Adviser, LengthPolicy
+from adaptive.control.policy import Adviser, Beside, LengthPolicy, Scope
 from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.decoding.text import TextStream
-from adaptive.decoding.trees import verify_tree
-from adaptive.decoding.verify import Verdict, verify_fused, verify_greedy, verify_logits
+from adaptive.decoding.verifier import Verifier, asked
+from adaptive.decoding.verify import Verdict
 from adaptive.drafting.forced import ForcedDrafter
 from adaptive.drafting.grafting import Grafting
 from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import Drafter
-from adaptive.engines.protocol import Sequence
-from adaptive.sampling import LogitsProcessor, Transform, Uniform
-from adaptive.tokens import Ids, as_tensor, join
+from adaptive.engines.protocol import ExtendCall, Sequence
 from adaptive.types import FREE, Round, SamplingParams, StopParams, Supervision, Timings
 
 # Seconds of rounds whose tokens are shown together: as long as a screen shows one picture. What comes between two
@@ -37,6 +35,9 @@ BURST_S = 0.016
 ANSWER_RESERVE = 1024
 # Tokens behind the committed ones that are always reserved too: a recorded pass writes up to 17.
 AHEAD = 32
+# Tokens that a draft catches up with in a round that several answers share. More keep the others waiting, fewer read
+# its weights more often.
+SLICE = 128
 
 
 class Step(NamedTuple):
@@ -63,57 +64,6 @@ class Request:
     stop: StopParams
     end_tokens: frozenset[int]
     record: bool = True
-
-
-class Verifier:
-    """Turns target logits into a verdict on a proposal, under one set of sampling parameters."""
-
-    def __init__(self, params: SamplingParams, processor: LogitsProcessor, generator: torch.Generator) -> None:
-        self.params = params
-        self.transform = Transform(params)
-        self.processor = processor
-        self.uniform = Uniform(generator)
-        self.adjusts = processor.active
-
-    def verify(self, target: Sequence, fed: list[int], proposal: Proposal | None) -> tuple[Verdict, torch.Tensor]:
-        """Feed the target ``fed`` and the K tokens of a proposal in one pass. What stands of them, and the target's raw
-        logits (K + 1, vocab) after the last token of ``fed`` and after each of the K, or of a tree, of which the target
-        then holds the path that stands, after each of that."""
-        fused, drafted = target.fused, [] if proposal is None else proposal.tokens
-        chain = proposal is None or proposal.parents is None
-        if fused is not None and chain and isinstance(drafted, list) and not self.adjusts:
-            return verify_fused(fused, self.params, fed, proposal, self.uniform)
-        held = target.length + len(fed)
-        return self.judge(target, len(fed), proposal, held, target.extend(*asked(fed, proposal)))
-
-    def judge(
-        self, target: Sequence, fed: int, proposal: Proposal | None, held: int, raw: torch.Tensor
-    ) -> tuple[Verdict, torch.Tensor]:
-        """The same, given the target's ``raw`` logits of a pass over what was ``asked``: ``fed`` tokens, of which the
-        last is the text's ``held``-th, and a proposal."""
-        drafted = [] if proposal is None else proposal.tokens
-        if proposal is not None and proposal.parents is not None:
-            verdict, path = verify_tree(raw, proposal, self.transform, self.uniform, held)
-            target.keep([*range(fed), *(fed + node for node in path)])
-            return verdict, raw[[0, *(1 + node for node in path)]]
-        logits = raw
-        if self.adjusts:
-            logits = self.processor.apply(logits, as_tensor(drafted).to(logits.device))
-        if self.params.greedy:
-            return verify_greedy(logits, drafted), raw
-        q = None if proposal is None else proposal.probs
-        return verify_logits(logits, self.transform, drafted, q, self.uniform, held), raw
-
-
-def asked(fed: list[int], proposal: Proposal | None) -> tuple[Ids, int, list[int] | None]:
-    """What a target's sequence is extended by to verify a proposal of K tokens: tokens, rows (K + 1) and parents, as
-    ``Sequence.extend`` takes them."""
-    if proposal is None:
-        return fed, 1, None
-    tokens, rows, parents, count = join([fed, proposal.tokens]), 1 + len(proposal.tokens), proposal.parents, len(fed)
-    if parents is None:
-        return tokens, rows, None
-    return tokens, rows, [*range(-1, count - 1), *(count + p if p >= 0 else count - 1 for p in parents)]
 
 
 def speculative_round(
@@ -157,12 +107,29 @@ def speculative_round(
     return Round(who, drafted, verdict.accepted, proposed - began, verified - proposed, first), verdict, logits
 
 
+@dataclass(slots=True)
+class Turn:
+    """What one answer asks of a pass over several: the ``call``, without rows for a slice of its prompt; how many of
+    its tokens are ``fed``, up to the ``held``-th of the text; what else there is ``drafter`` proposes, in
+    ``draft_s``."""
+
+    call: ExtendCall
+    fed: int
+    held: int
+    proposal: Proposal | None = None
+    drafter: Drafter | None = None
+    draft_s: float = 0.0
+
+
 class Decoding:
     """One generation: rounds until a stop, a limit, or the caller's loss of interest.
 
     ``steps()`` is the stream. Everything else is filled in along the way and complete when the
     stream has ended, also when the caller closes it early (``finish_reason`` is then ``cancelled``). ``clock`` is what
     all seconds are by.
+
+    Whoever decodes several (``batch.py``) goes through the same in parts: ``begin``; then ``alone``, or what is asked
+    of a pass over several (``prompt_turn``, ``turn``) and ``judge``, each followed by ``show``; at last ``end``.
     """
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
@@ -178,10 +145,12 @@ class Decoding:
         stream: TextStream,
         between: Callable[[], bool] | None = None,
         history: HistoryDrafter | None = None,
+        scope: Scope | None = None,
     ) -> None:
         """``between`` is called before every burst of rounds, when nothing is under way and weights may change;
         it says whether the draft may be used in these rounds. ``history`` proposes in its place, before it or
-        behind it where the policy finds that worth more."""
+        behind it where the policy finds that worth more. ``scope`` is what the policy keeps its estimates of this
+        answer apart by."""
         self.request = request
         self.target = target
         self.drafter = drafter
@@ -189,7 +158,12 @@ class Decoding:
         self.policy = policy
         self.stream = stream
         self.between = between or (lambda: True)
+        self.history = history
         self.grafting = None if history is None else Grafting(drafter, history, policy)
+        sampling = request.sampling
+        self.scope = scope or Scope("", sampling.temperature, sampling.seeded)
+        self._beside: Beside | None = None  # who chooses lengths in rounds that are shared
+        self._grafting_beside: Grafting | None = None
         constraint = verifier.processor.constraint
         self.forced = None if constraint is None else ForcedDrafter(constraint)
         self.committed = list(request.prompt)
@@ -201,7 +175,8 @@ class Decoding:
         self.rounds: list[Round] = []
         self.buffer: SupervisionBuffer | None = None
         self.supervision: Supervision | None = None
-        self.prompt_s = self.predicted_s = 0.0
+        self.prompt_s = self.predicted_s = self._began = 0.0
+        self._first: float | None = None  # when the prompt had been computed
         self._expected: list[float] = []  # seconds that the policy expected of each round
         self._unshown: list[Verdict] = []
         self._left = self.most_tokens  # tokens that may still be decoded
@@ -210,31 +185,123 @@ class Decoding:
 
     def steps(self) -> Iterator[Step]:
         """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
+        try:
+            self.begin()
+            self.alone(False)
+            while True:
+                yield from self.show()
+                if self.finish_reason is not None:
+                    return
+                self.alone(self.between())
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Reserve what is needed at first. Raises AdaptiveError where there is no memory for it."""
         self._reserve(0)
         self.verifier.processor.start(torch.tensor(self.committed))
         self.buffer = SupervisionBuffer() if self.request.record else None
-        began = self.clock()
-        try:
+        self._began = self.clock()
+
+    def alone(self, speculate: bool, most: int | None = None) -> None:
+        """The prompt's pass, or one over ``most`` tokens of it; from then on a burst of rounds, and whether the draft
+        may be used in them."""
+        if self._first is not None:
+            self._burst(speculate)
+        elif most is not None and self.unread > most:
+            self.target.extend(self.committed[self.target.length :][:most], 0)
+        else:
             # The first round scores the prompt. Its time is the prompt's, and nothing is drafted before it.
-            self._keep(*speculative_round(self.target, None, self.verifier, self.committed, 0, clock=self.clock)[1:])
-            self.prompt_s = self.clock() - began
-            first = self.clock()
-            while True:
-                self.predicted_s = self.clock() - first
-                yield from self._show()
-                if self.finish_reason is not None:
-                    return
-                self._burst(self.between())
-        finally:
-            self.finish_reason = self.finish_reason or "cancelled"
-            # Tokens after a stop are in nobody's text: figures leave their rounds out, the caches forget them.
-            self._forget_rounds()
-            known = len(self.request.prompt) + len(self.output)
-            self.target.rollback(known)
-            if self.drafter is not None:
-                self.drafter.rollback(known)
-            if self.buffer is not None and self.output:
-                self.supervision = self.buffer.take(len(self.output))
+            self._read(*speculative_round(self.target, None, self.verifier, self.committed, 0, clock=self.clock)[1:])
+
+    def _read(self, verdict: Verdict, logits: torch.Tensor) -> None:
+        """The prompt has been computed."""
+        self._keep(verdict, logits)
+        self._first = self.clock()
+        self.prompt_s = self._first - self._began
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that are still to be computed."""
+        return 0 if self._first is not None else len(self.committed) - self.target.length
+
+    @property
+    def ended(self) -> bool:
+        """Whether what was decoded last ends the answer; stop strings are looked for by ``show``."""
+        return self._ended
+
+    def prompt_turn(self, most: int) -> Turn:
+        """What an answer asks of a pass that several share: at most so many tokens of what is ``unread``."""
+        fed, rows = self.committed[self.target.length :], 1
+        if len(fed) > most:
+            fed, rows = fed[:most], 0
+        return Turn(ExtendCall(self.target, fed, rows), len(fed), len(self.committed))
+
+    def turn(self, answers: int, speculate: bool) -> Turn:
+        """The same once the prompt has been read: a round, of which so many ``answers`` share the pass. ``speculate``
+        says whether the draft may be used."""
+        began, committed = self.clock(), self.committed
+        if self._beside is None:
+            self._beside = self.policy.among(self.scope)
+            if self.history is not None:
+                self._grafting_beside = Grafting(self.drafter, self.history, self._beside)
+        beside, limit = self._beside, 0
+        if speculate and self.drafter is not None:
+            limit = max(0, min(self._left - 1, self.drafter.limit(len(committed))))
+        length = beside.next_length(limit, answers)
+        if length and self.drafter is not None and self.drafter.catch_up(len(committed)) > SLICE:
+            self._reserve(length)
+            self.drafter.feed(committed, SLICE)
+            length = 0
+        drafter, most = self._who_drafts(length, self._grafting_beside)
+        self._reserve(most)
+        proposal = None
+        if drafter is not None and most > 0:
+            proposal = drafter.propose(committed, most, beside.adviser)
+            if proposal is not None and proposal.parents is not None and self.verifier.adjusts:
+                proposal = proposal.first_path()
+        fed = committed[self.target.length :]
+        call = ExtendCall(self.target, *asked(fed, proposal))
+        return Turn(call, len(fed), len(committed), proposal, drafter, self.clock() - began)
+
+    def judge(self, turn: Turn, logits: torch.Tensor, seconds: float) -> None:
+        """Take in what the pass gave, of whose time this answer's share is so many seconds."""
+        if not turn.call.rows:
+            return
+        verdict, raw = self.verifier.judge(self.target, turn.fed, turn.proposal, turn.held, logits)
+        self.committed += verdict.tokens
+        if turn.proposal is not None and turn.drafter is not None:
+            self.target.rollback(turn.held + verdict.accepted)
+            turn.drafter.rollback(turn.held + verdict.accepted)
+        if self.verifier.adjusts:
+            self.verifier.processor.commit(verdict.tokens)
+        if self._first is None:
+            self._read(verdict, raw)
+            return
+        self._keep(verdict, raw)
+        who, drafted = ("none", 0) if turn.proposal is None else (turn.proposal.drafter, len(turn.proposal.tokens))
+        first = 0 if turn.proposal is None else turn.proposal.first
+        outcome = Round(who, drafted, verdict.accepted, turn.draft_s, seconds, first)
+        self.rounds.append(outcome)
+        assert self._beside is not None
+        expected = self._beside.expected
+        self._expected.append((1 + verdict.accepted) / expected if expected else 0.0)
+        if self._grafting_beside is not None and turn.drafter is not self.forced:
+            self._grafting_beside.observe(outcome, verdict.tokens)
+        if who not in FREE:
+            self._beside.observe(outcome)
+
+    def end(self) -> None:
+        """However the answer ended, what it holds is complete, and the caches hold what was shown."""
+        self.finish_reason = self.finish_reason or "cancelled"
+        # Tokens after a stop are in nobody's text: figures leave their rounds out, the caches forget them.
+        self._forget_rounds()
+        known = len(self.request.prompt) + len(self.output)
+        self.target.rollback(known)
+        if self.drafter is not None:
+            self.drafter.rollback(known)
+        if self.buffer is not None and self.output:
+            self.supervision = self.buffer.take(len(self.output))
 
     @torch.inference_mode()
     def _burst(self, speculate: bool) -> None:
@@ -252,7 +319,7 @@ class Decoding:
             times = min(policy.steady, (limit if length else self._left) // (length + 1))
             begins = len(self.rounds)
             while True:
-                drafter, most = self._who_drafts(length)
+                drafter, most = self._who_drafts(length, self.grafting)
                 self._reserve(most)
                 outcome, verdict, logits = speculative_round(
                     self.target, drafter, self.verifier, self.committed, most, advise, clock
@@ -276,16 +343,16 @@ class Decoding:
             if late:
                 return
 
-    def _who_drafts(self, length: int) -> tuple[Drafter | None, int]:
+    def _who_drafts(self, length: int, grafting: Grafting | None) -> tuple[Drafter | None, int]:
         """The drafter of the next round and the most that it drafts: the grammar what it leaves no choice about; else
         the model ``length`` tokens, as the policy chose, or history instead or with it where that is worth more."""
         if self.forced is not None:
             certain = self.forced.look(min(AHEAD, self._left) - 1)
             if certain > length:
                 return self.forced, certain
-        if self.grafting is not None:
+        if grafting is not None:
             # A round commits one token more than it accepts.
-            return self.grafting, self.grafting.plan(self.committed, length, self._left - 1)
+            return grafting, grafting.plan(self.committed, length, self._left - 1)
         return self.drafter, length
 
     def _reserve(self, length: int) -> None:
@@ -309,8 +376,9 @@ class Decoding:
         self._left -= len(tokens)
         self._ended = self._left <= 0 or not self.request.end_tokens.isdisjoint(tokens)
 
-    def _show(self) -> Iterator[Step]:
+    def show(self) -> Iterator[Step]:
         """Show the tokens of the last rounds, up to and including the one that ends the answer."""
+        self.predicted_s = 0.0 if self._first is None else self.clock() - self._first
         verdicts, self._unshown = self._unshown, []
         for verdict in verdicts:
             for index, token in enumerate(verdict.tokens):

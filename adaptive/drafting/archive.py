@@ -163,26 +163,36 @@ class Archive:
 
 
 class History:
-    """What a program drafts from beside a model: the running text and, where there is an archive, the records."""
+    """What a program drafts from beside a model: the running text of each answer and, where there is an archive, the
+    records."""
 
     def __init__(self, archive: Archive | None, matches: Matches | None = None) -> None:
         self.archive = archive
         self.matches = matches or Matches()
-        self._text = RunningText()
+        self._texts: list[RunningText] = []  # of no answer now
+        self._lent: list[RunningText] = []  # of those that are under way
 
     def forget(self) -> None:
-        """Have nothing of the running text, nor of records that were deleted."""
-        self._text = RunningText()
+        """Have nothing of the running texts, nor of records that were deleted."""
+        self._texts, self._lent = [], []
         if self.archive is not None:
             self.archive.forget_deleted()
 
     def drafter(self, owner: str, temperature: float) -> HistoryDrafter:
-        """For one answer, to be made before another is asked for. ``owner`` sees only what was said to them."""
+        """For one answer, until ``release``. ``owner`` sees only what was said to them."""
         records = None
         if self.archive is not None:
             self.archive.forget_deleted()
             records = self.archive.index(owner)
-        return HistoryDrafter(self._text, records, self.matches, temperature)
+        text = self._texts.pop() if self._texts else RunningText()
+        self._lent.append(text)
+        return HistoryDrafter(text, records, self.matches, temperature)
+
+    def release(self, drafter: HistoryDrafter) -> None:
+        """Its answer is over; the next one may go on in its text."""
+        if drafter.text in self._lent:  # and was not to be forgotten meanwhile
+            self._lent.remove(drafter.text)
+            self._texts.append(drafter.text)
 
 
 @contextlib.contextmanager

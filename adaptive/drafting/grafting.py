@@ -8,7 +8,7 @@ them, never on what is drawn in their own place (``protocol.py``).
 
 from __future__ import annotations
 
-from adaptive.control.policy import Adviser, Lead, LengthPolicy
+from adaptive.control.policy import Adviser, Beside, Lead, LengthPolicy
 from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal, grafted
 from adaptive.drafting.protocol import Drafter, GoesOn
@@ -21,7 +21,7 @@ class Grafting:
 
     name = HISTORY
 
-    def __init__(self, model: Drafter | None, history: HistoryDrafter, policy: LengthPolicy) -> None:
+    def __init__(self, model: Drafter | None, history: HistoryDrafter, policy: LengthPolicy | Beside) -> None:
         self.model = model
         self.history = history
         self.policy = policy
@@ -81,6 +81,11 @@ class Grafting:
     def catch_up(self, committed: int) -> int:
         """As of the model."""
         return 0 if self.model is None else self.model.catch_up(committed)
+
+    def feed(self, committed: list[int], most: int) -> None:
+        """As of the model."""
+        if self.model is not None:
+            self.model.feed(committed, most)
 
     def reserve(self, length: int) -> None:
         """As of the model."""

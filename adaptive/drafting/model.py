@@ -73,13 +73,20 @@ class ModelDrafter:
         """The same behind ``proposed`` tokens, which somebody else proposes to follow the committed ones: what comes
         first is fed with these."""
         held = len(committed)
-        feed = committed[self.sequence.length :] + proposed if proposed else committed[self.sequence.length :]
-        if self.engine.vocab_size < self.target_vocab:
-            # A token that only the target knows is read as some other one: it can cost a guess, nothing else.
-            feed = [min(token, self.engine.vocab_size - 1) for token in feed]
+        feed = self._unseen([*committed, *proposed] if proposed else committed)
         if self._fused is not None:
             return self._propose_fused(self._fused, feed, length, advise)
         return self._propose_by_token(held, proposed, feed, length, advise)
+
+    def feed(self, committed: list[int], most: int) -> None:
+        """Feed at most so many of the tokens before the last one."""
+        self.sequence.extend(self._unseen(committed[:-1])[:most], 0)
+
+    def _unseen(self, committed: list[int]) -> list[int]:
+        """What the cache does not hold of the committed tokens. One that only the target knows is read as some other:
+        it can cost a guess, nothing else."""
+        unseen, known = committed[self.sequence.length :], self.engine.vocab_size
+        return [min(token, known - 1) for token in unseen] if known < self.target_vocab else unseen
 
     def _propose_fused(
         self, sequence: FusedCalls, feed: list[int], length: int, advise: Adviser | None

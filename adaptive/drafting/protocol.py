@@ -30,6 +30,9 @@ class Drafter(Protocol):
     def catch_up(self, committed: int) -> int:
         """How many of ``committed`` tokens it has not seen, beyond the last one."""
 
+    def feed(self, committed: list[int], most: int) -> None:
+        """See at most so many of the tokens that it has not seen, and propose nothing."""
+
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
         """At most ``length`` (at least 1) tokens after ``committed``, fewer where ``advise`` says so; None for none."""
 
@@ -56,6 +59,9 @@ class WithoutForward:
     def catch_up(self, committed: int) -> int:
         """Nothing is fed to anybody."""
         return 0
+
+    def feed(self, committed: list[int], most: int) -> None:
+        """As above."""
 
     def reserve(self, length: int) -> None:
         """Nothing to reserve."""

@@ -190,6 +190,17 @@ class LogWriter:
             self._changed.wait_for(answered, timeout_s)
             return self._settled >= ticket and self.lost == lost
 
+    @property
+    def handed(self) -> int:
+        """How many generations were handed over so far, for ``settled``."""
+        with self._changed:
+            return self._handed
+
+    def settled(self, handed: int) -> bool:
+        """Whether so many are in the log (or were given up), or the disk fails, so that nobody is to wait for it."""
+        with self._changed:
+            return self._settled >= handed or self._failure is not None
+
     def close(self) -> bool:
         """Write what waits, one last try each, and close. True when everything is in the log."""
         with self._changed:

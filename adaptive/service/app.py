@@ -62,7 +62,8 @@ def _state(app: FastAPI, api: Api) -> None:
             return _not_ready(engine, "/health")
         pair = api.session().pair
         drafter = {"name": _drafter(pair), "growing": growing(pair), "adapter": engine.adapter}
-        return JSONResponse({"status": "ok", "log": _log_state(api), "drafter": drafter})
+        slots = {"total": engine.slots, "busy": len(engine.works), "why_not_more": engine.fewer}
+        return JSONResponse({"status": "ok", "log": _log_state(api), "drafter": drafter, "slots": slots})
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -81,7 +82,8 @@ def _state(app: FastAPI, api: Api) -> None:
     async def metrics() -> Response:
         if engine.session is not None and engine.session.assistant.log is not None:
             api.metrics.logging(engine.session.assistant.log.state)
-        api.metrics.running.set(int(engine.slot.busy))
+        api.metrics.running.set(len(engine.works))
+        api.metrics.slots.set(engine.slots)
         api.metrics.waiting.set(len(engine.queue))
         api.metrics.training.set(int(api.trainer.status.activity in ("training", "paused")))
         return Response(api.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -98,25 +100,28 @@ def _state(app: FastAPI, api: Api) -> None:
             "draft_length": api.settings.draft_length,
             "speculation": engine.speculation.as_object(),
             "n_ctx": pair.target.context_length,
-            "total_slots": 1,
+            "total_slots": engine.slots,
             "chat_template": api.tokenizer.chat_template,
         }
 
     @app.get("/slots")
     async def slots() -> list[dict[str, Any]]:
-        slot = engine.slot
+        shared = {
+            "waiting": len(engine.queue),
+            "speculation": engine.speculation.as_object(),
+            "conversations_cached": len(api.session().assistant.conversations),
+            "memory": _memory(api.session().assistant.conversations),
+        }
         return [
             {
-                "id": 0,
+                "id": number,
                 "is_processing": slot.busy,
                 "prompt_tokens": slot.prompt_tokens,
                 "predicted_tokens": slot.predicted_tokens,
                 "seconds": None if slot.began is None else time.perf_counter() - slot.began,
-                "waiting": len(engine.queue),
-                "speculation": engine.speculation.as_object(),
-                "conversations_cached": len(api.session().assistant.conversations),
-                "memory": _memory(api.session().assistant.conversations),
+                **shared,
             }
+            for number, slot in enumerate(engine.doing)
         ]
 
 

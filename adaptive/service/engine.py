@@ -1,4 +1,4 @@
-"""The one thread that owns the models: it loads them, answers one job at a time, and swaps adapters in between rounds.
+"""The one thread that owns the models: it loads them, answers the jobs in its slots, and swaps adapters between rounds.
 
 In: jobs, from the HTTP side. Out: each job's events, and what has been observed, for the metrics and
 for the trainer. Nothing else touches the assistant.
@@ -16,15 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from adaptive.answering import Answering, Question
 from adaptive.assistant import Assistant
 from adaptive.control.policy import LengthPolicy
-from adaptive.decoding.loop import Decoding
+from adaptive.decoding.batch import Batch
+from adaptive.decoding.loop import ANSWER_RESERVE, Decoding
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
 from adaptive.printable import printable_line
 from adaptive.records.stats import count_rounds, in_words
 from adaptive.service.jobs import Answer, Ask, Done, Failed, FairQueue, Job, Piece
 from adaptive.service.metrics import Metrics
+from adaptive.service.slots import Slot, possible_slots
 from adaptive.speculation import Speculation, of_counts, speculation
 from adaptive.state import PairState
 from adaptive.swapper import Swapper
@@ -82,15 +85,21 @@ class Listener(Protocol):
         """An answer has ended; ``rounds`` are those of it that this adapter drafted."""
 
 
-@dataclass(frozen=True)
-class Slot:
-    """What the engine is doing: tokens of the answer under way, 0 of 0 where there is none."""
+@dataclass(eq=False)
+class Work:
+    """A job in a slot. Its answers are made one after the other: ``index`` is the one that is being decoded
+    (``answering``), or that is to be told when it is in the log (``answer``, if anything is to be told)."""
 
-    busy: bool
-    client: str | None
-    prompt_tokens: int
-    predicted_tokens: int
-    began: float | None
+    job: Job
+    slot: int
+    index: int = 0
+    answering: Answering | None = None
+    began: float = 0.0  # by perf_counter, of this answer
+    last: float = 0.0  # when its last token came
+    count: int = 0  # its tokens
+    answer: Answer | None = None
+    handed: int = 0  # generations that the log had been given with it
+    until: float = 0.0  # when it is told although it is not in the log
 
 
 class EngineThread:
@@ -101,20 +110,25 @@ class EngineThread:
         open_session: Callable[[], contextlib.AbstractContextManager[Opened]],
         metrics: Metrics,
         queue: int,
+        slots: str = "1",
     ) -> None:
-        """``open_session`` loads the pair; ``queue`` requests may wait."""
+        """``open_session`` loads the pair; ``queue`` requests may wait. At most ``slots`` are answered at once, or with
+        ``auto`` as many as there is memory for."""
         self.state: State = "loading"
         self.failure: BaseException | None = None
         self.session: Opened | None = None
         self.adapter: str | None = None
-        self.slot = Slot(False, None, 0, 0, None)
+        self.slots = 1 if slots == "auto" else int(slots)
+        self.fewer: str | None = None  # why there are not more slots
+        self.works: list[Work] = []  # in the slots; replaced, never changed, so that any thread may read it
         self.speculation: Speculation = of_counts((), draft=False)  # of the last answer that took a round
         self.queue = FairQueue(queue, metrics.abandoned)
         self._open = open_session
         self._metrics = metrics
         self._listeners: list[Listener] = []
-        self._running: Job | None = None
         self._forget = False
+        self._wanted = slots
+        self._batch: Batch
         # Held while a job comes in or listeners are told, so that ``idle`` is never the last word on a job that waits.
         self._telling = threading.Lock()
         self._told_busy = True  # until the models are loaded
@@ -136,10 +150,20 @@ class EngineThread:
         """Tell ``listener`` from now on what the engine does."""
         self._listeners.append(listener)
 
+    @property
+    def doing(self) -> list[Slot]:
+        """What each slot does."""
+        found = [Slot()] * self.slots
+        for work in self.works:
+            if (answering := work.answering) is not None:
+                tokens = len(answering.question.prompt), work.count
+                found[work.slot] = Slot(True, work.job.ask.client, *tokens, work.began)
+        return found
+
     def submit(self, job: Job) -> None:
         """Queue a job. Raises QueueFullError."""
         with self._telling:
-            self.queue.put(job, running=self._running is not None)
+            self.queue.put(job, max(0, self.slots - len(self.works)))
             self._told_busy = True
             for listener in self._listeners:
                 listener.busy()
@@ -152,9 +176,8 @@ class EngineThread:
         """Cut what is running, tell those who wait, and release the models."""
         if self.state != "failed":
             self.state = "stopping"
-        running = self._running
-        if running is not None:
-            running.cancel()
+        for work in self.works:
+            work.job.cancel()
         self._finished.wait()
 
     def _run(self) -> None:
@@ -164,12 +187,15 @@ class EngineThread:
                 self.adapter = session.assistant.adapter
                 self.speculation = speculation(session.assistant)
                 session.swapper.on_swap = self._swapped
-                session.assistant.between_rounds = session.swapper.between_rounds
+                self._batch = Batch(session.pair.target, session.swapper.between_rounds)
+                self.slots, self.fewer = possible_slots(session.assistant, self._wanted)
                 if self.state == "loading":
                     self.state = "ready"
                     self._tell_idle()
                     logger.info("ready: %s, adapter %s", session.pair.identity.id, self.adapter or "none")
-                while self.state == "ready":
+                    if self.fewer is not None:
+                        logger.info("%s", self.fewer)
+                while self.state == "ready" or self.works:
                     self._turn(session)
                 while (job := self.queue.take(0)) is not None:
                     job.emit(Failed(503, "the server is shutting down; try again in a moment"))
@@ -180,34 +206,50 @@ class EngineThread:
             self._when_over()
 
     def _turn(self, session: Opened) -> None:
-        """One job, or one look at the adapter store."""
-        job = self.queue.take(POLL_S)
+        """A burst of what is under way, or one look at the adapter store."""
+        self._fill(session)
+        if not self.works:
+            self._idle(session)
+            return
+        if self.state != "ready":
+            for work in self.works:
+                work.job.cancel()
+        failed = dict(self._batch.step()) if self._batch.under_way else {}
+        for work in list(self.works):
+            if work.answering is None:
+                self._tell_stored(session.assistant, work)
+            else:
+                self._show(session.assistant, work, failed.get(work.answering.decoding))
+
+    def _fill(self, session: Opened) -> None:
+        """Begin what waits, as far as there are slots for it; wait for a moment where nothing is under way."""
+        while self.state == "ready" and len(self.works) < self.slots:
+            job = self.queue.take(0 if self.works else POLL_S, lambda job: self._has_room(session.assistant, job))
+            if job is None:
+                return
+            taken = {work.slot for work in self.works}
+            work = Work(job, next(slot for slot in range(self.slots) if slot not in taken))
+            self.works = [*self.works, work]
+            self._forget_if_asked(session.assistant)
+            self._next(session.assistant, work)
+
+    def _forget_if_asked(self, assistant: Assistant) -> None:
         if self._forget:
             self._forget = False
-            session.assistant.forget()
-        if job is None:
-            self._tell_idle()  # who was waited for may have gone away before their turn
-            session.swapper.use_promoted()
-            if time.monotonic() - self._answered > QUIET_S:
-                session.upkeep.idle(lambda: len(self.queue) > 0 or self.state != "ready")
-            return
-        session.swapper.between_rounds()  # somebody waits: a slice of a swap at most
-        self._running = job
-        try:
-            self._answer_all(session, job)
-        except AdaptiveError as error:  # a prompt past the context, say
-            job.emit(Failed(400, str(error)))
-        except Exception:
-            logger.exception("a request failed")
-            job.emit(Failed(500, "the server failed on this request; its log says why"))
-        finally:
-            self._running = None
-            self._answered = time.monotonic()
-            self.slot = Slot(False, None, 0, 0, None)
-            self._tell_idle()
-            if time.monotonic() - self._trimmed > TRIM_S:
-                self._trimmed = time.monotonic()
-                give_memory_back()
+            assistant.forget()
+
+    def _has_room(self, assistant: Assistant, job: Job) -> bool:
+        """Whether there is memory for the caches of a job's longest answer, as far as they are reserved at once."""
+        longest = max(len(prompt.ids) for prompt in job.ask.prompts)
+        return assistant.has_room(longest + min(job.ask.stop.max_new_tokens, ANSWER_RESERVE))
+
+    def _idle(self, session: Opened) -> None:
+        """Nothing is under way."""
+        self._forget_if_asked(session.assistant)
+        self._tell_idle()  # who was waited for may have gone away before their turn
+        session.swapper.use_promoted()
+        if time.monotonic() - self._answered > QUIET_S:
+            session.upkeep.idle(lambda: len(self.queue) > 0 or self.state != "ready")
 
     def _tell_idle(self) -> None:
         """Nothing is being answered: say so once, where nothing waits either."""
@@ -224,77 +266,146 @@ class EngineThread:
         self._metrics.swapped(self.adapter)
         self.session.upkeep.swapped()
 
-    def _answer_all(self, session: Opened, job: Job) -> None:
-        for index in range(len(job.ask.prompts) * job.ask.n):
-            if job.cancelled:
-                break
-            self._answer(session.assistant, job, index)
-        if self.state == "stopping" and job.cancelled:
-            job.emit(Failed(503, "the server is shutting down; the answer was cut"))
-        else:
-            job.emit(Done())
+    def _next(self, assistant: Assistant, work: Work) -> None:
+        """Begin the next answer of a job, or end the job."""
+        job, ask = work.job, work.job.ask
+        if job.cancelled or work.index == len(ask.prompts) * ask.n:
+            if self.state == "stopping" and job.cancelled:
+                self._over(work, Failed(503, "the server is shutting down; the answer was cut"))
+            else:
+                self._over(work, Done())
+            return
+        answering = None
+        try:
+            answering = work.answering = assistant.begin(_question(ask, work.index))
+            answering.decoding.begin()
+        except Exception as error:
+            if answering is not None:
+                answering.decoding.end()
+                assistant.end(answering)
+            self._over(work, _failure(error))
+            return
+        self._batch.join(answering.decoding)
+        work.began = work.last = time.perf_counter()
+        work.count = 0
 
-    def _answer(self, assistant: Assistant, job: Job, index: int) -> None:
-        """One answer, told when it is in the log; nothing is told of one that was cut."""
-        ask, prompt = job.ask, job.ask.prompts[index // job.ask.n]
-        steps = assistant.answer(
-            prompt.ids,
-            prompt.messages,
-            prompt.text,
-            _sampling(ask, index),
-            ask.stop,
-            session=ask.session,
-            record=ask.record,
-            supervise=ask.supervise,
-            client=ask.client,
-            owner=ask.owner,
-            grammar=ask.grammar,
-            marks=ask.marks,
-        )
-        began = last = time.perf_counter()
-        count = 0
-        with contextlib.closing(steps):  # type: ignore[type-var]
-            for step in steps:
+    def _show(self, assistant: Assistant, work: Work, error: Exception | None) -> None:
+        """Tell what an answer has come to, and end it where that is its end, or nobody waits for it any more."""
+        answering, job = work.answering, work.job
+        assert answering is not None
+        decoding, ask = answering.decoding, job.ask
+        try:
+            if error is not None:
+                raise error
+            for step in decoding.show():
                 now = time.perf_counter()
-                self._metrics.token(now - last, first=count == 0)
-                last, count = now, count + 1
-                self.slot = Slot(True, ask.client, len(prompt.ids), count, began)
+                self._metrics.token(now - work.last, first=work.count == 0)
+                work.last, work.count = now, work.count + 1
                 if ask.stream and ask.supervise:
-                    assert assistant.last is not None
-                    assert assistant.last.buffer is not None
-                    row = assistant.last.buffer.take(count, count - 1)
-                    job.emit(Piece(index, step.text, step.token, row, step.from_draft))
+                    assert decoding.buffer is not None
+                    kept = decoding.buffer.take(work.count, work.count - 1)
+                    job.emit(Piece(work.index, step.text, step.token, kept, step.from_draft))
                 elif ask.stream and step.text:
-                    job.emit(Piece(index, step.text, drafted=step.from_draft))
+                    job.emit(Piece(work.index, step.text, drafted=step.from_draft))
                 if job.cancelled and step.finish_reason is None:
                     break
-        done = assistant.last
-        assert done is not None
+        except Exception as failure:
+            self._end(assistant, answering)
+            self._over(work, _failure(failure))
+            return
+        if decoding.finish_reason is None and not job.cancelled:
+            return
+        self._end(assistant, answering)
+        self._told(assistant, work, answering)
+
+    def _end(self, assistant: Assistant, answering: Answering) -> None:
+        self._batch.leave(answering.decoding)
+        answering.decoding.end()
+        assistant.end(answering)
+
+    def _told(self, assistant: Assistant, work: Work, answering: Answering) -> None:
+        """An answer is over: count it, and tell it as soon as it is in the log; nothing is told of one that was cut."""
+        done, ask = answering.decoding, work.job.ask
         assert done.finish_reason is not None
         if done.rounds:  # an answer of one token says nothing
-            self.speculation = speculation(assistant)
+            self.speculation = speculation(assistant, done.rounds)
         self._metrics.answered(done.timings, done.rounds, done.finish_reason)
-        if assistant.log is not None and ask.record and not assistant.log.flush(FLUSH_S):
-            logger.warning("log: %s", assistant.log.problem or "slow; the answer will be there later")
-        for adapter, rounds in assistant.rounds_by_adapter:
+        for adapter, rounds in answering.rounds_by_adapter:
             for listener in self._listeners:
                 listener.answered(adapter, rounds)
         logger.info("%s: %s", printable_line(ask.client) or "client", _line(done, self.speculation))
+        work.answering, work.answer = None, None
         if done.finish_reason != "cancelled":
-            job.emit(
-                Answer(
-                    index=index,
-                    text=done.text,
-                    tokens=tuple(done.output),
-                    prompt_tokens=len(prompt.ids),
-                    finish_reason=done.finish_reason,
-                    rounds=tuple(done.rounds),
-                    timings=done.timings,
-                    supervision=done.supervision,
-                    adapter=assistant.drafted_by[0][0],
-                    stopped_by=done.stream.stopped_by,
-                )
+            work.answer = Answer(
+                index=work.index,
+                text=done.text,
+                tokens=tuple(done.output),
+                prompt_tokens=len(done.request.prompt),
+                finish_reason=done.finish_reason,
+                rounds=tuple(done.rounds),
+                timings=done.timings,
+                supervision=done.supervision,
+                adapter=answering.adapter,
+                stopped_by=done.stream.stopped_by,
             )
+        logged = assistant.log is not None and ask.record
+        work.handed = assistant.log.handed if logged and assistant.log is not None else 0
+        work.until = time.monotonic() + FLUSH_S
+        self._tell_stored(assistant, work)
+
+    def _tell_stored(self, assistant: Assistant, work: Work) -> None:
+        """Tell an answer that is in the log, and go on with its job. While others are decoded nobody waits for a slow
+        disk but who asked for this one."""
+        log = assistant.log
+        if work.handed and log is not None:
+            if not log.settled(work.handed) and time.monotonic() < work.until:
+                if self._batch.under_way:
+                    return
+                log.flush(max(0.0, work.until - time.monotonic()))
+            if not log.settled(work.handed) or not log.state.writable:
+                logger.warning("log: %s", log.problem or "slow; the answer will be there later")
+        if work.answer is not None:
+            work.job.emit(work.answer)
+        work.index += 1
+        self._next(assistant, work)
+
+    def _over(self, work: Work, event: Done | Failed) -> None:
+        """A job has come to its end, and its slot is free."""
+        self.works = [other for other in self.works if other is not work]
+        self._answered = time.monotonic()
+        work.job.emit(event)
+        if not self.works:
+            self._tell_idle()
+        if time.monotonic() - self._trimmed > TRIM_S:
+            self._trimmed = time.monotonic()
+            give_memory_back()
+
+
+def _failure(error: Exception) -> Failed:
+    """What is told of a request that came to nothing."""
+    if isinstance(error, AdaptiveError):  # a prompt past the context, say
+        return Failed(400, str(error))
+    logger.error("a request failed", exc_info=error)
+    return Failed(500, "the server failed on this request; its log says why")
+
+
+def _question(ask: Ask, index: int) -> Question:
+    """Answer ``index`` of a request, as the assistant is asked for it."""
+    prompt = ask.prompts[index // ask.n]
+    return Question(
+        prompt.ids,
+        prompt.messages,
+        prompt.text,
+        _sampling(ask, index),
+        ask.stop,
+        session=ask.session,
+        record=ask.record,
+        supervise=ask.supervise,
+        client=ask.client,
+        owner=ask.owner,
+        grammar=ask.grammar,
+        marks=ask.marks,
+    )
 
 
 def give_memory_back() -> None:

@@ -128,20 +128,23 @@ class FairQueue:
         with self._changed:
             return sum(len(jobs) for jobs in self._waiting.values())
 
-    def put(self, job: Job, running: bool) -> None:
-        """Add a job. Raises QueueFullError where ``limit`` wait already; one that can start at once does not wait."""
+    def put(self, job: Job, free: int) -> None:
+        """Add a job. Raises QueueFullError where ``limit`` wait already, beside those for whom so many slots are
+        ``free``: they start at once."""
         with self._changed:
-            waiting = len(self)
-            if waiting >= self.limit + (0 if running else 1):
+            if len(self) >= self.limit + free:
                 raise QueueFullError
             self._waiting.setdefault(job.ask.client, deque()).append(job)
             job.when_cancelled = lambda: self._leave(job)
             self._changed.notify()
 
-    def take(self, timeout: float) -> Job | None:
-        """The next job that somebody still waits for, or None after ``timeout`` seconds."""
+    def take(self, timeout: float, may: Callable[[Job], bool] = lambda job: True) -> Job | None:
+        """The next job that somebody still waits for, or None after ``timeout`` seconds, or where it is one that
+        ``may`` not begin yet: nobody else has their turn before it."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting, timeout):
+                return None
+            if not may(next(iter(self._waiting.values()))[0]):
                 return None
             client, jobs = self._waiting.popitem(last=False)
             job = jobs.popleft()

@@ -45,6 +45,7 @@ class Metrics:
         self._draft_length = gauge("draft_length", "Tokens drafted in the last round")
         self._adapter = gauge("adapter_info", "1 for the adapter in use", ["adapter"])
         self.running = gauge("num_requests_running", "Requests being answered")
+        self.slots = gauge("slots", "Requests that may be answered at once")
         self.waiting = gauge("num_requests_waiting", "Requests in the queue")
         self.training = gauge("trainer_running", "1 during a training run")
         self._log_writable = gauge("log_writable", "1 while the log can be written, 0 while answers wait in memory")

@@ -51,7 +51,7 @@ def serve(
             note(url)
             logger.info("listening on %s", url)
             metrics = Metrics()
-            engine = EngineThread(open_session, metrics, settings.queue)
+            engine = EngineThread(open_session, metrics, settings.queue, settings.slots)
             engine.listen(trainer)
             trainer.costs = lambda: current_costs(engine.policy, state.controller)
             api = Api(engine, settings, metrics, trainer)

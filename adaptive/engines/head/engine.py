@@ -176,7 +176,7 @@ class HeadSequence:
     def _by_transformers(self, tokens: torch.Tensor, rows: int) -> torch.Tensor:
         assert isinstance(self.cache, RollbackCache)
         passes = self.engine.passes
-        while len(tokens) - rows >= PREFILL_CHUNK:
+        while len(tokens) > PREFILL_CHUNK <= len(tokens) - rows:
             passes(tokens[:PREFILL_CHUNK], self._before(self.length, PREFILL_CHUNK), 0, self.cache)
             tokens = tokens[PREFILL_CHUNK:]
         return passes(tokens, self._before(self.length, len(tokens)), rows, self.cache)

@@ -106,7 +106,7 @@ class TransformersSequence:
     @torch.inference_mode()
     def _extend(self, tokens: Ids, rows: int) -> torch.Tensor:
         tokens = moved(as_tensor(tokens), self.engine.device)
-        while len(tokens) - rows >= PREFILL_CHUNK:
+        while len(tokens) > PREFILL_CHUNK <= len(tokens) - rows:
             self.engine.forward(tokens[:PREFILL_CHUNK], 0, self.cache)
             tokens = tokens[PREFILL_CHUNK:]
         return self.engine.forward(tokens, rows, self.cache)

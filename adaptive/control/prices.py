@@ -1,0 +1,47 @@
+"""What a token of a proposal costs, and how long one is to be, from the seconds that drafts and verifications take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# Tokens behind one that are looked at when it is judged. More hardly changes a price, and takes longer.
+AHEAD = 3
+
+
+def prices(verify: Sequence[float], step: float, hope: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Seconds that a sure token takes: at every position from 1 where it is known, from 2 where it is still to be
+    drafted. The least over how many are drafted behind it, by the tokens to be expected of all.
+
+    ``verify[k]`` are the seconds of verifying k tokens, ``step`` those of drafting one; ``hope`` is acceptance at every
+    position, given that all before it were accepted. The second token of a verification is often much dearer than those
+    behind it. By itself it would not be worth its time; with what follows it may be.
+    """
+    longest = len(verify) - 1
+    known, further = [], []
+    for first in range(1, longest + 1):
+        cheapest, next_cheapest, tokens, sure = math.inf, math.inf, 0.0, 1.0
+        for last in range(first, min(longest, first + AHEAD) + 1):
+            tokens += sure
+            sure *= hope[last] if last < len(hope) else 0.0
+            seconds = verify[last] - verify[first - 1] + (last - first) * step
+            cheapest = min(cheapest, seconds / tokens)
+            next_cheapest = min(next_cheapest, (seconds + step) / tokens)
+        known.append(cheapest)
+        further.append(next_cheapest)
+    return known, further[1:]
+
+
+def best_length(
+    reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float = 0.0
+) -> tuple[int, float]:
+    """How many tokens of a proposal to verify, 0 for none, and how many tokens more that brings than its time otherwise
+    would. ``reach`` is of each the probability that all up to it are accepted, ``seconds[k]`` what a round takes that
+    verifies k, and ``token_s`` what each of its tokens takes later; ``rate`` tokens per second otherwise."""
+    best, most, tokens = 0, 0.0, 1.0
+    for k, sure in enumerate(reach[: len(seconds) - 1], 1):
+        tokens += sure
+        gain = tokens - rate * (seconds[k] + token_s * tokens)
+        if gain > most:
+            best, most = k, gain
+    return best, most

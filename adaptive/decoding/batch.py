@@ -1,0 +1,133 @@
+"""Several answers at once: their proposals, of different lengths and drafters, are verified in one pass of the target.
+
+In: the ``Decoding`` of each answer, which joins and leaves between two rounds. Out: what each has decoded, to be shown
+by itself. One alone is decoded as if there were no batch, by the calls that do a whole round at once. Prompts are
+computed in slices beside the others' rounds, so that nobody stands still while somebody's text is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from adaptive.decoding.loop import BURST_S, Decoding, Turn
+from adaptive.engines.protocol import Engine, ExtendCall
+from adaptive.errors import AdaptiveError
+
+# Tokens of a pass over several answers, as far as prompts fill it up, and of those at least so many are theirs. More
+# keep the others waiting, fewer read the weights more often; beyond 128 our kernels make passes of their own.
+PASS, LEAST = 128, 32
+# Share of the prompts' tokens, one in so many, that is of the one which has waited longest: the rest goes to the
+# shortest first, so that a short question does not wait for a long text.
+WAITED_LONGEST = 4
+# Tokens of a lone prompt after which it is looked whether somebody else has come. Transformers' own forward makes
+# passes of so many, our own of fewer.
+PART = 512
+
+Failed = tuple[Decoding, Exception]
+
+
+class Batch:
+    """The answers under way on one target, in the order in which they came. Not for several threads at once."""
+
+    def __init__(self, target: Engine, between: Callable[[], bool]) -> None:
+        """``between`` as of a ``Decoding``, called before every burst of rounds of all."""
+        self.under_way: list[Decoding] = []
+        self.clock = time.perf_counter
+        self._target = target
+        self._between = between
+        self._lone: Decoding | None = None  # whose estimates the policy goes on with
+
+    def join(self, decoding: Decoding) -> None:
+        """Decode an answer from now on that has begun."""
+        self.under_way.append(decoding)
+        self._lone = decoding if len(self.under_way) == 1 else None
+
+    def leave(self, decoding: Decoding) -> None:
+        """Decode it no longer, whether it has come to its end or not; it is then to be ended."""
+        self.under_way.remove(decoding)
+
+    def step(self) -> list[Failed]:
+        """A burst of rounds, at the end of which every answer is to be shown; whose could not go on, and why."""
+        speculate = self._between()
+        if len(self.under_way) == 1:
+            return self._alone(self.under_way[0], speculate)
+        self._lone = None
+        until = self.clock() + BURST_S
+        while True:
+            failed = self._round(speculate)
+            if failed or self.clock() >= until or any(decoding.ended for decoding in self.under_way):
+                return failed
+
+    def _alone(self, decoding: Decoding, speculate: bool) -> list[Failed]:
+        if self._lone is not decoding:  # the others have gone
+            decoding.policy.begin(decoding.scope)
+            self._lone = decoding
+        try:
+            decoding.alone(speculate, PART)
+        except Exception as error:
+            return [(decoding, error)]
+        return []
+
+    @torch.inference_mode()
+    def _round(self, speculate: bool) -> list[Failed]:
+        """A round of every answer whose prompt has been read, and slices of the other prompts, in one pass."""
+        failed: list[Failed] = []
+        turns: list[tuple[Decoding, Turn]] = []
+        going = [decoding for decoding in self.under_way if not decoding.unread]
+        for decoding in going:
+            try:
+                turns.append((decoding, decoding.turn(len(going), speculate)))
+            except Exception as error:
+                failed.append((decoding, error))
+        rows, rounds = sum(len(turn.call.tokens) for _, turn in turns), len(turns)
+        turns += [(d, d.prompt_turn(count)) for d, count in self._slices(max(LEAST, PASS - rows))]
+        began = self.clock()
+        found = self._pass([turn.call for _, turn in turns])
+        seconds = self.clock() - began
+        if rounds and rounds == len(turns) and not failed:
+            going[0].policy.shared(rows, seconds)
+        # An answer's share of the pass, but for what the prompts are taken to have taken.
+        share = seconds * rows / max(1, sum(len(turn.call.tokens) for _, turn in turns)) / max(1, rounds)
+        for (decoding, turn), logits in zip(turns, found, strict=True):
+            try:
+                if isinstance(logits, Exception):
+                    raise logits
+                decoding.judge(turn, logits, share)
+            except Exception as error:
+                failed.append((decoding, error))
+        return failed
+
+    def _slices(self, room: int) -> Iterator[tuple[Decoding, int]]:
+        """Of so many tokens in all those of each prompt that has not been read."""
+        prompts = [decoding for decoding in self.under_way if decoding.unread]
+        if not prompts:
+            return
+        given = dict.fromkeys(prompts, 0)
+        given[prompts[0]] = min(prompts[0].unread, room // WAITED_LONGEST)
+        room -= given[prompts[0]]
+        for decoding in sorted(prompts, key=lambda one: one.unread):
+            more = min(decoding.unread - given[decoding], room)
+            given[decoding] += more
+            room -= more
+        yield from ((decoding, count) for decoding, count in given.items() if count)
+
+    def _pass(self, calls: list[ExtendCall]) -> list[torch.Tensor | Exception]:
+        """The logits of each call. Where a pass over all fails, for one of them perhaps, each has its own."""
+        held = [call.sequence.length for call in calls]
+        try:
+            return list(self._target.extend_together(calls))
+        except Exception:
+            for call, length in zip(calls, held, strict=True):
+                call.sequence.rollback(length)
+        found: list[torch.Tensor | Exception] = []
+        for call, length in zip(calls, held, strict=True):
+            try:
+                if call.sequence.length != length:  # states that could not be taken back so far
+                    raise AdaptiveError("a pass failed, and the text cannot be gone on with; ask again")
+                found.append(call.sequence.extend(call.tokens, call.rows, call.parents))
+            except Exception as error:
+                found.append(error)
+        return found

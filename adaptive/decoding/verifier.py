@@ -1,0 +1,65 @@
+"""Verifies proposals: what the target is asked about one, and what stands of it, under one set of sampling
+parameters."""
+
+from __future__ import annotations
+
+import torch
+
+from adaptive.decoding.trees import verify_tree
+from adaptive.decoding.verify import Verdict, verify_fused, verify_greedy, verify_logits
+from adaptive.drafting.proposal import Proposal
+from adaptive.engines.protocol import Sequence
+from adaptive.sampling import LogitsProcessor, Transform, Uniform
+from adaptive.tokens import Ids, as_tensor, join
+from adaptive.types import SamplingParams
+
+
+class Verifier:
+    """Turns target logits into a verdict on a proposal, under one set of sampling parameters."""
+
+    def __init__(self, params: SamplingParams, processor: LogitsProcessor, generator: torch.Generator) -> None:
+        self.params = params
+        self.transform = Transform(params)
+        self.processor = processor
+        self.uniform = Uniform(generator)
+        self.adjusts = processor.active
+
+    def verify(self, target: Sequence, fed: list[int], proposal: Proposal | None) -> tuple[Verdict, torch.Tensor]:
+        """Feed the target ``fed`` and the K tokens of a proposal in one pass. What stands of them, and the target's raw
+        logits (K + 1, vocab) after the last token of ``fed`` and after each of the K, or of a tree, of which the target
+        then holds the path that stands, after each of that."""
+        fused, drafted = target.fused, [] if proposal is None else proposal.tokens
+        chain = proposal is None or proposal.parents is None
+        if fused is not None and chain and isinstance(drafted, list) and not self.adjusts:
+            return verify_fused(fused, self.params, fed, proposal, self.uniform)
+        held = target.length + len(fed)
+        return self.judge(target, len(fed), proposal, held, target.extend(*asked(fed, proposal)))
+
+    def judge(
+        self, target: Sequence, fed: int, proposal: Proposal | None, held: int, raw: torch.Tensor
+    ) -> tuple[Verdict, torch.Tensor]:
+        """The same, given the target's ``raw`` logits of a pass over what was ``asked``: ``fed`` tokens, of which the
+        last is the text's ``held``-th, and a proposal."""
+        drafted = [] if proposal is None else proposal.tokens
+        if proposal is not None and proposal.parents is not None:
+            verdict, path = verify_tree(raw, proposal, self.transform, self.uniform, held)
+            target.keep([*range(fed), *(fed + node for node in path)])
+            return verdict, raw[[0, *(1 + node for node in path)]]
+        logits = raw
+        if self.adjusts:
+            logits = self.processor.apply(logits, as_tensor(drafted).to(logits.device))
+        if self.params.greedy:
+            return verify_greedy(logits, drafted), raw
+        q = None if proposal is None else proposal.probs
+        return verify_logits(logits, self.transform, drafted, q, self.uniform, held), raw
+
+
+def asked(fed: list[int], proposal: Proposal | None) -> tuple[Ids, int, list[int] | None]:
+    """What a target's sequence is extended by to verify a proposal of K tokens: tokens, rows (K + 1) and parents, as
+    ``Sequence.extend`` takes them."""
+    if proposal is None:
+        return fed, 1, None
+    tokens, rows, parents, count = join([fed, proposal.tokens]), 1 + len(proposal.tokens), proposal.parents, len(fed)
+    if parents is None:
+        return tokens, rows, None
+    return tokens, rows, [*range(-1, count - 1), *(count + p if p >= 0 else count - 1 for p in parents)]

@@ -1,0 +1,329 @@
+"""Several answers at once say what each says alone, and a prompt that is read beside them keeps nobody waiting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import BUNDLED, save_head, save_random_pair
+from test_grammar import PERSON
+from test_lossless_sampled import IDS, PARAMS, PROMPT, VOCAB, NoText, exact_distribution, p_value
+from test_lossless_sampled import models as models
+
+from adaptive.answering import Answering, Question
+from adaptive.assistant import Assistant, encode_chat
+from adaptive.caches import Conversations
+from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.control.sources import GoodputWithHistory
+from adaptive.decoding import batch as batches
+from adaptive.decoding.batch import PASS, Batch
+from adaptive.decoding.loop import Decoding, Request
+from adaptive.decoding.verifier import Verifier
+from adaptive.drafting.archive import History
+from adaptive.drafting.model import ModelDrafter
+from adaptive.engines.cpu import kernels
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.protocol import Engine, ExtendCall, sequences
+from adaptive.errors import AdaptiveError
+from adaptive.pair import Pair, load_pair
+from adaptive.sampling import LogitsProcessor
+from adaptive.settings import load_settings
+from adaptive.types import Message, SamplingParams, StopParams
+
+GREEDY = SamplingParams(temperature=0.0)
+SEEDED = SamplingParams(temperature=0.8, seed=5)
+# What eight answers are asked for: greedy, under a seed, with what changes logits, with stop strings, of several sizes.
+ASKED: list[tuple[SamplingParams, StopParams, dict[str, Any]]] = [
+    (GREEDY, StopParams(40), {}),
+    (SEEDED, StopParams(24, ignore_eos=True), {}),
+    (GREEDY, StopParams(1), {}),
+    (SamplingParams(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.1), StopParams(30), {}),
+    (SamplingParams(temperature=0.9, top_p=0.9, seed=6), StopParams(33, ignore_eos=True), {}),
+    (GREEDY, StopParams(60, ("e",)), {}),
+    (GREEDY, StopParams(30), {"grammar": PERSON}),
+    (SamplingParams(temperature=0.8, seed=9), StopParams(30), {"grammar": PERSON}),
+]
+native = pytest.mark.skipif(kernels.library() is None, reason="the kernels are not built, or not for this processor")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """The bundled pair in two dtypes and with a head, and one on transformers' own forward."""
+    neox = save_random_pair(tmp_path_factory.mktemp("neox"), "gpt_neox")
+    head = save_head(BUNDLED / "target", tmp_path_factory.mktemp("head") / "head")
+    bundled = {"target": str(BUNDLED / "target"), "draft": str(BUNDLED / "draft")}
+    options = {
+        "float32": {**bundled, "dtype": "float32"},
+        "bfloat16": {**bundled, "dtype": "bfloat16"},
+        "head": {**bundled, "draft": str(head), "dtype": "float32"},
+        "gpt_neox": {"target": str(neox[0]), "draft": str(neox[1]), "dtype": "float32"},
+    }
+    return {name: load_pair(load_settings(given)) for name, given in options.items()}
+
+
+def assistant_of(pair: Pair, policy: LengthPolicy, history: bool = False) -> Assistant:
+    return Assistant(pair, policy, None, 200_000_000, History(None) if history else None)
+
+
+def questions(assistant: Assistant, prompts: Sequence[str]) -> list[Question]:
+    """One for each of ``ASKED``."""
+    found = []
+    for number, (sampling, stop, more) in enumerate(ASKED):
+        messages = (Message("user", prompts[number]),)
+        prompt = encode_chat(assistant.pair, messages)
+        found.append(Question(prompt, messages, "", sampling, stop, client=f"client {number}", **more))
+    return found
+
+
+def alone(assistant: Assistant, asked: Sequence[Question]) -> list[list[int]]:
+    """The answers one after the other, each in caches of its own."""
+    said = []
+    for question in asked:
+        assistant.conversations = Conversations(assistant.pair.target, assistant.pair.draft, 1)
+        answering = assistant.begin(question)
+        said.append([step.token for step in answering.decoding.steps()])
+        assistant.end(answering)
+    return said
+
+
+def together(
+    assistant: Assistant, asked: Sequence[Question], late: Sequence[int] = (), engine: Engine | None = None
+) -> list[list[int]]:
+    """The same in a batch; question ``late[i]`` joins after 3 * (i + 1) bursts, the others at once."""
+    batch = Batch(engine or assistant.pair.target, lambda: True)
+    joins = {number: 3 * (late.index(number) + 1) if number in late else 0 for number in range(len(asked))}
+    said: list[list[int]] = [[] for _ in asked]
+    under_way: dict[int, Answering] = {}
+    bursts = 0
+    while joins or under_way:
+        for number in [number for number, when in joins.items() if when <= bursts or not under_way]:
+            del joins[number]
+            under_way[number] = assistant.begin(asked[number])
+            under_way[number].decoding.begin()
+            batch.join(under_way[number].decoding)
+        bursts += 1
+        assert not batch.step()
+        for number, answering in list(under_way.items()):
+            said[number] += [step.token for step in answering.decoding.show()]
+            if answering.decoding.finish_reason is not None:
+                batch.leave(answering.decoding)
+                answering.decoding.end()
+                assistant.end(answering)
+                del under_way[number]
+    return said
+
+
+def counting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Of every pass over several sequences how many tokens of each it took."""
+    passes: list[list[int]] = []
+    usual = engine.extend_together
+
+    def counted(calls: Sequence[ExtendCall]) -> list[torch.Tensor]:
+        passes.append([len(call.tokens) for call in calls])
+        return usual(calls)
+
+    monkeypatch.setattr(engine, "extend_together", counted)
+    return passes
+
+
+@pytest.fixture(autouse=True)
+def a_round_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "BURST_S", 0.0)
+
+
+@pytest.mark.parametrize("name", ["float32", pytest.param("bfloat16", marks=native), "head", "gpt_neox"])
+@pytest.mark.parametrize("policy", ["fixed", "auto"])
+def test_eight_answers_at_once_are_those_of_eight_alone(
+    pairs: dict[str, Pair], name: str, policy: str, prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pairs[name]
+    lengths = FixedLength(3) if policy == "fixed" else GoodputWithHistory()
+    assistant = assistant_of(pair, lengths, history=True)
+    asked = questions(assistant, prompts)
+    wanted = alone(assistant, asked)
+    assistant.conversations = Conversations(pair.target, pair.draft, 200_000_000)
+    passes = counting(pair.target, monkeypatch)
+    assert together(assistant, asked, late=(1, 4, 7)) == wanted
+    assert max(map(len, passes)) >= 5
+    assert sum(len(one) > 1 for one in passes) >= 10
+
+
+def test_answers_that_are_given_each_others_logits_fail_the_same_test(
+    pairs: dict[str, Pair], prompts: list[str]
+) -> None:
+    pair = pairs["float32"]
+    assistant = assistant_of(pair, FixedLength(0))
+    asked = [q for q in questions(assistant, prompts) if q.grammar is None and not q.stop.stop]
+    wanted = alone(assistant, asked)
+
+    class Crossed:
+        def extend_together(self, calls: Sequence[ExtendCall]) -> list[torch.Tensor]:
+            found = pair.target.extend_together(calls)
+            return found[::-1] if all(len(logits) == 1 for logits in found) else found
+
+    said = together(assistant_of(pair, FixedLength(0)), asked[:2], engine=Crossed())  # type: ignore[arg-type]
+    assert said != wanted[:2]
+
+
+def test_one_alone_is_decoded_by_the_calls_of_one(
+    pairs: dict[str, Pair], prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the others come and after they have gone no pass is one over several."""
+    assistant = assistant_of(pairs["float32"], FixedLength(3))
+    asked = questions(assistant, prompts)[:2]
+    passes = counting(pairs["float32"].target, monkeypatch)
+    together(assistant, asked[:1])
+    assert not passes
+    together(assistant, asked, late=(1,))
+    assert passes
+    assert all(len(one) == 2 for one in passes)
+
+
+def test_a_long_prompt_is_read_beside_the_others_in_slices(
+    pairs: dict[str, Pair], prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assistant = assistant_of(pairs["float32"], FixedLength(2))
+    target = assistant.pair.target
+    first, short = questions(assistant, prompts)[:2]
+    text = [token for question in questions(assistant, prompts * 2) for token in question.prompt] * 4
+    long = Question(text[:1200], (), "long", GREEDY, StopParams(8, ignore_eos=True), client="long")
+    asked = [Question(first.prompt, first.messages, "", GREEDY, StopParams(60, ignore_eos=True)), long, short]
+    wanted = alone(assistant, asked)
+    assistant.conversations = Conversations(target, assistant.pair.draft, 200_000_000)
+    passes = counting(target, monkeypatch)
+    batch = Batch(target, lambda: True)
+    answerings = [assistant.begin(question) for question in asked]
+    said: list[list[int]] = [[], [], []]
+
+    def burst() -> None:
+        assert not batch.step()
+        for number, answering in enumerate(answerings):
+            if answering.decoding in batch.under_way:
+                said[number] += [step.token for step in answering.decoding.show()]
+                if answering.decoding.finish_reason is not None:
+                    batch.leave(answering.decoding)
+                    answering.decoding.end()
+
+    for answering in answerings[:2]:
+        answering.decoding.begin()
+        batch.join(answering.decoding)
+        burst()
+    before = len(said[0])
+    assert answerings[1].decoding.unread > 1000
+    answerings[2].decoding.begin()
+    batch.join(answerings[2].decoding)
+    while answerings[1].decoding.unread:
+        burst()
+    assert len(said[0]) >= before + 8, "who was there got no token while the long prompt was read"
+    assert said[2], "the short prompt waited for the long one"
+    assert all(sum(one) <= PASS + 8 for one in passes)
+    while batch.under_way:
+        burst()
+    assert said == wanted
+
+
+def test_an_answer_that_cannot_go_on_ends_alone(pairs: dict[str, Pair], prompts: list[str]) -> None:
+    """A token beyond the vocabulary fails the whole pass: the others are then passed one by one."""
+    assistant = assistant_of(pairs["float32"], FixedLength(2))
+    good = questions(assistant, prompts)[:2]
+    wanted = alone(assistant, good)
+    assistant.conversations = Conversations(assistant.pair.target, assistant.pair.draft, 200_000_000)
+    bad = Question([5, 6, 10**6, 7], (), "bad", GREEDY, StopParams(8), client="bad")
+    batch = Batch(assistant.pair.target, lambda: True)
+    answerings = [assistant.begin(question) for question in (*good, bad)]
+    said: list[list[int]] = [[], [], []]
+    failed = []
+    for answering in answerings:
+        answering.decoding.begin()
+        batch.join(answering.decoding)
+    while batch.under_way:
+        for decoding, error in batch.step():
+            failed.append((decoding, error))
+            batch.leave(decoding)
+        for number, answering in enumerate(answerings):
+            if answering.decoding in batch.under_way:
+                said[number] += [step.token for step in answering.decoding.show()]
+                if answering.decoding.finish_reason is not None:
+                    batch.leave(answering.decoding)
+    assert [decoding for decoding, _ in failed] == [answerings[2].decoding]
+    assert isinstance(failed[0][1], IndexError)
+    assert said[:2] == wanted
+
+
+def test_the_same_conversation_asked_twice_at_once_has_two_caches_and_one_session(
+    pairs: dict[str, Pair], prompts: list[str]
+) -> None:
+    assistant = assistant_of(pairs["float32"], FixedLength(2))
+    (question, *_) = questions(assistant, prompts)
+    one, other = assistant.begin(question), assistant.begin(question)
+    assert one.conversation is not other.conversation
+    assert one.session == other.session
+    one.decoding.begin()
+    conversations = assistant.conversations
+    conversations.limit = 1  # nothing of theirs is given up for it
+    third = assistant.begin(Question([9, 8, 7], (), "x", GREEDY, StopParams(4)))
+    assert one.conversation.target.sequence is one.decoding.target
+    assert not assistant.has_room(10)
+    for answering in (one, other, third):
+        assistant.end(answering)
+    assert assistant.has_room(10**9)
+    with pytest.raises(AdaptiveError, match="empty"):
+        assistant.begin(Question([], (), "", GREEDY, StopParams(4)))
+    assert not assistant.under_way
+
+
+@pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2], PARAMS[4]], ids=[IDS[1], IDS[2], IDS[4]])
+def test_in_joint_rounds_sampled_text_has_the_law_of_the_target(
+    models: tuple[TransformersEngine, TransformersEngine], params: SamplingParams
+) -> None:
+    assert p_value(joint_counts(models, params), exact_distribution(models[0], params)) > 0.001
+
+
+def test_joint_rounds_that_judge_with_anothers_logits_fail_the_same_test(
+    models: tuple[TransformersEngine, TransformersEngine],
+) -> None:
+    class Crossed:
+        def extend_together(self, calls: Sequence[ExtendCall]) -> list[torch.Tensor]:
+            found = models[0].extend_together(calls)
+            same = len({len(logits) for logits in found}) == 1
+            return [*found[1:], found[0]] if same else found
+
+    counts = joint_counts(models, PARAMS[1], Crossed())
+    assert p_value(counts, exact_distribution(models[0], PARAMS[1])) < 0.001
+
+
+def joint_counts(
+    models: tuple[TransformersEngine, TransformersEngine], params: SamplingParams, engine: Any = None, runs: int = 1000
+) -> Counter[tuple[int, ...]]:
+    """The first three of four tokens of four times ``runs`` answers, four at once, which have drafted two at a time or
+    one."""
+    target, draft = models
+    texts = [sequences(target, draft) for _ in range(4)]
+    generator = torch.Generator().manual_seed(12)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(runs):
+        batch = Batch(engine or target, lambda: True)
+        decodings = []
+        for number, (one, other) in enumerate(texts):
+            assert other is not None
+            one.rollback(len(PROMPT) - 1)
+            other.rollback(len(PROMPT) - 1)
+            penalties = LogitsProcessor(params, VOCAB, torch.device("cpu"))
+            request = Request(PROMPT, params, StopParams(max_new_tokens=4), frozenset(), record=False)
+            drafter = ModelDrafter(other, draft, VOCAB, params, penalties, generator)
+            verifier = Verifier(params, penalties, generator)
+            policy, text = FixedLength(1 + number % 2), NoText()
+            decodings.append(Decoding(request, one, 64, drafter, verifier, policy, text))  # type: ignore[arg-type]
+            decodings[-1].begin()
+            batch.join(decodings[-1])
+        while batch.under_way:
+            assert not batch.step()
+            for decoding in list(batch.under_way):
+                list(decoding.show())
+                if decoding.finish_reason is not None:
+                    batch.leave(decoding)
+        counts.update(tuple(decoding.output[:3]) for decoding in decodings)
+    return counts
