@@ -63,7 +63,7 @@ def now(api: Api) -> dict[str, Any]:
         "draft": draft,
         "adapter": engine.adapter,
         "speculation": engine.speculation.as_object(),
-        "running": engine.slot.busy,
+        "running": bool(engine.works),
         "waiting": len(engine.queue),
     }
 
