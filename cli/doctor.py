@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from adaptive.engines.hf.kinds import Kinds
     from adaptive.engines.hf.tried import Tried
-    from adaptive.engines.load import Source
+    from adaptive.engines.load import Forward, Source
     from adaptive.settings import Settings
 
 
@@ -360,12 +360,26 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
             yield Finding("used", "dtype", "ok", f"{str(chosen.dtype).removeprefix('torch.')}{measured}")
         quantised = f", {chosen.quantize} by bitsandbytes" if chosen.quantize != "none" else ""
         yield Finding("used", f"{role} forward", "ok", f"{chosen.forward.value} ({chosen.weights}{quantised})")
+        if not is_draft:
+            yield _at_once(chosen.forward)
         if chosen.quantize == "nf4":
             yield _four_bits(role, source, settings)
         if source.gguf is None and not source.head:
             kinds = Kinds.of(read_config(source, settings).get_text_config())
             found = tried.Tried(None) if chosen.forward.own else None
             yield _layers(role, kinds, found or tried.kept(settings.state_dir, source.folder, chosen.how))
+
+
+def _at_once(forward: Forward) -> Finding:
+    """How many answers a server can decode in one pass of the target."""
+    from adaptive.engines.load import Forward
+
+    said = {
+        Forward.CPU_FUSED: "several, with adaptive serve --slots",
+        Forward.TRANSFORMERS: "several, where a try shows it when the model is loaded",
+        Forward.CUDA_GRAPHS: "several, where a try shows it when the model is loaded",
+    }
+    return Finding("used", "answers at once", "ok", said.get(forward, "one: this forward takes one text a pass"))
 
 
 def _four_bits(role: str, source: Source, settings: Settings) -> Finding:

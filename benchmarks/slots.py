@@ -1,0 +1,148 @@
+"""Several streaming clients on one server: tokens per second, time to the first token, and what one client alone loses.
+
+    python benchmarks/slots.py --target ... --draft ... --clients 8 --tokens 128 --rounds 6
+
+Two servers of the same pair stand side by side, one with ``--slots 1`` and one with ``--slots N``; only one is asked at a
+time, in turns whose order changes, so that what else the machine does meets both. In every round each server answers
+one client alone and then all clients at once, greedy, the same prompts. Prints the figures of each and their ratios,
+medians over the rounds, and whether every text of all clients at once is that of a client alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+from served import PATIENCE_S, Served, Stream, prompts, served, stream
+
+# What must be shown (issue 26): all clients' tokens per second over one slot's, and a lone client's over one slot's.
+TOGETHER, ALONE = 2.5, 0.98
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of some clients at once: tokens per second of all, and the median and longest seconds to a first text."""
+
+    tokens_per_s: float
+    first_s: float
+    longest_first_s: float
+
+
+def main() -> None:
+    """Run it, print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--draft")
+    parser.add_argument("--kind", default="math", help="of the bundled prompts")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--slots", default="8")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--draft-length", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path, help="where to write every figure")
+    options = parser.parse_args()
+    shared = ["--distill", "off", "--draft-length", options.draft_length, "--dtype", options.dtype]
+    for name in ("target", "draft", "threads"):
+        value = getattr(options, name)
+        shared += [] if value is None else [f"--{name}", str(value)]
+    texts = prompts(options.kind, options.clients)
+    found: dict[tuple[str, str], list[Figures]] = defaultdict(list)
+    said: dict[str, set[str]] = defaultdict(set)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        servers = {
+            slots: stack.enter_context(served(Path(folder) / slots, [*shared, "--slots", slots]))
+            for slots in ("1", options.slots)
+        }
+        for number in range(options.rounds + 1):  # the first is for the caches of the machine, and for the policy
+            order = list(servers.items())
+            for slots, server in order if number % 2 else reversed(order):
+                for count in (1, options.clients):
+                    streams, seconds = ask(server, texts[:count], options.tokens, number)
+                    for prompt, one in zip(texts, streams, strict=False):
+                        said[prompt].add(one.text)
+                    if number:
+                        found[slots, "alone" if count == 1 else "together"].append(figures(streams, seconds))
+        total = {slots: len(server.get("/slots")) for slots, server in servers.items()}
+    report(options, found, total, said)
+
+
+def ask(server: Served, texts: list[str], tokens: int, number: int) -> tuple[list[Stream], float]:
+    """Each text by a client of its own, all at once; the streams, and the seconds until the last has ended."""
+    bodies = [
+        {"prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "user": f"{i}", "store": False}
+        for i, text in enumerate(texts)
+    ]
+
+    def one(body: dict[str, object]) -> Stream:
+        # Another session each time, so that no round finds the prompt in its own conversation's cache.
+        headers = {"x-session-id": f"{number}-{body['user']}-{len(texts)}"}
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers=headers) as client:
+            return stream(client, body)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(len(texts)) as pool:
+        streams = list(pool.map(one, bodies))
+    return streams, time.perf_counter() - began
+
+
+def figures(streams: list[Stream], seconds: float) -> Figures:
+    """Raises SystemExit where an answer did not come whole."""
+    if not all(one.whole and one.times for one in streams):
+        raise SystemExit("an answer did not come whole")
+    tokens = sum(
+        one.ending["usage"]["completion_tokens"] if one.ending.get("usage") else 0 for one in streams if one.ending
+    )
+    tokens = tokens or sum(one.ending["timings"]["predicted_n"] for one in streams if one.ending)
+    first = [one.times[0] - one.asked for one in streams]
+    return Figures(tokens / seconds, statistics.median(first), max(first))
+
+
+def report(
+    options: argparse.Namespace,
+    found: dict[tuple[str, str], list[Figures]],
+    total: dict[str, int],
+    said: dict[str, set[str]],
+) -> None:
+    """Print medians over the rounds and their ratios."""
+
+    def median(slots: str, how: str, name: str) -> float:
+        return statistics.median(getattr(one, name) for one in found[slots, how])
+
+    def ratio(how: str, name: str) -> float:
+        """The median of the rounds' ratios: both servers' of a round were measured next to each other."""
+        both = zip(found[options.slots, how], found["1", how], strict=True)
+        return statistics.median(getattr(many, name) / getattr(one, name) for many, one in both)
+
+    for slots, how in sorted(found):
+        count = 1 if how == "alone" else options.clients
+        print(
+            f"--slots {slots} ({total[slots]} in use), {count} at once: {median(slots, how, 'tokens_per_s'):.1f} tokens/s, "
+            f"first text after {median(slots, how, 'first_s'):.3f} s (longest {median(slots, how, 'longest_first_s'):.3f})"
+        )
+    together, alone = ratio("together", "tokens_per_s"), ratio("alone", "tokens_per_s")
+    print(f"{options.clients} clients, tokens/s against one slot: {together:.2f} (asked for: {TOGETHER})")
+    print(
+        f"{options.clients} clients, median time to the first text against one slot: {ratio('together', 'first_s'):.2f}"
+    )
+    lone = median(options.slots, "alone", "first_s")
+    print(f"time to the first text against a client alone: {median(options.slots, 'together', 'first_s') / lone:.2f}")
+    print(f"one client alone, tokens/s against --slots 1: {alone:.3f} (asked for: {ALONE})")
+    print(f"prompts whose text was always the same: {sum(len(texts) == 1 for texts in said.values())} of {len(said)}")
+    if options.json is not None:
+        every = {f"slots {slots}, {how}": [asdict(one) for one in figures] for (slots, how), figures in found.items()}
+        options.json.write_text(json.dumps(every, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
