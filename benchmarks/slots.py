@@ -2,10 +2,10 @@
 
     python benchmarks/slots.py --target ... --draft ... --clients 8 --tokens 128 --rounds 6
 
-Two servers of the same pair stand side by side, one with ``--slots 1`` and one with ``--slots N``; only one is asked at a
-time, in turns whose order changes, so that what else the machine does meets both. In every round each server answers
-one client alone and then all clients at once, greedy, the same prompts. Prints the figures of each and their ratios,
-medians over the rounds, and whether every text of all clients at once is that of a client alone.
+Two servers of the same pair stand side by side, one with ``--slots 1`` and one with ``--slots N``; only one is asked at
+a time, in turns whose order changes, so that what else the machine does meets both. In every round each server answers
+one client alone and then all clients at once, greedy, by prompts that no cache has seen. Prints the figures of each and
+their ratios, medians over the rounds, and how many texts both servers agree on.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def main() -> None:
             order = list(servers.items())
             for slots, server in order if number % 2 else reversed(order):
                 for count in (1, options.clients):
-                    streams, seconds = ask(server, texts[:count], options.tokens, number)
-                    for prompt, one in zip(texts, streams, strict=False):
+                    asked = [f"Question {number}.{count}: {text}" for text in texts[:count]]
+                    streams, seconds = ask(server, asked, options.tokens)
+                    for prompt, one in zip(asked, streams, strict=True):
                         said[prompt].add(one.text)
                     if number:
                         found[slots, "alone" if count == 1 else "together"].append(figures(streams, seconds))
@@ -77,7 +78,7 @@ def main() -> None:
     report(options, found, total, said)
 
 
-def ask(server: Served, texts: list[str], tokens: int, number: int) -> tuple[list[Stream], float]:
+def ask(server: Served, texts: list[str], tokens: int) -> tuple[list[Stream], float]:
     """Each text by a client of its own, all at once; the streams, and the seconds until the last has ended."""
     bodies = [
         {"prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "user": f"{i}", "store": False}
@@ -85,9 +86,7 @@ def ask(server: Served, texts: list[str], tokens: int, number: int) -> tuple[lis
     ]
 
     def one(body: dict[str, object]) -> Stream:
-        # Another session each time, so that no round finds the prompt in its own conversation's cache.
-        headers = {"x-session-id": f"{number}-{body['user']}-{len(texts)}"}
-        with httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers=headers) as client:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
             return stream(client, body)
 
     began = time.perf_counter()
@@ -100,10 +99,7 @@ def figures(streams: list[Stream], seconds: float) -> Figures:
     """Raises SystemExit where an answer did not come whole."""
     if not all(one.whole and one.times for one in streams):
         raise SystemExit("an answer did not come whole")
-    tokens = sum(
-        one.ending["usage"]["completion_tokens"] if one.ending.get("usage") else 0 for one in streams if one.ending
-    )
-    tokens = tokens or sum(one.ending["timings"]["predicted_n"] for one in streams if one.ending)
+    tokens = sum(one.ending["timings"]["predicted_n"] for one in streams if one.ending is not None)
     first = [one.times[0] - one.asked for one in streams]
     return Figures(tokens / seconds, statistics.median(first), max(first))
 
@@ -127,18 +123,17 @@ def report(
     for slots, how in sorted(found):
         count = 1 if how == "alone" else options.clients
         print(
-            f"--slots {slots} ({total[slots]} in use), {count} at once: {median(slots, how, 'tokens_per_s'):.1f} tokens/s, "
-            f"first text after {median(slots, how, 'first_s'):.3f} s (longest {median(slots, how, 'longest_first_s'):.3f})"
+            f"--slots {slots} (it has {total[slots]}), {count} at once: "
+            f"{median(slots, how, 'tokens_per_s'):.1f} tokens/s, first text after "
+            f"{median(slots, how, 'first_s'):.3f} s (longest {median(slots, how, 'longest_first_s'):.3f})"
         )
     together, alone = ratio("together", "tokens_per_s"), ratio("alone", "tokens_per_s")
     print(f"{options.clients} clients, tokens/s against one slot: {together:.2f} (asked for: {TOGETHER})")
-    print(
-        f"{options.clients} clients, median time to the first text against one slot: {ratio('together', 'first_s'):.2f}"
-    )
+    print(f"{options.clients} clients, time to the first text against one slot: {ratio('together', 'first_s'):.2f}")
     lone = median(options.slots, "alone", "first_s")
     print(f"time to the first text against a client alone: {median(options.slots, 'together', 'first_s') / lone:.2f}")
     print(f"one client alone, tokens/s against --slots 1: {alone:.3f} (asked for: {ALONE})")
-    print(f"prompts whose text was always the same: {sum(len(texts) == 1 for texts in said.values())} of {len(said)}")
+    print(f"prompts to which both said the same: {sum(len(texts) == 1 for texts in said.values())} of {len(said)}")
     if options.json is not None:
         every = {f"slots {slots}, {how}": [asdict(one) for one in figures] for (slots, how), figures in found.items()}
         options.json.write_text(json.dumps(every, indent=2), encoding="utf-8")
