@@ -23,7 +23,7 @@ from adaptive.service.dialects.messages import MessagesRequest
 from adaptive.service.dialects.responses import ResponsesRequest
 from adaptive.service.formats import Call, format_of
 from adaptive.service.jobs import Answer, Ask, Done, Event, Job, Piece
-from adaptive.service.schemas import ChatMessage, ChatRequest, RequestBody
+from adaptive.service.schemas import ChatMessage, ChatRequest, RequestBody, StreamOptions
 from adaptive.types import SamplingParams, StopParams, Timings
 
 TOOLS: list[dict[str, Any]] = [
@@ -66,7 +66,7 @@ def answer(text: str) -> Answer:
 
 def test_a_whole_response_and_a_stream_carry_the_same() -> None:
     served = streams.Served("1", 0, "pair", tokenizer("{{ messages }}"), HERMES, 3)
-    whole = Completion(served, chat=True, top=None, usage=False).whole([answer(TWO)])["choices"][0]
+    whole = Completion(served, chat=True, top=None, options=StreamOptions()).whole([answer(TWO)])["choices"][0]
     assert whole["finish_reason"] == "tool_calls"
     assert whole["message"]["content"] == "Let me look."
     assert whole["message"]["reasoning_content"] == "Warm?"
@@ -77,7 +77,7 @@ def test_a_whole_response_and_a_stream_carry_the_same() -> None:
             events.put_nowait(Piece(0, TWO[at : at + 5]))
         events.put_nowait(answer(TWO))
         events.put_nowait(Done())
-        writer = Completion(served, chat=True, top=None, usage=False)
+        writer = Completion(served, chat=True, top=None, options=StreamOptions())
         lines = [line async for line in streams.chunks(Job(ASK, events.put_nowait), events, writer)]
         assert lines[-1] == "data: [DONE]\n\n"
         return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
@@ -100,7 +100,7 @@ def test_a_stream_says_so_while_a_long_call_is_made(monkeypatch: pytest.MonkeyPa
     async def read() -> list[str]:
         events: asyncio.Queue[Event] = asyncio.Queue()
         asking = Job(ASK, events.put_nowait)
-        lines = streams.chunks(asking, events, Completion(served, chat=True, top=None, usage=False))
+        lines = streams.chunks(asking, events, Completion(served, chat=True, top=None, options=StreamOptions()))
 
         async def decode() -> None:
             events.put_nowait(Piece(0, 'Look. <tool_call>{"name": "write", "arguments": {"text": "'))

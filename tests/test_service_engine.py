@@ -26,7 +26,7 @@ from adaptive.service.engine import EngineThread
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Ask, Done, Event, FairQueue, Job, Piece, Prompt
 from adaptive.service.metrics import Metrics
-from adaptive.service.schemas import ChatRequest
+from adaptive.service.schemas import ChatRequest, StreamOptions
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
 from cli.opened import open_pair
@@ -98,7 +98,7 @@ def test_a_stream_that_waits_says_so_now_and_then(monkeypatch: pytest.MonkeyPatc
         events: asyncio.Queue[Event] = asyncio.Queue()
         asking = job(8)
         served = streams.Served("x", 0, "m", tokenizer, Reading(), 3)
-        lines = streams.chunks(asking, events, Completion(served, chat=True, top=None, usage=False))
+        lines = streams.chunks(asking, events, Completion(served, chat=True, top=None, options=StreamOptions()))
         said = [await anext(lines), await anext(lines)]
         events.put_nowait(Piece(0, "text"))
         events.put_nowait(Done())
