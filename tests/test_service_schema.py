@@ -54,7 +54,12 @@ def cheap(body: Any) -> Any:
     """The same request for short answers."""
     if not isinstance(body, dict):
         return body
-    limited = {name: most for name, most in LIMITS.items() if isinstance(body.get(name), int) and body[name] > most}
+    # -1 are llama-server's as many tokens as the context holds.
+    limited = {
+        name: most
+        for name, most in LIMITS.items()
+        if isinstance(body.get(name), int) and (body[name] > most or (name, body[name]) == ("n_predict", -1))
+    }
     return {**body, **limited}
 
 
