@@ -13,33 +13,21 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from adaptive.errors import AdaptiveError, first_line
+from cli.doctor_pair import pair_findings
+from cli.finding import Finding, size
 from cli.options import shared_options
 
 if TYPE_CHECKING:
     import torch
 
-    from adaptive.engines.hf.kinds import Kinds
-    from adaptive.engines.hf.tried import Tried
-    from adaptive.engines.load import Forward, Source
     from adaptive.settings import Settings
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. ``note`` costs something, ``broken`` stops something that is needed."""
-
-    group: Literal["machine", "packages", "used"]
-    name: str
-    status: Literal["ok", "note", "broken"]
-    value: str
-    advice: str = ""
 
 
 @shared_options("target", "draft", "draft_checkpoint", "device", "draft_device", "dtype", "quantize", "draft_quantize")
@@ -78,7 +66,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield _kernels()
     yield from _bitsandbytes(settings)
     yield _llama_cpp(settings)
-    yield from _used(settings)
+    yield from pair_findings(settings)
 
 
 def _python() -> Finding:
@@ -142,7 +130,7 @@ def _processor() -> Iterator[Finding]:
         "machine",
         "memory",
         "note" if tight else "ok",
-        f"{_size(memory.available)} free of {_size(memory.total)}",
+        f"{size(memory.available)} free of {size(memory.total)}",
         "close other programs, or expect only small models to fit" if tight else "",
     )
 
@@ -157,7 +145,7 @@ def _disk(state_dir: Path) -> Finding:
         )
     tight = free < 2**30  # a year of daily use fits in this (bytes)
     advice = "free some room, `adaptive adapters prune`, or choose another folder with --state-dir" if tight else ""
-    return Finding("machine", "state folder", "note" if tight else "ok", f"{state_dir}, {_size(free)} free", advice)
+    return Finding("machine", "state folder", "note" if tight else "ok", f"{state_dir}, {size(free)} free", advice)
 
 
 def _devices(torch: Any) -> Iterator[Finding]:
@@ -166,7 +154,7 @@ def _devices(torch: Any) -> Iterator[Finding]:
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
-        yield Finding("machine", f"cuda:{number}", "ok", f"{name}, {_size(free)} free of {_size(total)}")
+        yield Finding("machine", f"cuda:{number}", "ok", f"{name}, {size(free)} free of {size(total)}")
         yield _arithmetic(torch, f"cuda:{number}", f"cuda:{number} arithmetic")
     if torch.backends.mps.is_available():
         yield Finding("machine", "mps", "ok", "Apple graphics")
@@ -260,171 +248,6 @@ def _llama_cpp(settings: Settings) -> Finding:
     return Finding("machine", "llama.cpp", "ok", f"llama-cpp-python {library.__version__}, built for {where}")
 
 
-def _used(settings: Settings) -> Iterator[Finding]:
-    """What a run with these settings would take, as far as it is known without loading or fetching a model."""
-    from adaptive.devices import choose_device
-    from adaptive.engines.head.kinds import head_kind
-    from adaptive.engines.llamacpp.files import is_gguf_name
-    from adaptive.pair import BUNDLED, GROW, MTP, PLAIN, pair_identity
-
-    for option, name in (("device", settings.device), ("draft device", settings.draft_device or settings.device)):
-        try:
-            device = choose_device(name)
-            yield Finding("used", option, "ok", device)
-        except AdaptiveError as error:
-            yield Finding("used", option, "broken", str(error), "choose another device, or leave it to auto")
-            return
-    target, draft = settings.target, settings.draft
-    if target is None:
-        target, draft = str(BUNDLED / "target"), draft or str(BUNDLED / "draft")
-    local = True
-    for role, model in (("target", target), ("draft", draft)):
-        bundled = model is not None and Path(model).is_relative_to(BUNDLED)
-        if model is not None and is_gguf_name(model):
-            yield from _gguf_file(role, model)
-            local = local and Path(model).expanduser().is_file()
-            continue
-        if role == "draft" and model in (GROW, MTP, PLAIN, None):
-            yield _no_model(settings, local)
-            continue
-        assert model is not None
-        if Path(model).expanduser().is_dir():
-            kind = head_kind(Path(model).expanduser())
-            what = " (bundled)" if bundled else "" if kind is None else f" ({kind.words})"
-            yield Finding("used", role, "ok", f"{model}{what}")
-            continue
-        local = False
-        if bundled:
-            yield Finding(
-                "used", role, "broken", f"{model} is not there", "get the repository whole, or name your own pair"
-            )
-        else:
-            yield Finding("used", role, "note", f"{model} is no folder here", "it will be fetched, if the hub has it")
-    if target is None or not local:
-        return
-    try:
-        yield Finding("used", "pair", "ok", pair_identity(settings).id)
-        yield from _forwards(settings)
-    except AdaptiveError as error:
-        yield Finding("used", "pair", "broken", str(error), "choose other models with --target and --draft")
-
-
-def _no_model(settings: Settings, local: bool) -> Finding:
-    """What drafts where no model is named for it; of a target that is not ``local`` it is not known yet."""
-    from adaptive.engines.head.module import unsuitable
-    from adaptive.engines.load import read_config
-    from adaptive.pair import MTP, PLAIN, grows_on, sources
-
-    if settings.draft == PLAIN:
-        return Finding("used", "draft", "ok", "none: the target decodes alone")
-    if not local:
-        said = "the multi-token head in the target's checkpoint"
-        grown = "" if settings.draft == MTP else "; where it has none, one that is grown on it"
-        return Finding("used", "draft", "ok", f"{said}{grown}")
-    try:
-        inside = sources(settings)[1]
-        if inside is not None and inside.head is not None:
-            return Finding("used", "draft", "ok", f"{inside.head.words}: docs/heads.md")
-        target = grows_on(settings)
-        if target is None:
-            return Finding("used", "draft", "ok", "none: the target decodes alone")
-        reason = unsuitable(read_config(target, settings).get_text_config())
-    except AdaptiveError as error:
-        return Finding("used", "draft", "broken", str(error), "name another draft, or --draft none")
-    if reason is not None:
-        return Finding("used", "draft", "note", f"none: {reason}", "name a draft with --draft")
-    return Finding("used", "draft", "ok", "a head, grown here from what is said: docs/heads.md")
-
-
-def _forwards(settings: Settings) -> Iterator[Finding]:
-    """Which forward will serve each model of the pair, in what numbers."""
-    from adaptive.engines.head.kinds import HeadKind
-    from adaptive.engines.hf import tried
-    from adaptive.engines.hf.kinds import Kinds
-    from adaptive.engines.load import beside_eagle, choose_forward, read_config
-    from adaptive.pair import sources
-
-    target, draft = sources(settings)
-    eagle = draft is not None and draft.head is HeadKind.EAGLE3
-    measured = " (the faster one here)" if settings.dtype == "auto" else ""
-    for role, source in (("target", target), ("draft", draft)):
-        if source is None:
-            continue
-        is_draft = role == "draft"
-        device = (settings.draft_device or settings.device) if is_draft else settings.device
-        if eagle:
-            chosen = beside_eagle(choose_forward(target, settings, settings.device))[is_draft]
-        else:
-            chosen = choose_forward(source, settings, device, draft=is_draft)
-        if chosen.dtype is not None and not is_draft:
-            yield Finding("used", "dtype", "ok", f"{str(chosen.dtype).removeprefix('torch.')}{measured}")
-        quantised = f", {chosen.quantize} by bitsandbytes" if chosen.quantize != "none" else ""
-        yield Finding("used", f"{role} forward", "ok", f"{chosen.forward.value} ({chosen.weights}{quantised})")
-        if not is_draft:
-            yield _at_once(chosen.forward)
-        if chosen.quantize == "nf4":
-            yield _four_bits(role, source, settings)
-        if source.gguf is None and not source.head:
-            kinds = Kinds.of(read_config(source, settings).get_text_config())
-            found = tried.Tried(None) if chosen.forward.own else None
-            yield _layers(role, kinds, found or tried.kept(settings.state_dir, source.folder, chosen.how))
-
-
-def _at_once(forward: Forward) -> Finding:
-    """How many answers a server can decode in one pass of the target."""
-    from adaptive.engines.load import Forward
-
-    said = {
-        Forward.CPU_FUSED: "several, with adaptive serve --slots",
-        Forward.TRANSFORMERS: "several, where a try shows it when the model is loaded",
-        Forward.CUDA_GRAPHS: "several, where a try shows it when the model is loaded",
-    }
-    return Finding("used", "answers at once", "ok", said.get(forward, "one: this forward takes one text a pass"))
-
-
-def _four_bits(role: str, source: Source, settings: Settings) -> Finding:
-    """Which layers of a model will really be held in four bits."""
-    from adaptive.engines.load import four_bits, read_config
-
-    name = f"{role} nf4"
-    try:
-        fit = four_bits(source, read_config(source, settings), settings)
-    except AdaptiveError as error:
-        return Finding("used", name, "broken", str(error), "leave --quantize out, or take int8")
-    if fit.misfits:
-        return Finding("used", name, "note", fit.text, "the other layers stay as they are, and take more memory")
-    return Finding("used", name, "ok", fit.text)
-
-
-def _layers(role: str, kinds: Kinds, found: Tried | None) -> Finding:
-    """What the layers of a model hold, and whether it can be drafted for (or draft), as was found at loading."""
-    name = f"{role} layers"
-    problem = kinds.problem or (found.problem if found else None)
-    if problem is not None:
-        advice = "it decodes plainly, without a draft" if role == "target" else "name another draft"
-        return Finding("used", name, "note", f"no drafting: it {problem}", advice)
-    held = f"{kinds.recurrent} with a recurrent state, " * bool(kinds.recurrent) + f"{kinds.attention} of attention"
-    can = "drafting is possible" if found else "whether drafting is possible is tried when it is loaded"
-    return Finding("used", name, "ok", f"{held}; {can}")
-
-
-def _gguf_file(role: str, name: str) -> Iterator[Finding]:
-    """What is in a GGUF file, by its header."""
-    from adaptive.engines.llamacpp.model import LlamaModel
-
-    path = Path(name).expanduser()
-    if not path.is_file():
-        yield Finding("used", role, "note", f"{name} is no file here", "it will be fetched, if the hub has it")
-        return
-    try:
-        model = LlamaModel(path, vocabulary_only=True)
-    except AdaptiveError as error:
-        yield Finding("used", role, "broken", str(error), "get the file again, or name another")
-        return
-    described = f"{model.architecture}, {_size(path.stat().st_size)}, {model.vocab_size} tokens"
-    yield Finding("used", role, "ok", f"{name} ({described}), by llama.cpp")
-
-
 def _print(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -457,7 +280,3 @@ def _milliseconds(work: Callable[[], object]) -> float:
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
