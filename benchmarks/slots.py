@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 from served import PATIENCE_S, Served, Stream, prompts, served, stream
 
-# What must be shown (issue 26): all clients' tokens per second over one slot's, and a lone client's over one slot's.
+# What is wanted: all clients' tokens per second over one slot's, and a lone client's over one slot's.
 TOGETHER, ALONE = 2.5, 0.98
 
 
