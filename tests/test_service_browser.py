@@ -166,7 +166,7 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
             assert sentence.startswith("drafting" if tokens > 2 else "plain"), sentence
             until(lambda said=sentence: said in text("#now"))
         until(lambda: text("#yield") not in ("", "–"))
-        assert "drafted tokens accepted, last 5 answers" in text("#drafted")
+        until(lambda: "drafted tokens accepted, last 5 answers" in text("#drafted"))
         assert "saved against plain decoding; nothing was trained" in text("#within")
     browser.save_screenshot(str(tmp_path / "dashboard-after.png"))
     assert text("#problem") == ""

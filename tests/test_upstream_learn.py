@@ -27,6 +27,8 @@ from adaptive.types import Generation
 from adaptive.upstream import publishing
 from checkpoints.store import AdapterStore
 
+# By one process, which starts one server and one proxy.
+pytestmark = pytest.mark.xdist_group("upstream_learn")
 PAIR = ("--target", str(BUNDLED / "target"), "--draft", str(BUNDLED / "draft"))
 
 
@@ -158,9 +160,13 @@ def test_what_was_logged_is_trained_on(server: Server, learning: Learning) -> No
     """The trainer reads the records of another server as it reads our own."""
     from trainers.dataset import examples, read_log
 
-    pairs(server, learning, 1)
-    found = examples(read_log(next(learning.home.glob("*/records.db")), 100), 512)
-    assert len(found) >= 7
+    asked = {"prompt": "A long time ago", "max_tokens": 24, "temperature": 0.7, "seed": 4}
+    for number in range(3):
+        assert httpx.post(f"{learning.url}/v1/completions", json={**asked, "seed": number}, timeout=60).is_success
+    pairs(server, learning, 3)
+    log = read_log(next(learning.home.glob("*/records.db")), 100)
+    found = examples(log, 512)
+    assert len(found) == len(log) >= 3
     assert all(example.replayable for example in found)
 
 

@@ -358,10 +358,10 @@ class EngineThread:
         disk but who asked for this one."""
         log = assistant.log
         if work.handed and log is not None:
-            if not log.settled(work.handed) and time.monotonic() < work.until:
-                if self._batch.under_way:
-                    return
+            if not self._batch.under_way:  # which has a disk that failed tried again
                 log.flush(max(0.0, work.until - time.monotonic()))
+            elif not log.settled(work.handed) and time.monotonic() < work.until:
+                return
             if not log.settled(work.handed) or not log.state.writable:
                 logger.warning("log: %s", log.problem or "slow; the answer will be there later")
         if work.answer is not None:
