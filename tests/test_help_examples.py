@@ -43,8 +43,9 @@ STATUS = {"adaptive service status": (0, 1)}
 ELSEWHERE = "adaptive publish"
 # Models that an example names, and what stands for them.
 MODELS = {
-    "my-target": "target", "target": "target", "my-draft": "draft", "my-14b": "target", "my-0.5b": "draft", "draft": "draft",
-    "DIR": "target", "Qwen/Qwen2.5-14B-Instruct": "target", "Qwen/Qwen2.5-0.5B-Instruct": "draft",
+    "my-target": "target", "target": "target", "my-14b": "target", "DIR": "target",
+    "my-draft": "draft", "my-0.5b": "draft", "draft": "draft",
+    "Qwen/Qwen2.5-14B-Instruct": "target", "Qwen/Qwen2.5-0.5B-Instruct": "draft",
 }  # fmt: skip
 PROMPTS = [{"prompt": f"What is {n} plus {n}?"} for n in range(3)]
 CHAT = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello to you."}]}

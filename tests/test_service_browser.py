@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -20,6 +21,7 @@ from checkpoints.store import AdapterStore
 from cli.report import write_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+exceptions = pytest.importorskip("selenium.common.exceptions", reason="selenium is not installed")
 CHROMIUM = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
 DRIVER = shutil.which("chromedriver")
 pytestmark = [
@@ -94,8 +96,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def until(what: Callable[[], bool]) -> None:
+    """Wait for it. What the page has replaced between two looks is looked for again."""
     deadline = time.monotonic() + PATIENCE_S
-    while not what():
+    while True:
+        with contextlib.suppress(exceptions.StaleElementReferenceException):
+            if what():
+                return
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
