@@ -39,7 +39,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         one.stop()
 
 
-def body(number: int, tokens: int = 120) -> dict[str, Any]:
+def body(number: int, tokens: int = 72) -> dict[str, Any]:
     """A request of client ``number``, greedy or under a seed."""
     how = {"temperature": 0} if number % 2 == 0 else {"temperature": 0.8, "seed": number}
     ends = {"max_tokens": tokens, "ignore_eos": True, "user": f"client {number}"}
@@ -118,7 +118,7 @@ def test_eight_streams_at_once_say_what_each_says_alone(server: Server) -> None:
 
 
 def test_a_short_one_that_comes_later_is_answered_before_a_long_one_ends(server: Server) -> None:
-    long, short = body(10, tokens=900), body(11, tokens=8)
+    long, short = body(10, tokens=500), body(11, tokens=8)
     wanted = whole(server, long), whole(server, short)
     found: list[str] = []
     ends: list[str] = []
