@@ -84,27 +84,49 @@ def speculative_round(
     the target added itself has not been fed to anybody yet. Returns the target's raw logits
     (drafted + 1, vocab) as well, of which the first accepted + 1 rows are those of the committed tokens.
     """
-    held = len(committed)
     began = clock()
-    proposal = None
-    if drafter is not None and draft_length > 0:
-        proposal = drafter.propose(committed, draft_length, advise)
-        if proposal is not None and proposal.parents is not None and verifier.adjusts:
-            proposal = proposal.first_path()  # what a token's logits are changed by is the path before it
+    proposal = propose(drafter, verifier, committed, draft_length, advise)
     proposed = clock()
-
     verdict, logits = verifier.verify(target, committed[target.length :], proposal)
+    commit(target, drafter, verifier, committed, proposal, verdict)
+    return outcome_of(proposal, verdict, proposed - began, clock() - proposed), verdict, logits
 
+
+def propose(
+    drafter: Drafter | None, verifier: Verifier, committed: list[int], length: int, advise: Adviser | None
+) -> Proposal | None:
+    """What the drafter has to say, as the verifier takes it."""
+    if drafter is None or length <= 0:
+        return None
+    proposal = drafter.propose(committed, length, advise)
+    if proposal is not None and proposal.parents is not None and verifier.adjusts:
+        return proposal.first_path()  # what a token's logits are changed by is the path before it
+    return proposal
+
+
+def commit(
+    target: Sequence,
+    drafter: Drafter | None,
+    verifier: Verifier,
+    committed: list[int],
+    proposal: Proposal | None,
+    verdict: Verdict,
+) -> None:
+    """Append what a verdict commits; what did not stand is forgotten by both caches."""
+    stands = len(committed) + verdict.accepted
     committed += verdict.tokens
     if proposal is not None and drafter is not None:
-        target.rollback(held + verdict.accepted)
-        drafter.rollback(held + verdict.accepted)
+        target.rollback(stands)
+        drafter.rollback(stands)
     if verifier.adjusts:
         verifier.processor.commit(verdict.tokens)
-    verified = clock()
-    who, drafted = ("none", 0) if proposal is None else (proposal.drafter, len(proposal.tokens))
-    first = 0 if proposal is None else proposal.first
-    return Round(who, drafted, verdict.accepted, proposed - began, verified - proposed, first), verdict, logits
+
+
+def outcome_of(proposal: Proposal | None, verdict: Verdict, draft_s: float, verify_s: float) -> Round:
+    """A round that has ended, in seconds of drafting and of the rest."""
+    if proposal is None:
+        return Round("none", 0, verdict.accepted, draft_s, verify_s)
+    return Round(proposal.drafter, len(proposal.tokens), verdict.accepted, draft_s, verify_s, proposal.first)
 
 
 @dataclass(slots=True)
@@ -255,11 +277,7 @@ class Decoding:
             length = 0
         drafter, most = self._who_drafts(length, self._grafting_beside)
         self._reserve(most)
-        proposal = None
-        if drafter is not None and most > 0:
-            proposal = drafter.propose(committed, most, beside.adviser)
-            if proposal is not None and proposal.parents is not None and self.verifier.adjusts:
-                proposal = proposal.first_path()
+        proposal = propose(drafter, self.verifier, committed, most, beside.adviser)
         fed = committed[self.target.length :]
         call = ExtendCall(self.target, *asked(fed, proposal))
         return Turn(call, len(fed), len(committed), proposal, drafter, self.clock() - began)
@@ -269,26 +287,19 @@ class Decoding:
         if not turn.call.rows:
             return
         verdict, raw = self.verifier.judge(self.target, turn.fed, turn.proposal, turn.held, logits)
-        self.committed += verdict.tokens
-        if turn.proposal is not None and turn.drafter is not None:
-            self.target.rollback(turn.held + verdict.accepted)
-            turn.drafter.rollback(turn.held + verdict.accepted)
-        if self.verifier.adjusts:
-            self.verifier.processor.commit(verdict.tokens)
+        commit(self.target, turn.drafter, self.verifier, self.committed, turn.proposal, verdict)
         if self._first is None:
             self._read(verdict, raw)
             return
         self._keep(verdict, raw)
-        who, drafted = ("none", 0) if turn.proposal is None else (turn.proposal.drafter, len(turn.proposal.tokens))
-        first = 0 if turn.proposal is None else turn.proposal.first
-        outcome = Round(who, drafted, verdict.accepted, turn.draft_s, seconds, first)
+        outcome = outcome_of(turn.proposal, verdict, turn.draft_s, seconds)
         self.rounds.append(outcome)
         assert self._beside is not None
         expected = self._beside.expected
         self._expected.append((1 + verdict.accepted) / expected if expected else 0.0)
         if self._grafting_beside is not None and turn.drafter is not self.forced:
             self._grafting_beside.observe(outcome, verdict.tokens)
-        if who not in FREE:
+        if outcome.drafter not in FREE:
             self._beside.observe(outcome)
 
     def end(self) -> None:

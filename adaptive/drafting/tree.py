@@ -13,10 +13,8 @@ import torch
 from adaptive.control.policy import Adviser
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
-from adaptive.engines.protocol import Engine, Sequence
-from adaptive.sampling import LogitsProcessor, transform_logits
-from adaptive.tokens import Ids
-from adaptive.types import TREE, SamplingParams
+from adaptive.sampling import transform_logits
+from adaptive.types import TREE
 
 # Nodes of one depth that the draft is asked about in one pass, and the deepest that are asked about. More of either
 # finds likelier trees of many nodes, and takes longer.
@@ -26,28 +24,15 @@ WIDTH, DEPTH = 16, 16
 class TreeDrafter(ModelDrafter):
     """Drafts trees of as many nodes as it is asked for, of an engine that makes passes over trees."""
 
-    def __init__(
-        self,
-        sequence: Sequence,
-        engine: Engine,
-        target_vocab: int,
-        params: SamplingParams,
-        processor: LogitsProcessor,
-        generator: torch.Generator,
-        width: int = WIDTH,
-        depth: int = DEPTH,
-    ) -> None:
-        """``width`` and ``depth`` as the constants above."""
-        super().__init__(sequence, engine, target_vocab, params, processor, generator)
-        self.name, self.width, self.depth = TREE, width, depth
+    width, depth = WIDTH, DEPTH
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
         """``length`` (at least 1) nodes: one pass of the draft a level, the first also over what was committed since
-        the last proposal. A chain where the target's logits are changed by the text before them."""
+        the last proposal. A chain, as of the model, where the target's logits are changed by the text before them."""
         if self._adjusts:
             return super().propose(committed, length, advise)
         tree = _Tree(length)
-        logits = self.sequence.extend(self._seen(committed), 1)
+        logits = self.sequence.extend(self._unseen(committed), 1)
         tree.add(torch.tensor([-1]), *self._likeliest(logits, length), torch.zeros(1))
         room = self.engine.context_length - len(committed)
         for level in range(1, min(self.depth, room) + 1):
@@ -57,14 +42,7 @@ class TreeDrafter(ModelDrafter):
             parents = tree.asked(nodes)
             logits = self.sequence.extend(tree.tokens[nodes].tolist(), len(nodes), parents)
             tree.add(nodes, *self._likeliest(logits, length), tree.scores[nodes])
-        return tree.proposal(self.name)
-
-    def _seen(self, committed: list[int]) -> Ids:
-        """What was committed since the last proposal, as the draft reads it."""
-        feed = committed[self.sequence.length :]
-        if self.engine.vocab_size < self.target_vocab:
-            feed = [min(token, self.engine.vocab_size - 1) for token in feed]
-        return feed
+        return tree.proposal()
 
     def _likeliest(self, logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each row the log-probabilities (rows, k) and ids of the ``most`` likeliest tokens, likeliest first."""
@@ -115,11 +93,11 @@ class _Tree:
             self.number[node] = len(self.number) - 1
         return parents
 
-    def proposal(self, drafter: str) -> Proposal | None:
+    def proposal(self) -> Proposal | None:
         """The best nodes, parents first. A parent is at least as likely as its child and was found before it."""
         kept = self.best.sort().values.tolist()
         if not kept:
             return None
         place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
         parents = [place[parent] for parent in self.parents[kept].tolist()]
-        return Proposal(drafter, self.tokens[kept].tolist(), None, parents)
+        return Proposal(TREE, self.tokens[kept].tolist(), None, parents)
