@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from adaptive.sampling import transform_logits
 from adaptive.types import SamplingParams
 from adaptive.upstream.distributions import supervision
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, VLLM, Kind
-from adaptive.upstream.reports import NONE_BELOW, Collected, Named, Report
+from adaptive.upstream.reports import NONE_BELOW, Choice, Collected, Named, Report
 from adaptive.upstream.vocabulary import Vocabulary
 
 
@@ -132,3 +134,24 @@ def test_an_answer_that_is_only_text_is_logged_if_its_tokens_are_counted(vocabul
     assert vocabulary.output(choice, len(ids) + 1) == [*ids, vocabulary.tokenizer.eos_token_id]
     assert vocabulary.output(choice, len(ids) + 2) is None
     assert vocabulary.output(choice, None) is None
+
+
+def test_an_answer_of_which_tokens_are_not_reported_is_told_by_its_text(vocabulary: Vocabulary) -> None:
+    """llama.cpp's server reports no token that ends within a character, and in a stream none of those that it verified
+    together."""
+    text = "A bird 🙂 sings in the old tree."
+    ids = vocabulary.tokenizer.encode(text, add_special_tokens=False)
+    end = vocabulary.tokenizer.eos_token_id
+
+    def reported(places: Sequence[int], finish_reason: str | None) -> Choice:
+        reports = [Report(Named(ids[place], "", -0.5), (Named(ids[place], "", -0.5),)) for place in places]
+        return Choice(reports, [text], finish_reason=finish_reason)
+
+    everything = range(len(ids))
+    broken = next(n for n in everything if "\ufffd" in vocabulary.tokenizer.decode(ids[n : n + 1]))
+    assert vocabulary.output(reported(everything, "length"), len(ids)) == ids
+    assert vocabulary.output(reported(everything, "stop"), len(ids) + 1) == ids  # its end has no text, and no event
+    for places in ([n for n in everything if n != broken], [0, 1]):
+        assert vocabulary.output(reported(places, "stop"), len(ids) + 1) == [*ids, end]
+        assert vocabulary.output(reported(places, "length"), len(ids)) == ids
+        assert vocabulary.output(reported(places, None), None) is None  # broken off: nobody has counted

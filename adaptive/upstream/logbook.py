@@ -131,7 +131,7 @@ class Logbook:
     def _generation(self, exchange: Exchange, prompt: Prompt, choice: Choice, sampling: SamplingParams) -> Generation:
         collected, vocabulary = exchange.collected, self._vocabulary
         alone = len(collected.choices) == 1
-        output = vocabulary.output(choice, collected.usage.get("completion_tokens") if alone else None)
+        output = vocabulary.output(choice, _answered(collected) if alone else None)
         if not output:
             raise AdaptiveError("the server does not say which tokens its answer has")
         cached = (collected.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
@@ -178,6 +178,14 @@ def _counted(collected: Collected) -> int | None:
         return counted
     parts = collected.timings.get("prompt_n"), collected.timings.get("cache_n")  # llama.cpp's server, in a stream
     return sum(parts) if all(isinstance(part, int) for part in parts) else None  # type: ignore[arg-type]
+
+
+def _answered(collected: Collected) -> int | None:
+    """The tokens of the answer, as the server has counted them."""
+    for said, name in ((collected.usage, "completion_tokens"), (collected.timings, "predicted_n")):
+        if isinstance(said.get(name), int):
+            return int(said[name])
+    return None
 
 
 def _ended(exchange: Exchange, choice: Choice) -> str:

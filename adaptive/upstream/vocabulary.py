@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# What stands for bytes that are no character.
+BROKEN = "\ufffd"
+
+
 class Vocabulary:
     """The tokens of a target. The table of texts is made when it is first needed, which takes a second or two."""
 
@@ -37,13 +41,16 @@ class Vocabulary:
     def output(self, choice: Choice, completion_tokens: int | None) -> list[int] | None:
         """The token ids of an answer, None where they cannot be told for certain.
 
-        Without reports they are those of its text, if there are as many as the server has counted (or one less,
-        the end of the answer, which has no text).
+        Without reports of all of them they are those of its text, if there are as many as the server has counted (or
+        one less, the end of the answer, which has no text).
         """
         if choice.reports:
             ids = [self.id_of(report.token) for report in choice.reports]
-            known = [number for number in ids if number is not None]
-            return known if len(known) == len(ids) else self._aligned(choice, ids)
+            known: list[int] | None = [number for number in ids if number is not None]
+            if len(known or ()) < len(ids):
+                known = self._aligned(choice, ids)
+            if known is not None and self._whole(choice, known, completion_tokens):
+                return known
         if choice.calls or completion_tokens is None:
             return None  # calls are not said as the model wrote them
         encoded = self._encode(choice.text)
@@ -51,6 +58,19 @@ class Vocabulary:
         if len(encoded) == completion_tokens - 1 and choice.finish_reason == "stop" and isinstance(end, int):
             encoded.append(end)
         return encoded if len(encoded) == completion_tokens else None
+
+    def _whole(self, choice: Choice, ids: Sequence[int], completion_tokens: int | None) -> bool:
+        """Whether no token of the answer is missing among the reported ``ids``, but for its end.
+
+        llama.cpp's server reports no token that ends within a character and, in a stream, none of a round in which a
+        draft was verified.
+        """
+        ended = choice.finish_reason not in (None, "length")
+        if completion_tokens is not None and len(ids) < completion_tokens - ended:
+            return False
+        said = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False).rstrip(BROKEN)
+        # What was shown may begin with a space that a tokenizer leaves out where a text begins.
+        return len(said) + 1 >= len(choice.text) and said.count(BROKEN) <= choice.text.count(BROKEN)
 
     def _aligned(self, choice: Choice, ids: Sequence[int | None]) -> list[int] | None:
         """Ids of an answer of which some tokens are parts of characters: those of its whole text, if they agree with
