@@ -272,11 +272,11 @@ def _export_gguf(
         return
     from transformers import AutoConfig
 
-    from adaptive.engines.llamacpp.lora import Base, write_adapter
+    from adaptive.engines.llamacpp.lora import write_adapter
+    from adaptive.engines.llamacpp.names import Base
 
     config = AutoConfig.from_pretrained(source.folder).get_text_config()
-    heads = config.num_attention_heads, config.num_key_value_heads
-    write_adapter(adapter, Base(config.model_type, config.num_hidden_layers, heads), destination)
+    write_adapter(adapter, Base.of_config(config), destination)
     typer.echo(f"adapter {manifest.id} is in {destination}; with llama.cpp's server, on the draft itself:")
     typer.echo(f"llama-server --model {_gguf(settings.draft, 'DRAFT.gguf')} --lora {destination}")
     typer.echo("As a draft llama-server takes no adapter; write the merged one (--merged FILE --format gguf).")

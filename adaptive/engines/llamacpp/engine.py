@@ -2,7 +2,7 @@
 
 A sequence is one context of the library, with capacity for the text at hand; it grows by a new context
 that takes the old one's state over. Tokens go in and logits come out as arrays: nothing here runs
-once a token in Python.
+once a token in Python. What recurrent layers need to be taken back is in ``states.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from adaptive.engines.llamacpp.adapter import LlamaAdapter
 from adaptive.engines.llamacpp.merged import PASSES, Merging
 from adaptive.engines.llamacpp.model import LlamaModel, complaint
+from adaptive.engines.llamacpp.states import SNAPSHOTS, States
 from adaptive.engines.protocol import ExtendCall, Memory, Sequence, no_trees, one_after_another
 from adaptive.engines.threads import ThreadChoice
 from adaptive.engines.tree import NO_TREE
@@ -40,6 +41,8 @@ ROWS = 128
 # Tokens that a context has room for at least. Smaller and a chat's first turns build it anew, larger
 # takes memory that most answers do not need.
 CAPACITY = 1024
+# Tokens of the context that is made to see what the library can do with a model: the fewest that it makes one for.
+TRIED = 256
 # Where the file recommends nothing: as for a checkpoint that does not.
 FALLBACK_TEMPERATURE = 0.7
 
@@ -80,11 +83,15 @@ class LlamaCppSequence:
         self._batch.logits = self._flags.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
         self._decode, self._logits = library.llama_decode, _address_of(library.llama_get_logits)
         self._remove = library.llama_memory_seq_rm
+        self.states = States(engine.llama, engine.snapshots) if engine.recurrent else None
 
     @property
     def memory(self) -> Memory:
-        """Of the keys and values that there is room for."""
-        return Memory(keys=0 if self._context is None else self._context.capacity * self.engine.bytes_per_token)
+        """Of the keys and values that there is room for, and of recurrent states."""
+        states, checkpoints = (0, 0) if self.states is None else self.states.nbytes
+        if self._context is None:
+            return Memory(checkpoints=checkpoints)
+        return Memory(self._context.capacity * self.engine.bytes_per_token, states, checkpoints)
 
     def reserve(self, length: int) -> None:
         """Make room for ``length`` tokens in all; what is held stays."""
@@ -100,19 +107,21 @@ class LlamaCppSequence:
 
     def _replace(self, capacity: int) -> None:
         """A new context with room for ``capacity`` tokens, which takes over what the old one holds."""
-        self.rollback(self.length)
+        self._settle()
         state = self._state() if self.length else None
         self.close()
         try:
             self._context = Context(self.engine, capacity)
         except AdaptiveError:  # no memory: what was held is gone with the old one
-            self.length = self._written = 0
+            self._lose()
             raise
         self._pointer, self._memory = self._context.pointer, self._context.memory
         self._threads = 0
         self.capacity = capacity
         if self._context.model is self.engine.llama:
             self.engine.adapter.use(self._pointer)
+        if self.states is not None:
+            self.states.moved()
         if state is not None:
             self._restore(state)
 
@@ -127,7 +136,7 @@ class LlamaCppSequence:
         """Have the library hold what another context gave as ``_state``."""
         size = len(state)
         if self.engine.llama.library.llama_state_seq_set_data(self._pointer, state, size, 0) != size:
-            self.length = self._written = 0
+            self._lose()
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp could not move its cache; give the prompt again")
 
     def close(self) -> None:
@@ -150,9 +159,15 @@ class LlamaCppSequence:
         count = len(tokens)
         if self.length + count > self.capacity:
             self.reserve(self.length + count)
-        if self._written > self.length:
-            self.rollback(self.length)
+        self._settle()
         given: list[int] = tokens if isinstance(tokens, list) else tokens.tolist()
+        if self.states is not None and count:
+            before = self.states.remembered(count, rows)
+            if before:
+                self.extend(given[:before], 0)
+                self.states.checkpoint(self._pointer, self.length)
+                given, count = given[before:], count - before
+            self.states.before(self._pointer, self.length, count, rows)
         if count <= BATCH and rows <= ROWS:
             return self._pass(given, rows) if count else torch.empty(0, self.engine.vocab_size)
         plain = count - rows
@@ -166,6 +181,13 @@ class LlamaCppSequence:
 
     def _pass(self, tokens: list[int], rows: int) -> torch.Tensor:
         """One call of the library: at most BATCH tokens, logits (rows, vocab) of the last ones."""
+        try:
+            return self._run(tokens, rows)
+        except BaseException:
+            self.rollback(self.length)  # of states what was held before the pass may be out of reach
+            raise
+
+    def _run(self, tokens: list[int], rows: int) -> torch.Tensor:
         count = len(tokens)
         self._tokens[:count] = tokens
         if self._shape != (count, rows):
@@ -173,6 +195,8 @@ class LlamaCppSequence:
             self._flags[count - rows : count] = 1
             self._batch.n_tokens = count
             self._shape = count, rows
+        if self.states is not None:
+            self.states.begins()
         self._written = self.length + count
         threads = self.engine.threads.choose(count)
         if threads != self._threads:
@@ -187,6 +211,8 @@ class LlamaCppSequence:
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp failed with status {status}: {complaint()}")
         self.engine.threads.observe(count, ended - began)
         self.length = self._written
+        if self.states is not None:
+            self.states.ended(self._pointer, count)
         if not rows:
             return torch.empty(0, self.engine.vocab_size)
         view = self._views.get((address, rows))
@@ -206,9 +232,12 @@ class LlamaCppSequence:
         assert isinstance(other, LlamaCppSequence)
         self.rollback(0)
         self.reserve(max(length, other.length))  # the library moves a whole text
-        other.rollback(other.length)
+        self._settle()
+        other._settle()
         self._restore(other._state())
         self.length = self._written = other.length
+        if self.states is not None and other.states is not None:
+            self.states.copy(other.states)
         self.rollback(length)
 
     def features(self, begin: int, end: int) -> torch.Tensor:
@@ -216,11 +245,34 @@ class LlamaCppSequence:
         raise ValueError("sequences of llama.cpp keep no features")
 
     def rollback(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens."""
+        """Forget everything after the first ``length`` tokens; the library does so before the next pass."""
         length = min(length, self.length)
-        if length < self._written:
-            self._remove(self._memory, 0, length, -1)
-        self.length = self._written = length
+        self.length = length if self.states is None else self.states.reach(length, self._written)
+
+    def _settle(self) -> None:
+        """Have the library forget what is not in the text any more."""
+        length, written = self.length, self._written
+        if length == written:
+            return
+        try:
+            if self.states is not None:
+                self.states.go_back(self._pointer, self._memory, length, written)
+            elif not self._remove(self._memory, 0, length, -1):
+                self._remove(self._memory, 0, -1, -1)
+                raise AdaptiveError(
+                    f"{self.engine.llama.path}: llama.cpp takes no tokens back of a model of architecture "
+                    f"{self.engine.llama.architecture}; use the checkpoint in its place"
+                )
+        except AdaptiveError:
+            self._lose()
+            raise
+        self._written = length
+
+    def _lose(self) -> None:
+        """What was held is gone."""
+        self.length = self._written = 0
+        if self.states is not None:
+            self.states.reach(0, 0)
 
 
 class LlamaCppEngine:
@@ -232,19 +284,16 @@ class LlamaCppEngine:
 
     name = "llama.cpp"
     weights = "gguf"
-    undraftable: str | None = None
     feature_width = 0  # the library hands out hidden states after the final norm, if at all
     joint = False  # a pass of the library is over one context, and each sequence has its own
     trees = False
 
     def __init__(self, model: LlamaModel, end_tokens: frozenset[int], threads: int, gpu: bool = False) -> None:
-        """Raises AdaptiveError for a model whose state cannot be rolled back."""
+        """Raises AdaptiveError where there is no memory to try a model with recurrent layers."""
         library = model.library
-        if library.llama_model_is_recurrent(model.pointer) or library.llama_model_is_hybrid(model.pointer):
-            raise AdaptiveError(
-                f"{model.path} has recurrent layers ({model.architecture}), whose state cannot be rolled back after a "
-                "rejected token; speculative decoding needs a model with attention layers only"
-            )
+        self.recurrent = bool(
+            library.llama_model_is_recurrent(model.pointer) or library.llama_model_is_hybrid(model.pointer)
+        )
         self.llama = model
         self.running = model  # where new contexts are made: the file's weights, or those with an adapter merged
         self.threads = ThreadChoice(threads, LoadMeter())
@@ -257,8 +306,25 @@ class LlamaCppEngine:
         self.adapter = LlamaAdapter(model)
         self.merging = Merging(model, self._run)
         self.bytes_per_token = _bytes_per_token(model)
+        self.snapshots = SNAPSHOTS if self.recurrent else 0  # tokens of a pass whose states can be taken back
+        self.undraftable: str | None = None
+        if self.recurrent:
+            self._try()
         self._sequences: weakref.WeakSet[LlamaCppSequence] = weakref.WeakSet()
         self._lock = threading.Lock()  # of them
+
+    def _try(self) -> None:
+        """See whether the library keeps snapshots of this architecture's states: asked for them, it makes a context
+        without any where it does not."""
+        library = self.llama.library
+        context = self.new_context(self.llama, TRIED)
+        self.snapshots = library.llama_n_rs_seq(context)
+        library.llama_free(context)
+        if not self.snapshots:
+            self.undraftable = (
+                f"has recurrent layers of an architecture ({self.llama.architecture}) whose states llama.cpp does not "
+                "take back after a rejected token"
+            )
 
     def sequence(self, features: bool = False) -> LlamaCppSequence:
         """A new empty sequence; ``features`` are not to be had."""
@@ -281,6 +347,7 @@ class LlamaCppEngine:
         params.n_batch = params.n_ubatch = min(BATCH, capacity)
         params.n_outputs_max = min(ROWS, params.n_batch)
         params.n_seq_max = 1
+        params.n_rs_seq = self.snapshots
         params.n_threads = params.n_threads_batch = self.threads.most
         params.swa_full = True  # a window that forgets cannot take a token back
         params.offload_kqv = params.op_offload = self.gpu
@@ -335,7 +402,8 @@ def _bytes_per_token(model: LlamaModel) -> int:
     """Bytes that keys and values of one token take, in 16 bits."""
     queries, keys = model.heads
     size = model.number("{arch}.attention.key_length", model.shape["width"] // max(1, queries))
-    return 2 * 2 * model.shape["layers"] * keys * size
+    attend = model.shape["layers"] // max(1, model.number("{arch}.full_attention_interval", 1))
+    return 2 * 2 * attend * keys * size
 
 
 def _recommended_sampling(model: LlamaModel) -> SamplingParams:

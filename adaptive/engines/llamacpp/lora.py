@@ -8,20 +8,11 @@ from typing import TYPE_CHECKING
 
 from adaptive.engines.hf.lora import read_lora
 from adaptive.engines.llamacpp.model import LlamaModel
-from adaptive.engines.llamacpp.names import GgufNames, package
+from adaptive.engines.llamacpp.names import Base, GgufNames, package
 from adaptive.errors import AdaptiveError
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class Base:
-    """What an adapter file must know of the model it is for: architecture, layers, heads (queries, keys)."""
-
-    architecture: str
-    layers: int
-    heads: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -39,8 +30,8 @@ def low_rank(folder: Path, base: LlamaModel | Base) -> dict[str, Low]:
     Raises AdaptiveError for an adapter that llama.cpp cannot express.
     """
     if isinstance(base, LlamaModel):
-        base = Base(base.architecture, base.shape["layers"], base.heads)
-    names = GgufNames(base.architecture, base.layers, base.heads)
+        base = Base.of_file(base)
+    names = GgufNames(base)
     found = {}
     for module, lora in read_lora(folder).items():
         name = names.name(module)
@@ -57,7 +48,8 @@ def low_rank(folder: Path, base: LlamaModel | Base) -> dict[str, Low]:
                 "are tied; write the merged draft instead, or train without it"
             )
         b = names.reorder(module, lora.b.float() * lora.scaling)
-        found[f"{name}.weight"] = Low(lora.a.float().contiguous(), b.contiguous())
+        a = names.reorder_columns(module, lora.a.float())
+        found[f"{name}.weight"] = Low(a.contiguous(), b.contiguous())
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 
 from adaptive.engines.llamacpp.model import LlamaModel
-from adaptive.engines.llamacpp.names import GgufNames, package
+from adaptive.engines.llamacpp.names import HYBRID, Base, Delta, GgufNames, package
 from adaptive.engines.llamacpp.tokenizer import GgufTokenizer
 from adaptive.errors import AdaptiveError
 from checkpoints import files
@@ -30,16 +30,25 @@ ENCODINGS: tuple[str, ...] = get_args(Encoding)
 # passes over two to five tokens took 3 to 10% longer.
 ALIGNMENT = 64
 
+# Weights of two dimensions that llama.cpp reads in float32 alone.
+WHOLE = ".ssm_conv1d.weight"
+
 # How llama.cpp's pre-tokenizers of the usual models split text into words: by these patterns, one after the other.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = (
+    LLAMA3.replace("{1,3}", "")
+    .replace(r"?\p{L}+", r"?[\p{L}\p{M}]+")
+    .replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+)
 SPLITS = {
     "gpt-2": (GPT2,),
     "llama-bpe": (LLAMA3,),
     "qwen2": (LLAMA3.replace("{1,3}", ""),),
+    "qwen35": (QWEN35,),
     "smollm": (r"\p{N}", GPT2),
 }
 # Others, which are tried with llama.cpp itself.
@@ -67,16 +76,17 @@ def write_model(
     Raises AdaptiveError for an architecture, a rotary embedding or a tokenizer that is not supported.
     """
     config = model.config.get_text_config()
-    names = GgufNames(config.model_type, config.num_hidden_layers, _heads(config))
+    base = Base.of_config(config)
+    names = GgufNames(base)
     gguf = package()
-    splitter = _pre_tokenizer(model, tokenizer)
+    splitter = _pre_tokenizer(model, tokenizer, base)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = files.unfinished(file.parent)
         try:
-            writer = gguf.GGUFWriter(partial, config.model_type)
+            writer = gguf.GGUFWriter(partial, base.architecture)
             writer.add_custom_alignment(ALIGNMENT)
-            _describe(writer, model, name)
+            _describe(writer, model, name, base)
             writer.add_file_type(_kinds()[encoding][1])
             _add_tokenizer(writer, tokenizer, config.vocab_size, splitter)
             tensors = list(_tensors(model, names))
@@ -93,10 +103,6 @@ def write_model(
         raise AdaptiveError(f"{file} cannot be written ({error.strerror}); choose another place") from error
 
 
-def _heads(config: Any) -> tuple[int, int]:
-    return config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
-
-
 def _kinds() -> dict[str, tuple[Any, Any]]:
     """Encodings as the package knows them: of a tensor, and of a file."""
     gguf = package()
@@ -109,7 +115,7 @@ def _kinds() -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _describe(writer: Any, model: PreTrainedModel, name: str) -> None:
+def _describe(writer: Any, model: PreTrainedModel, name: str, base: Base) -> None:
     """The architecture's numbers, and the sampling that the checkpoint recommends."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -125,14 +131,17 @@ def _describe(writer: Any, model: PreTrainedModel, name: str) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count(base.heads[0])
+    writer.add_head_count_kv(base.heads[1])
     writer.add_key_length(size)
     writer.add_value_length(size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
-    writer.add_rope_dimension_count(size)
+    rotated = int(size * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(rotated)
     writer.add_vocab_size(config.vocab_size)
+    if base.delta is not None:
+        _describe_delta(writer, config, base.delta, rotated)
     advice = model.generation_config
     if advice is not None and advice.do_sample:
         for key in ("temperature", "top_k", "top_p", "min_p"):
@@ -142,27 +151,44 @@ def _describe(writer: Any, model: PreTrainedModel, name: str) -> None:
                 add(value)
 
 
+def _describe_delta(writer: Any, config: Any, delta: Delta, rotated: int) -> None:
+    """The numbers of gated delta nets, and which layers are such; ``rotated`` numbers of a head are, of the others."""
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(delta.size)
+    writer.add_ssm_group_count(delta.keys)
+    writer.add_ssm_time_step_rank(delta.values)
+    writer.add_ssm_inner_size(delta.values * delta.size)
+    recurrent = [kind == "linear_attention" for kind in config.layer_types]
+    writer.add_array(f"{HYBRID}.attention.recurrent_layers", recurrent)
+    # For programs that do not know that list: every so many layers one attends.
+    writer.add_full_attention_interval(recurrent.index(False) + 1 if False in recurrent else len(recurrent) + 1)
+    # Pairs of rotated numbers that turn with the time, the height and the width of an image, in turns. In a text these
+    # are one number, and a pair that belonged to none of them would not turn.
+    pairs = rotated // 2
+    writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+
+
 def _tensors(model: PreTrainedModel, names: GgufNames) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and values of all weights, in GGUF's order of rows; a tied head is left out, as llama.cpp expects."""
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for key, tensor in model.state_dict().items():
-        module, _, part = key.rpartition(".")
-        if tied and module == "lm_head":
+        if tied and key.startswith("lm_head."):
             continue
-        title = names.name(module)
-        if title is None:
+        found = names.tensor(key, tensor.detach().cpu())
+        if found is None:
             raise AdaptiveError(f"the model has {key}, which a GGUF of its architecture does not have")
-        yield f"{title}.{part}", names.reorder(module, tensor.detach().cpu())
+        yield found
 
 
 def _add_tensor(writer: Any, title: str, tensor: torch.Tensor, encoding: str) -> None:
     from gguf.quants import quantize
 
     kinds = _kinds()
-    kind = kinds[encoding if tensor.ndim > 1 else "f32"][0]
+    whole = tensor.ndim == 1 or title.endswith(WHOLE)
+    kind = kinds["f32" if whole else encoding][0]
     # A row that quantisation blocks do not divide stays in 16 bits, as llama.cpp does it.
-    if encoding == "q8_0" and tensor.shape[-1] % 32:
-        kind = kinds["f16" if tensor.ndim > 1 else "f32"][0]
+    if encoding == "q8_0" and tensor.shape[-1] % 32 and not whole:
+        kind = kinds["f16"][0]
     writer.add_tensor(title, quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
 
 
@@ -217,7 +243,7 @@ def _bpe(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return model
 
 
-def _pre_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+def _pre_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: Base) -> str:
     """The first of llama.cpp's pre-tokenizers that splits text as ``tokenizer`` does: told by the patterns of the usual
     ones, else, where the binding is installed, by the tokens that llama.cpp makes with each other one."""
     _bpe(tokenizer)
@@ -227,14 +253,14 @@ def _pre_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         if _split(pre_tokenizers.Sequence([*stages, bytewise])) == expected:
             return name
-    return _tried(model, tokenizer)
+    return _tried(model, tokenizer, base)
 
 
 def _split(pre_tokenizer: Any) -> list[str]:
     return [word for word, _ in pre_tokenizer.pre_tokenize_str(SAMPLE)]
 
 
-def _tried(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+def _tried(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: Base) -> str:
     """The one of OTHERS with which llama.cpp makes the tokens that ``tokenizer`` makes."""
     gguf = package()
     expected = tokenizer.encode(SAMPLE, add_special_tokens=False)
@@ -242,8 +268,8 @@ def _tried(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         for splitter in OTHERS:
             file = Path(scratch) / f"{splitter}.gguf"
-            writer = gguf.GGUFWriter(file, config.model_type)
-            _describe(writer, model, "vocabulary")
+            writer = gguf.GGUFWriter(file, base.architecture)
+            _describe(writer, model, "vocabulary", base)
             _add_tokenizer(writer, tokenizer, config.vocab_size, splitter)
             _finish(writer)
             theirs = GgufTokenizer(LlamaModel(file, vocabulary_only=True))
