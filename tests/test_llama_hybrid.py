@@ -292,6 +292,17 @@ def test_steps_are_marked_once_they_have_been_taken_back(target: LlamaCppEngine)
     assert held == [30 - REMEMBER_BEFORE, 32, 34]  # the prompt's checkpoint, and then where the steps began
 
 
+def test_a_pass_is_marked_once_one_has_been_taken_back_as_a_whole(target: LlamaCppEngine) -> None:
+    """As rounds are whose costs are measured."""
+    sequence, text, held = target.sequence(), list(range(10, 50)), []
+    sequence.extend(text, 1)
+    for _ in range(3):
+        sequence.extend([*text[sequence.length :], 7, 8, 9], 3)
+        sequence.rollback(len(text))
+        held.append(sequence.length)
+    assert held == [len(text) - REMEMBER_BEFORE, len(text), len(text)]
+
+
 def test_an_interrupted_pass_is_forgotten(target: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     sequence, fresh = target.sequence(), target.sequence()
     tokens = [5 + 7 * n % 900 for n in range(40)]

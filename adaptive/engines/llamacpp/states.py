@@ -49,7 +49,9 @@ class States:
         self.bytes_of_one = 0  # of all layers; known from the first pass on
         self._last = 0  # tokens of the last pass that can be taken back now
         self._stepping = False  # the last pass was a single step
-        self._marks_steps = False  # single steps have been taken back before, as those of a draft are
+        self._begun = 0  # tokens held when the last pass began, or the single steps
+        # Whether the beginning of single steps has been gone back to, as those of a draft are, or that of other passes.
+        self._marks_steps = self._marks_passes = False
         self._marks: list[Kept] = []  # at most two
         self._checkpoints: list[Kept] = []
 
@@ -67,9 +69,11 @@ class States:
         """A pass over ``count`` tokens follows those that are held, with logits of the last ``rows``: mark the place
         where it may have to be taken back to."""
         single = count == 1
+        if not (single and self._stepping):
+            self._begun = length
         if single and self._stepping and self._marks and length - self._marks[-1].length < MARK_EVERY:
             pass
-        elif length and (self._marks_steps if single else rows - 1 > self.snapshots):
+        elif length and (self._marks_steps if single else self._marks_passes or rows - 1 > self.snapshots):
             self._marks = [*(self._marks[-1:] if self._stepping else []), self._copy(context, length)]
         self._stepping = single
 
@@ -96,9 +100,10 @@ class States:
     def reach(self, length: int, written: int) -> int:
         """How many tokens can be held of the first ``length`` of those ``written``; copies of states behind them are
         forgotten."""
-        back = written - length
-        if back > self._last:
-            self._marks_steps |= self._stepping and back <= MARK_EVERY
+        if written - length > self._last:
+            if length >= self._begun:
+                self._marks_steps |= self._stepping
+                self._marks_passes |= not self._stepping
             length = max((kept.length for kept in self._kept if kept.length <= length), default=0)
         self._marks = [kept for kept in self._marks if kept.length <= length]
         self._checkpoints = [kept for kept in self._checkpoints if kept.length <= length]
