@@ -270,13 +270,11 @@ def _export_gguf(
         typer.echo(f"the draft with adapter {manifest.id} is in {merged}; with llama.cpp's server:")
         typer.echo(server_command(settings, merged))
         return
-    from transformers import AutoConfig
-
     from adaptive.engines.llamacpp.lora import write_adapter
     from adaptive.engines.llamacpp.names import Base
+    from adaptive.engines.load import read_config
 
-    config = AutoConfig.from_pretrained(source.folder).get_text_config()
-    write_adapter(adapter, Base.of_config(config), destination)
+    write_adapter(adapter, Base.of_config(read_config(source, settings)), destination)
     typer.echo(f"adapter {manifest.id} is in {destination}; with llama.cpp's server, on the draft itself:")
     typer.echo(f"llama-server --model {_gguf(settings.draft, 'DRAFT.gguf')} --lora {destination}")
     typer.echo("As a draft llama-server takes no adapter; write the merged one (--merged FILE --format gguf).")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,8 +14,6 @@ from cli.options import shared_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from transformers import PreTrainedModel
 
     from adaptive.pair import Source
     from adaptive.settings import Settings
@@ -91,24 +90,26 @@ def write_checkpoint(
     settings: Settings,
     on_progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Write the checkpoint ``source``, with ``adapter`` merged into it if there is one, as a GGUF file.
+    """Write the checkpoint ``source``, its language model alone, with ``adapter`` merged into it if there is one, as a
+    GGUF file.
 
     The delta is added in float32 before the weights are encoded, so that it is rounded once.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import torch
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from adaptive.engines.hf.lora import MergedAdapter
     from adaptive.engines.llamacpp.write import ENCODINGS, write_model
+    from adaptive.engines.load import load_model, read_config
 
     if encoding not in ENCODINGS:
         raise AdaptiveError(f"--encoding is {encoding!r}; it must be one of {', '.join(ENCODINGS)}")
     trust = settings.trust_remote_code
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        source.folder, dtype="auto" if adapter is None else "float32", trust_remote_code=trust
-    )
+    dtype = torch.float32 if adapter is not None else getattr(read_config(source, settings), "dtype", None)
+    model = load_model(dataclasses.replace(source, quantize="none"), settings, "cpu", dtype or torch.float32)
     if adapter is not None:
         MergedAdapter(model).apply(adapter)
     write_model(model, tokenizer, file, encoding, Path(source.id).name, on_progress)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from gguf_pair import decode_alone, engine, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_grafting import Always
+from test_models import VISION, several_kinds
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from typer.testing import CliRunner
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
@@ -26,6 +29,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
+from cli.main import app
 
 TOKENS = 48
 # Logits that lie closer are a tie: passes over one and over several tokens round differently, and keys and values are
@@ -143,6 +147,21 @@ def test_a_written_file_predicts_what_its_checkpoint_does(
     found.append(sequence.extend(tokens[80:], 10))
     near(torch.cat(found), expected, tolerance)
     assert (torch.cat(found).argmax(-1) == expected.argmax(-1)).float().mean() > (0.98 if encoding == "f32" else 0.8)
+
+
+def test_of_a_checkpoint_with_vision_the_language_model_is_written(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    changes = {"vocab_size": len(tokenizer), "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    model = several_kinds("qwen3_5_text", "qwen3_5", changes, **VISION["qwen3_5"])
+    model.save_pretrained(tmp_path / "seeing")
+    tokenizer.save_pretrained(tmp_path / "seeing")
+    names = ("--target", str(tmp_path / "seeing"), "--draft", str(tmp_path / "seeing"))
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "gguf"), "--encoding", "f32", "--json", *names])
+    assert done.exit_code == 0, done.output
+    tokens = torch.arange(10, 70)
+    with torch.inference_mode():
+        expected = model(input_ids=tokens[None]).logits[0]
+    near(engine(Path(json.loads(done.stdout)["target"])).sequence().extend(tokens, 60), expected)
 
 
 def test_delta_nets_that_llama_cpp_does_not_compute_are_refused(tmp_path: Path) -> None:
