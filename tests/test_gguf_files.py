@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import BUNDLED, save_random_adapter, save_random_pair
 from gguf_pair import engine, write, write_bundled
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from adaptive.engines.llamacpp.model import LlamaModel
@@ -97,6 +97,52 @@ def test_other_architectures_predict_what_their_checkpoint_does(architecture: st
         learned = PeftModel.from_pretrained(model, str(adapter))(tokens[None]).logits[0]
     found = drafting.sequence().extend(tokens, len(tokens))
     assert (found.argmax(-1) == learned.argmax(-1)).float().mean() > 0.98
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}}),
+        ("mistral", {"sliding_window": None, "head_dim": 32}),
+        ("qwen3", {"head_dim": 32}),
+    ],
+)
+def test_rotary_embeddings_and_heads_of_any_size_are_written(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DRAFT)
+    config = CONFIG_MAPPING[architecture](
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, **changes,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "layers" in name:
+                parameter.mul_(10.0)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    tokens = torch.randint(6, 4000, (300,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    found = engine(write(tmp_path / "model", tmp_path / "model.gguf", "f32")).sequence().extend(tokens, 300)
+    torch.testing.assert_close(found, expected, atol=0.01 * float(expected.abs().max()), rtol=0)
+
+
+def test_a_window_that_llama_cpp_does_not_compute_is_refused(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DRAFT)
+    config = CONFIG_MAPPING["mistral"](
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        sliding_window=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(AdaptiveError, match="the last 64 tokens alone"):
+        write(tmp_path / "model", tmp_path / "model.gguf", "f32")
 
 
 def test_an_architecture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

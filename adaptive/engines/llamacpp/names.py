@@ -19,7 +19,7 @@ from adaptive.installation import install_command
 
 # Architectures whose layout is known here, as checkpoints and as GGUF files call them.
 # Others are converted by llama.cpp's own scripts.
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_5_text": "qwen35"}
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_5_text": "qwen35"}
 HYBRID = "qwen35"  # gated delta nets among its layers
 # Where a checkpoint's delta net has something for every value head, or for every number of one: of a weight's rows all,
 # or those behind queries and keys.

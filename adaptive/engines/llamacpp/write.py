@@ -89,7 +89,7 @@ def write_model(
             _describe(writer, model, name, base)
             writer.add_file_type(_kinds()[encoding][1])
             _add_tokenizer(writer, tokenizer, config.vocab_size, splitter)
-            tensors = list(_tensors(model, names))
+            tensors = [*_rope_factors(config), *_tensors(model, names)]
             for number, (title, tensor) in enumerate(tensors):
                 _add_tensor(writer, title, tensor, encoding)
                 if on_progress is not None:
@@ -119,10 +119,16 @@ def _describe(writer: Any, model: PreTrainedModel, name: str, base: Base) -> Non
     """The architecture's numbers, and the sampling that the checkpoint recommends."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default":
+    known = ("default", "llama3") if base.architecture == "llama" else ("default",)
+    if rope.get("rope_type", "default") not in known:
         raise AdaptiveError(
             f"{name} scales its rotary embedding ({rope['rope_type']}), which cannot be written here; use llama.cpp's "
             "convert_hf_to_gguf.py"
+        )
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        raise AdaptiveError(
+            f"{name} attends to the last {config.sliding_window} tokens alone, which llama.cpp does not compute for "
+            "its architecture"
         )
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_type("model")
@@ -166,6 +172,17 @@ def _describe_delta(writer: Any, config: Any, delta: Delta, rotated: int) -> Non
     # are one number, and a pair that belonged to none of them would not turn.
     pairs = rotated // 2
     writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+
+
+def _rope_factors(config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the frequencies of Llama 3's rotary embedding are divided by, which a file holds as a tensor."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "llama3":
+        scaled = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+        plain = rope["rope_theta"] ** -(torch.arange(len(scaled), dtype=torch.float64) / len(scaled))
+        yield "rope_freqs.weight", plain.float() / scaled
 
 
 def _tensors(model: PreTrainedModel, names: GgufNames) -> Iterator[tuple[str, torch.Tensor]]:
