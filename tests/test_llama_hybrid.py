@@ -55,6 +55,8 @@ def save_hybrid(folder: Path, layers: int, **changes: Any) -> Path:
         for name, parameter in whole.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name == "lm_head.weight":
+                parameter.mul_(8.0)
             elif "layers" in name and parameter.ndim == 2:
                 parameter.mul_(8.0 if "layers.0." in name or "layers.1." in name else 2.0)
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(num_hidden_layers=layers, layer_types=KINDS[:layers], **sizes))
