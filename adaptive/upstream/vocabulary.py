@@ -68,7 +68,8 @@ class Vocabulary:
         ended = choice.finish_reason not in (None, "length")
         if completion_tokens is not None and len(ids) < completion_tokens - ended:
             return False
-        said = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False).rstrip(BROKEN)
+        whole = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        said = str(whole).rstrip(BROKEN)
         # What was shown may begin with a space that a tokenizer leaves out where a text begins.
         return len(said) + 1 >= len(choice.text) and said.count(BROKEN) <= choice.text.count(BROKEN)
 
