@@ -73,11 +73,12 @@ def llama_server(folder: Path, *options: str) -> Iterator[str]:
 def requests(prompts: list[str]) -> list[tuple[str, dict[str, Any]]]:
     """Chats and texts, in one piece and in a stream."""
     found = []
-    for prompt in prompts[::7]:
+    for prompt, begun in zip(prompts[::7], ("a dog", "a king", "the sea"), strict=True):
+        text = f"Once upon a time there was {begun}"
         for streamed in (False, True):
             chat = {"messages": [{"role": "user", "content": prompt}], "stream": streamed, **GREEDY}
             found.append(("chat/completions", chat))
-            found.append(("completions", {"prompt": prompt, "stream": streamed, **GREEDY}))
+            found.append(("completions", {"prompt": text, "stream": streamed, **GREEDY}))
     return found
 
 
@@ -129,7 +130,8 @@ def test_answers_with_a_draft_are_logged_whole_and_without_supervision(
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
     draft = ("--spec-type", "draft-simple", "--spec-draft-model", str(folder / "draft-f32.gguf"))
     with llama_server(folder, *draft, "--spec-draft-n-max", "3") as url:
-        said = httpx.post(f"{url}/v1/completions", json=requests(prompts)[1][1], timeout=60, trust_env=False).json()
+        asked = {"prompt": "Once upon a time there was", **GREEDY}
+        said = httpx.post(f"{url}/v1/completions", json=asked, timeout=60, trust_env=False).json()
         assert said["timings"]["draft_n"] > 0
         generations, status = learned(url, tmp_path / "home", requests(prompts))
     assert status["log"]["logged"] + status["log"].get("missed", 0) == len(requests(prompts))
