@@ -24,6 +24,8 @@ from upstream_server import until
 
 from adaptive.records.log import Log
 from adaptive.types import Generation
+from adaptive.upstream.kinds import LLAMA_SERVER
+from adaptive.upstream.measure import find_kind, measure
 
 PROGRAM = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
 pytestmark = [
@@ -130,9 +132,13 @@ def test_answers_with_a_draft_are_logged_whole_and_without_supervision(
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
     draft = ("--spec-type", "draft-simple", "--spec-draft-model", str(folder / "draft-f32.gguf"))
     with llama_server(folder, *draft, "--spec-draft-n-max", "3") as url:
-        asked = {"prompt": "Once upon a time there was", **GREEDY}
-        said = httpx.post(f"{url}/v1/completions", json=asked, timeout=60, trust_env=False).json()
-        assert said["timings"]["draft_n"] > 0
+        assert find_kind(url, None) is LLAMA_SERVER
+        texts = [tokenizer.encode(body["prompt"]) for path, body in requests(prompts) if path == "completions"]
+        measured = measure(url, None, texts[::2], TOKENS)  # what ``adaptive publish`` compares
+        assert [one.tokens for one in measured.answers] == [TOKENS] * len(prompts[::7])
+        assert measured.acceptance is not None
+        assert 0.1 < measured.acceptance < 0.9
+        assert measured.tokens_per_second > 1
         generations, status = learned(url, tmp_path / "home", requests(prompts))
     assert status["log"]["logged"] + status["log"].get("missed", 0) == len(requests(prompts))
     assert status["log"]["logged"] >= 0.8 * len(requests(prompts)), status
