@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from inflate_hybrid import LARGE, SMALL, HybridSize, inflate_hybrid, small_hybrid
+from inflate_hybrid import LARGE, SMALL, HybridSize, inflate_hybrid, same_buffers, small_hybrid
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from adaptive.engines.hf.lora import MergedAdapter
@@ -42,8 +42,8 @@ class Size:
     layers: int
 
 
-def inflate(small: LlamaForCausalLM, size: Size) -> LlamaForCausalLM:
-    """A model of the given size with the small one's function, in its dtype.
+def inflate(small: LlamaForCausalLM, size: Size, device: torch.device | str = "cpu") -> LlamaForCausalLM:
+    """A model of the given size with the small one's function, in its dtype, made on ``device``.
 
     Raises AdaptiveError for another architecture than Llama's and for a size that does not contain the small
     one or divide into its head groups.
@@ -58,7 +58,8 @@ def inflate(small: LlamaForCausalLM, size: Size) -> LlamaForCausalLM:
     for name in ("width", "feed_forward", "heads", "layers"):
         if getattr(size, name) < getattr(have, name):
             raise AdaptiveError(f"{name} {getattr(size, name)} is less than the model's own {getattr(have, name)}")
-    large = LlamaForCausalLM(_config(config, size, group)).to(small.dtype)
+    with torch.device(device):  # where only the large one has to fit, in its own dtype
+        large = LlamaForCausalLM._from_config(config_of(config, size), dtype=small.dtype)
     root = (have.width / size.width) ** 0.5
     sources = dict(small.named_parameters())
     with torch.no_grad():
@@ -74,12 +75,14 @@ def inflate(small: LlamaForCausalLM, size: Size) -> LlamaForCausalLM:
                 parameter[: source.shape[0]] = source * root
             else:
                 parameter[: source.shape[0], : source.shape[1]] = source
+    same_buffers(large, small)
     large.generation_config = copy.deepcopy(small.generation_config)
     return large.eval()
 
 
-def _config(config: LlamaConfig, size: Size, group: int) -> LlamaConfig:
-    large = copy.deepcopy(config)
+def config_of(config: LlamaConfig, size: Size) -> LlamaConfig:
+    """The config of a model of this size, which the one of ``config`` is inflated to."""
+    large, group = copy.deepcopy(config), config.num_attention_heads // config.num_key_value_heads
     large.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     large.hidden_size, large.intermediate_size = size.width, size.feed_forward
     large.num_attention_heads, large.num_key_value_heads = size.heads, size.heads // group

@@ -77,8 +77,10 @@ def small_hybrid(size: HybridSize, vocab: int, context: int = 16384, seed: int =
     return model.eval()
 
 
-def inflate_hybrid(small: Qwen3_5ForCausalLM, size: HybridSize) -> Qwen3_5ForCausalLM:
-    """A model of the given size with the small one's function, in its dtype.
+def inflate_hybrid(
+    small: Qwen3_5ForCausalLM, size: HybridSize, device: torch.device | str = "cpu"
+) -> Qwen3_5ForCausalLM:
+    """A model of the given size with the small one's function, in its dtype, made on ``device``.
 
     Raises AdaptiveError for a model of another kind, or a size that does not contain it.
     """
@@ -93,8 +95,9 @@ def inflate_hybrid(small: Qwen3_5ForCausalLM, size: HybridSize) -> Qwen3_5ForCau
         if getattr(size, name) < getattr(have, name):
             raise AdaptiveError(f"{name} {getattr(size, name)} is less than the model's own {getattr(have, name)}")
     config, ratio = small.config, have.width / size.width
-    large = Qwen3_5ForCausalLM(config_of(size, config.vocab_size, config.max_position_embeddings, config.rms_norm_eps))
-    large = large.to(small.dtype)
+    whole = config_of(size, config.vocab_size, config.max_position_embeddings, config.rms_norm_eps)
+    with torch.device(device):  # where only the large one has to fit, in its own dtype
+        large = Qwen3_5ForCausalLM._from_config(whole, dtype=small.dtype)
     sources = dict(small.named_parameters())
     with torch.no_grad():
         for name, parameter in large.named_parameters():
@@ -114,8 +117,17 @@ def inflate_hybrid(small: Qwen3_5ForCausalLM, size: HybridSize) -> Qwen3_5ForCau
             else:
                 parameter.fill_(0)
                 _corner(parameter, source)
+    same_buffers(large, small)
     large.generation_config = copy.deepcopy(small.generation_config)
     return large.eval()
+
+
+def same_buffers(large: nn.Module, small: nn.Module) -> None:
+    """Give the large model what the small one has beside its parameters: frequencies, which a cast may have rounded."""
+    sources = dict(small.named_buffers())
+    for name, buffer in large.named_buffers():
+        if name in sources:
+            buffer.copy_(sources[name])
 
 
 def _size(config: Qwen3_5TextConfig) -> HybridSize:

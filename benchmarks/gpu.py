@@ -1,0 +1,91 @@
+"""Everything that is to be known of a GPU, by one command: is decoding exact there, and how fast is it.
+
+    python benchmarks/gpu.py --out DIR [--minutes 8] [--only PART ...] [--device cuda:1]
+    python benchmarks/gpu.py --plan                  # parts, their seconds and bytes of the device's memory
+
+Needs neither a network nor weights: the models are made on the device, from the bundled pair or of random weights
+(``gpu_parts/``). Each part writes ``DIR/PART.json``, and is not run again where that holds a result of this device;
+``--only`` runs the parts that it names, in any case. A part that fails is noted and the others are run. At the end
+``DIR/gpu.json`` and ``DIR/gpu.md`` hold all that there is. On a machine without a GPU the same parts run on tiny models
+on the CPU, so that they cannot rot: what is exact there is so, what is timed there says nothing.
+
+Exit status: 1 where a part failed, 2 for what was asked wrongly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from gpu_parts import plan, report
+from gpu_parts.scale import FULL, TINY
+from gpu_parts.work import Part, Result, name_of, read, run
+from transformers.utils import logging
+
+from adaptive.devices import choose_device
+from adaptive.errors import AdaptiveError
+
+KNOWN = ("cpu", "cuda")
+SCALES = {scale.name: scale for scale in (FULL, TINY)}
+
+
+def main() -> int:
+    """Run what was asked for; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=plan.MINUTES, help="that all parts take together")
+    parser.add_argument("--out", type=Path, help="the folder of results")
+    parser.add_argument("--plan", action="store_true", help="print what would be run, and run nothing")
+    parser.add_argument("--only", action="append", default=[], metavar="PART", help="run this part, also once more")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--scale", choices=["auto", *SCALES], default="auto", help="auto: full on a GPU, else tiny")
+    args = parser.parse_args()
+    try:
+        return _run(args)
+    except AdaptiveError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    if not args.minutes > 0:
+        raise AdaptiveError(f"--minutes is {args.minutes}; it must be above 0")
+    if args.plan:
+        print(plan.table(SCALES["full" if args.scale == "auto" else args.scale], args.minutes))
+        return 0
+    parts = _named(args.only)
+    if args.out is None:
+        raise AdaptiveError("--out is missing: name a folder for the results, or ask for the --plan alone")
+    device = torch.device(choose_device(args.device))
+    if device.type not in KNOWN:
+        raise AdaptiveError(f"--device {device}: this measures CUDA devices; others are not known here")
+    scale = SCALES["full" if device.type == "cuda" else "tiny"] if args.scale == "auto" else SCALES[args.scale]
+    if scale is FULL and device.type == "cpu":
+        raise AdaptiveError("--scale full needs a CUDA device: its models have 7.8 billion parameters")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    factor = args.minutes / plan.MINUTES * plan.SHARE[scale.name]
+    again, needs = bool(args.only), plan.needs(scale)
+    run(parts, scale, device, args.out, factor, again, needs, lambda line: print(line, flush=True))
+    found = [result for part in plan.PARTS if (result := read(args.out / f"{part.name}.json")) is not None]
+    here = [result for result in found if (result.scale, result.device) == (scale.name, name_of(device))]
+    print(f"all figures: {report.write(here, args.out)}")
+    return 1 if any(_failed(result) for result in here) else 0
+
+
+def _named(names: list[str]) -> list[Part]:
+    """The parts of these names, all of them where none is named."""
+    known = {part.name: part for part in plan.PARTS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise AdaptiveError(f"--only {unknown[0]}: there is no such part; the parts are {', '.join(known)}")
+    return [part for name, part in known.items() if not names or name in names]
+
+
+def _failed(result: Result) -> bool:
+    return result.problem is not None and not result.left_out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Whether it is exact on the device: greedy answers, recorded passes, an adapter swapped in mid-answer, short memory,
+other architectures. What is not raises ``Wrong``."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+
+import torch
+from tiny_models import Greedy, alone, noisy, prompt_of, tiny_model
+
+from adaptive.control.policy import FixedLength
+from adaptive.engines.hf.cache import RollbackCache
+from adaptive.engines.hf.engine import TransformersEngine, reserve
+from adaptive.engines.protocol import Engine
+from adaptive.errors import AdaptiveError
+from gpu_parts.saying import Speaker, continued, controller, model_of, prompts, text
+from gpu_parts.work import Bench, Figures, Wrong
+from trainers import lora
+from trainers.recipe import Recipe
+
+# Two answers may part at a tie: where the logits of both tokens lie nearer to each other than this share of the largest
+# one. Passes of several tokens round otherwise than single ones, a few of the last digits each layer.
+TIE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
+# Of an adapter that changes what the draft says.
+STRENGTH = 0.05
+# Tokens that no memory holds, and what is left of the device's for the passes of an answer (bytes).
+TOO_MANY, LEFT = 1 << 45, 256 << 20
+
+
+def parted(engine: Engine, prompt: list[int], one: list[int], other: list[int]) -> float | None:
+    """How far apart, as a share of the largest, the logits of the first two tokens lie in which two answers to a prompt
+    differ; None where they are the same."""
+    place = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+    if place is None:
+        return None
+    logits = engine.sequence().extend([*prompt, *one[:place]], 1)[0].float()
+    return float((logits[one[place]] - logits[other[place]]).abs() / logits.abs().max())
+
+
+def compare(engine: Engine, prompt: list[int], one: list[int], other: list[int], what: str) -> int:
+    """1 where two answers part at a tie, 0 where they are the same. Raises Wrong where they part elsewhere."""
+    gap = parted(engine, prompt, one, other)
+    if gap is None:
+        return 0
+    allowed = TIE[model_of(engine).model.dtype]
+    if gap > allowed:
+        raise Wrong(f"{what} says another token whose logit is {gap:.1%} of the largest away, a tie is {allowed:.1%}")
+    return 1
+
+
+def greedy(bench: Bench, kind: str) -> Figures:
+    """Answers with a draft, of fixed lengths and by the controller, against the target alone, by our loop and by
+    transformers' ``generate``."""
+    pair, scale = bench.workshop.pair(kind), bench.scale
+    plain = Speaker(pair, FixedLength(0))
+    drafting = {f"length {n}": Speaker(pair, FixedLength(n)) for n in scale.lengths}
+    drafting["controller"] = Speaker(pair, controller(pair))
+    answered, ties = 0, 0
+    for prompt in prompts(bench, pair):
+        if answered and bench.budget.over:
+            break
+        alone = plain.say(prompt, scale.tokens).output
+        theirs = continued(pair.target, prompt, scale.tokens)
+        ties += compare(pair.target, prompt, alone, theirs, "our loop without a draft")
+        for name, speaker in drafting.items():
+            said = speaker.say(prompt, scale.tokens).output
+            ties += compare(pair.target, prompt, alone, said, f"decoding with a draft ({name})")
+        answered += 1
+    return {"answers": answered, "ways": 1 + len(drafting), "tokens": scale.tokens, "parted at a tie": ties}
+
+
+def graphs(bench: Bench, kind: str) -> Figures:
+    """Answers over recorded passes against eager ones; the second answer of a length records nothing."""
+    scale = bench.scale
+    pair = bench.workshop.pair(kind, graphs=False)
+    eager, ties, new, held = Speaker(pair, FixedLength(scale.lengths[-1])), 0, 0, 0
+    expected = [eager.say(prompt, scale.tokens).output for prompt in prompts(bench, pair)[:3]]
+    pair = bench.workshop.pair(kind, graphs=True)
+    speaker = Speaker(pair, FixedLength(scale.lengths[-1]))
+    for prompt, answer in zip(prompts(bench, pair), expected, strict=False):
+        for turn in range(2):
+            said = speaker.say(prompt, scale.tokens).output
+            ties += compare(pair.target, prompt, answer, said, "decoding over recorded passes")
+            count = sum(len(cache.recordings) for cache in _caches(speaker))
+            new, held = (new + count - held if turn else new), count
+    problems = {name: model_of(engine).recorded for name, engine in (("target", pair.target), ("draft", pair.draft))}
+    for name, recorded in problems.items():
+        if recorded is None or recorded.problem is not None:
+            raise Wrong(f"passes of the {name} stay eager: {'not recorded' if recorded is None else recorded.problem}")
+    if new:
+        raise Wrong(f"{new} passes were recorded in the second answer to a prompt")
+    return {"answers": len(expected), "recordings": held, "recorded again": new, "parted at a tie": ties}
+
+
+def _caches(speaker: Speaker) -> list[RollbackCache]:
+    answering = speaker.assistant.latest
+    assert answering is not None
+    both = (answering.conversation.target, answering.conversation.draft)
+    found = [part.sequence.cache for part in both if part is not None]  # type: ignore[attr-defined]
+    assert all(isinstance(cache, RollbackCache) for cache in found)
+    return found
+
+
+def adapter(draft: TransformersEngine, folder: Path) -> Path:
+    """An adapter of random weights for this draft."""
+    torch.manual_seed(3)
+    model = lora.attach(copy.deepcopy(draft.model).float(), Recipe(rank=4))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=STRENGTH)
+    folder.mkdir()
+    lora.write(model, lora.snapshot(model), folder)
+    return folder
+
+
+def swap(bench: Bench, kind: str) -> Figures:
+    """An adapter that is merged between the rounds of an answer leaves the answer as it is, changes the draft, and is
+    taken out without a trace."""
+    pair, scale = bench.workshop.pair(kind), bench.scale
+    draft, prompt = model_of(pair.draft), prompts(bench, pair)[0]
+    expected = Speaker(pair, FixedLength(0)).say(prompt, scale.tokens).output
+    before = draft.sequence().extend(prompt, 1).clone()
+    speaker = Speaker(pair, FixedLength(scale.lengths[0]))
+    speaker.say(prompt, scale.tokens)  # what is recorded is recorded by now
+    slices = 0
+    with tempfile.TemporaryDirectory() as folder:
+        made = adapter(draft, Path(folder) / "adapter")
+
+        def between() -> bool:
+            nonlocal slices
+            if speaker.assistant.adapter is None and not speaker.assistant.swapping:
+                speaker.assistant.begin_swap("swapped in", made)
+            slices += speaker.assistant.swapping
+            return speaker.assistant.finish_swap(0.0)
+
+        said = speaker.say(prompt, scale.tokens, between)
+        ties = compare(pair.target, prompt, expected, said.output, "an answer in which the adapter was swapped")
+        by = [name for name, _ in speaker.assistant.drafted_by]
+        speaker.assistant.finish_swap()
+        changed = float((draft.sequence().extend(prompt, 1) - before).abs().max())
+        speaker.assistant.use_adapter(None, None)
+        left = float((draft.sequence().extend(prompt, 1) - before).abs().max())
+    if by != [None, "swapped in"]:
+        raise Wrong(f"the adapter was not swapped in during the answer, which was drafted by {by}")
+    if not changed or left:
+        raise Wrong(f"the adapter changed the draft's logits by {changed}; {left} of it stayed when it was taken out")
+    return {"slices": slices, "logits changed by": changed, "left of it": left, "parted at a tie": ties}
+
+
+def short_memory(bench: Bench, kind: str) -> Figures:
+    """Memory that is not there is one sentence, and the text goes on as if nothing had been."""
+    pair, scale = bench.workshop.pair(kind), bench.scale
+    sequence = model_of(pair.target).unswitched(features=False)
+    words = text(bench, pair, 3 * scale.tokens)
+    sequence.extend(words[: scale.tokens], 1)
+    said = _refused(sequence.cache, TOO_MANY)
+    figures: Figures = {"says": said}
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(bench.device)[0]
+        filler = torch.empty(max(0, free - LEFT), dtype=torch.uint8, device=bench.device)
+        per_token = sequence.memory.keys // sequence.cache.capacity
+        figures["says on a full device"] = _refused(sequence.cache, 2 * LEFT // per_token)
+        del filler
+    after = sequence.extend(words[scale.tokens :], 1)
+    fresh = model_of(pair.target).sequence().extend(words, 1)
+    gap = float((after - fresh).abs().max() / fresh.abs().max())
+    if gap > TIE[torch.float32]:
+        raise Wrong(f"after memory was short logits differ by {gap:.1%}")
+    return {**figures, "logits differ by": gap}
+
+
+def _refused(cache: object, tokens: int) -> str:
+    """What is said to so many tokens."""
+    try:
+        reserve(cache, tokens)  # type: ignore[arg-type]
+    except AdaptiveError as error:
+        return str(error)
+    raise Wrong(f"a cache of {tokens} tokens was reserved in memory that is not there")
+
+
+def architectures(bench: Bench) -> Figures:
+    """Small models of other architectures in float32: a draft that is right now and then changes nothing."""
+    accepted: dict[str, float] = {}
+    for kind in bench.scale.types:
+        model = tiny_model(kind)
+        draft = noisy(model)
+        engines = []
+        for one in (model, draft):
+            engine = TransformersEngine(one.to(bench.device))
+            engine.cpu_forward = None
+            engine.check()
+            engines.append(engine)
+        target, other = engines
+        prompt = prompt_of(40)
+        expected = alone(model, prompt, bench.scale.tokens)
+        for length in (0, 4):
+            talk = Greedy(target, other, length)
+            said = talk.say(prompt, bench.scale.tokens)
+            compare(target, prompt, expected, said, f"{kind} with {length} drafted tokens")
+        accepted[kind] = talk.accepted
+    return {"accepted": accepted}

@@ -1,0 +1,75 @@
+"""Answers and texts for the parts: what is said by a pair under a draft-length policy, and real text to make passes
+over."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from adaptive.assistant import Assistant, encode_chat
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.policy import LengthPolicy
+from adaptive.decoding.loop import Decoding
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.protocol import Engine
+from adaptive.measure import attentive_on
+from adaptive.pair import Pair
+from adaptive.types import SamplingParams, StopParams
+from cli.bench import of_every_kind
+from gpu_parts.work import Bench
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=0.7)
+
+
+class Speaker:
+    """One conversation's caches, in which every prompt is answered anew, with as many tokens as are asked for."""
+
+    def __init__(self, pair: Pair, policy: LengthPolicy, sampling: SamplingParams = GREEDY) -> None:
+        self.assistant = Assistant(pair, policy, None)
+        self.sampling = sampling
+
+    def say(
+        self, prompt: list[int], tokens: int, between: Callable[[], bool] | None = None, supervise: bool = False
+    ) -> Decoding:
+        """The answer. ``between`` is called between rounds; ``supervise`` keeps the target's distributions."""
+        assistant = self.assistant
+        assistant.chance, assistant.between_rounds = random.Random(1), between
+        stop = StopParams(tokens, ignore_eos=True)
+        for _ in assistant.answer(prompt, (), "", self.sampling, stop, supervise=supervise):
+            pass
+        assert assistant.last is not None
+        return assistant.last
+
+
+def controller(pair: Pair) -> GoodputLength:
+    """The default policy, which knows nothing yet."""
+    return GoodputLength(attentive=attentive_on(pair))
+
+
+def prompts(bench: Bench, pair: Pair) -> list[list[int]]:
+    """Real prompts of every kind, as token ids."""
+    return [encode_chat(pair, prompt.messages) for prompt in of_every_kind(bench.scale.prompts)]
+
+
+def text(bench: Bench, pair: Pair, tokens: int) -> list[int]:
+    """So many tokens of real text, over and over."""
+    found = [token for prompt in prompts(bench, pair) for token in prompt]
+    return (found * (1 + tokens // len(found)))[:tokens]
+
+
+def model_of(engine: Engine | None) -> TransformersEngine:
+    """An engine of the workshop, as what it is."""
+    assert isinstance(engine, TransformersEngine)
+    return engine
+
+
+def continued(engine: Engine, prompt: list[int], tokens: int) -> list[int]:
+    """What transformers' own ``generate`` says of the model, greedily."""
+    ids = torch.tensor([prompt], device=engine.device)
+    given = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        out = model_of(engine).model.generate(ids, attention_mask=torch.ones_like(ids), **given)  # type: ignore[operator]
+    return out[0, len(prompt) :].tolist()
