@@ -425,6 +425,15 @@ def test_no_sequence_of_outcomes_ends_exploration_or_breaks_a_limit(
     assert any(world.round([0.95] * 16).drafted == 0 for _ in range(600))
 
 
+def test_a_block_of_rounds_that_became_longer_ends_in_its_time() -> None:
+    """It began while a round took 10 us. Rounds of a second made it last for forty minutes."""
+    clock = Clock()
+    policy = GoodputLength(None, attentive=False, clock=clock)
+    put_through(policy, [(0, 0, 0.0, 1.0, 1e-5, 0, 1), (0, 0, 0.0, 1.0, 1.0, 0, 1)])
+    world = World(policy, clock)
+    assert any(world.round([0.02] * 16).draft_s for _ in range(600))
+
+
 @settings(max_examples=30, deadline=None)
 @given(OUTCOMES, st.sampled_from([AdditiveLength, AverageLength, BanditLength, ThresholdLength, FixedLength]))
 def test_other_policies_keep_the_limits(

@@ -52,6 +52,7 @@ class Blocks:
         else:  # a single try takes what a round in a row takes
             every = math.inf
         self._every = max(rounds / MOST_BLOCKS, every)
+        self.left = min(self.left, rounds)  # rounds may have become longer since the block began
 
     def begin(self) -> None:
         """The next rounds are a block."""
