@@ -136,6 +136,12 @@ class Terminal:
 
     def resize(self, width: int) -> None:
         self._run("resize-window", "-x", str(width), "-y", str(HEIGHT))
+        name = self._run("display-message", "-p", "#{pane_tty}").strip()
+        with open(name, "rb", buffering=0) as tty:  # tmux tells the program only a while later
+            deadline = time.monotonic() + START_S
+            while os.get_terminal_size(tty.fileno()).columns != width:
+                assert time.monotonic() < deadline, "the terminal keeps its width"
+                time.sleep(0.02)
 
     def press(self, *keys: str) -> None:
         self._run("send-keys", *keys)
