@@ -27,6 +27,15 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``thorough(but="id")``: that one of the test's parameters belongs to the ordinary run all the same."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        if parameters and any(mark.kwargs.get("but") == parameters.id for mark in item.iter_markers("thorough")):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "thorough"]
+
+
 def pytest_collection_finish() -> None:
     """What has been imported by now stays: no look for cycles goes through it again."""
     gc.freeze()

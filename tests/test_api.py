@@ -47,6 +47,7 @@ def test_it_answers_streams_keeps_a_log_and_says_how_it_decoded(own_home: Path) 
     assert kept[-1].text.startswith(first)
 
 
+@pytest.mark.thorough
 def test_it_learns_when_it_is_told_to(own_home: Path) -> None:
     lines = (BUNDLED / "prompts" / "math.jsonl").read_text(encoding="utf-8").splitlines()
     stages = []
@@ -63,6 +64,7 @@ def test_it_learns_when_it_is_told_to(own_home: Path) -> None:
     assert [manifest.id for manifest in AdapterStore(state.adapters).list()] == [report.adapter]
 
 
+@pytest.mark.thorough
 def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code = (ROOT / "docs" / "python.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     assert code.strip() in inspect.getdoc(adaptive.api).replace("\n    ", "\n")

@@ -134,6 +134,7 @@ def a_round_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "BURST_S", 0.0)
 
 
+@pytest.mark.thorough(but="fixed-float32")
 @pytest.mark.parametrize("name", ["float32", pytest.param("bfloat16", marks=native), "head", "gpt_neox"])
 @pytest.mark.parametrize("policy", ["fixed", "auto"])
 def test_eight_answers_at_once_are_those_of_eight_alone(
@@ -275,6 +276,7 @@ def test_the_same_conversation_asked_twice_at_once_has_two_caches_and_one_sessio
     assert not assistant.under_way
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2], PARAMS[4]], ids=[IDS[1], IDS[2], IDS[4]])
 def test_in_joint_rounds_sampled_text_has_the_law_of_the_target(
     models: tuple[TransformersEngine, TransformersEngine], params: SamplingParams

@@ -54,6 +54,7 @@ def test_a_short_answer_takes_little_memory_whatever_it_may_be_at_most(pair: Pai
     assert 0 < conversation.draft.sequence.memory.total <= 2048 * BYTES["draft"]
 
 
+@pytest.mark.thorough
 def test_the_drafts_cache_grows_with_the_targets_and_seldom(pair: Pair) -> None:
     assistant = Assistant(pair, FixedLength(3), None)
     prompt = [Message("user", "A long story, please.")]

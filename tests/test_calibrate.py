@@ -42,6 +42,7 @@ def test_beside_other_programs_nothing_is_promised_and_nothing_kept(
     assert not list(own_home.rglob("controller.json"))
 
 
+@pytest.mark.thorough
 def test_figures_beside_other_programs_are_bounded_marked_and_not_kept(
     pair: tuple[str, ...], own_home: Path, adaptive: Command
 ) -> None:

@@ -129,6 +129,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_random_pair(tmp_path_factory.mktemp("neox"), "gpt_neox")[0]
 
 
+@pytest.mark.thorough(but="llama-ours-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_copied_prefix_is_continued_as_the_text_it_came_from(
     folder: Path, dtype: torch.dtype, linear_layers: str

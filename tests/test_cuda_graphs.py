@@ -149,6 +149,7 @@ def test_a_model_that_cannot_be_recorded_stays_eager(
     assert caplog.text.count("stay eager") == 1
 
 
+@pytest.mark.thorough
 def test_answers_are_the_same_with_recorded_passes(prompts: list[str]) -> None:
     pair = load_pair(load_settings({"dtype": "float32"}))
     target, draft = pair.target, pair.draft

@@ -10,6 +10,7 @@ from conftest import Command
 from cli import demo
 
 
+@pytest.mark.thorough
 def test_the_demo_says_what_it_came_to_as_one_object(adaptive: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """So few answers hardly teach anything; whether the gate lets that through, the figures say, too."""
     for name, value in (("JUDGED", 1), ("LEARNED", 56), ("TOKENS", 8)):

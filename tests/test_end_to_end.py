@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from conftest import BUNDLED
 from rich.console import Console
 
@@ -38,6 +39,7 @@ def accepted(rounds: list[Round]) -> npt.NDArray[np.float64]:
     return np.array([outcome.accepted for outcome in rounds], dtype=np.float64)
 
 
+@pytest.mark.thorough
 def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_home: Path) -> None:
     prompts = read_prompts(BUNDLED / "prompts" / "math.jsonl")
     judged, learned = prompts[:24] + prompts[104:120], prompts[24:104] + prompts[120:136]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from test_trainer import SHORT, small_draft, speak, target, write_log
 from test_trainer_command import tokenizer
@@ -50,6 +51,7 @@ def accepted_by_transformers(model: Any, draft: Any, prompt: list[int], output: 
     return len(output) - 1 - len(drafted), sum(drafted)
 
 
+@pytest.mark.thorough
 def test_transformers_accepts_the_merged_draft_as_often_as_our_loop(tmp_path: Path, own_home: Path) -> None:
     for name, model in (("target", target()), ("draft", small_draft())):
         model.save_pretrained(tmp_path / name)

@@ -65,6 +65,7 @@ def ask(http: httpx.Client, prompt: str) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
+@pytest.mark.thorough
 def test_a_server_starts_and_answers_on_a_full_disk_shows_it_and_logs_it_all_later(small: Path) -> None:
     with LogWriter(state_in(small).records) as writer:
         writer.write(generation(0, text="before"))
@@ -93,6 +94,7 @@ def test_a_server_starts_and_answers_on_a_full_disk_shows_it_and_logs_it_all_lat
     assert not list(server.records.parent.glob("server.json*"))
 
 
+@pytest.mark.thorough
 def test_distilling_on_a_full_disk_is_one_line(small: Path, taught: Taught) -> None:
     state = PairState(small / taught.state.root.name)
     state.root.mkdir()

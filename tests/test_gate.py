@@ -70,6 +70,7 @@ def test_too_little_data_is_no_promotion_and_says_so(generations: int) -> None:
     assert "too little" in verdict.reason
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("generations", [6, 12, 60])
 def test_false_promotions_of_first_candidates_stay_near_the_rate_granted(generations: int) -> None:
     """300 candidates that change nothing on average: at most alpha(1) = 1.9% pass, plus three standard errors."""
@@ -78,6 +79,7 @@ def test_false_promotions_of_first_candidates_stay_near_the_rate_granted(generat
     assert passed <= 300 * alpha(1) + 3 * (300 * alpha(1)) ** 0.5
 
 
+@pytest.mark.thorough
 def test_forty_rounds_with_nothing_to_learn_rarely_promote() -> None:
     """40 rounds on one growing held-out set, 10 times: at most 2 promotions in any, few in all."""
     rng = np.random.default_rng(7)

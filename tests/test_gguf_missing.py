@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import pytest
 from conftest import BUNDLED
 from safetensors import safe_open
 
@@ -38,6 +39,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path: Path) -
     assert install_command(extra="llamacpp") in line
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_is_written_as_gguf_without_the_binding(tmp_path: Path) -> None:
     done = without("export", str(tmp_path), "--json")
     assert done.returncode == 0, done.stderr
@@ -50,6 +52,7 @@ def test_a_checkpoint_is_written_as_gguf_without_the_binding(tmp_path: Path) -> 
         assert len(reader.tensors) == len(list(weights))
 
 
+@pytest.mark.thorough
 def test_doctor_shows_what_to_install() -> None:
     said = "".join(without("doctor").stdout.split())  # a table folds long lines
     assert "".join(install_command(extra="llamacpp").split()) in said

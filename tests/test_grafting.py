@@ -78,6 +78,7 @@ class Always(LengthPolicy):
         pass
 
 
+@pytest.mark.thorough(but="head-behind-4")
 @pytest.mark.parametrize("some", [pytest.param(1, marks=pytest.mark.long, id="twenty-prompts"), 4])
 @pytest.mark.parametrize("policy", ["front", "behind", "chosen"])
 @pytest.mark.parametrize("draft", ["model", "head"])
@@ -144,6 +145,7 @@ def counted(
     return counts, rounds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("front", [True, False], ids=["front", "behind"])
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2], PARAMS[4]], ids=["t1.3", "top_p", "penalties"])
 def test_sampled_text_has_the_targets_distribution(
@@ -165,6 +167,7 @@ def of_one_drafter(front: Proposal, back: Proposal) -> Proposal:
     return right._replace(probs=row.expand(len(as_list(right.tokens)), -1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("front", [True, False], ids=["front", "behind"])
 def test_verifying_historys_tokens_by_the_models_distribution_fails(
     models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811

@@ -125,6 +125,7 @@ def opened() -> OpenedPair:
         yield one
 
 
+@pytest.mark.thorough(but="0.0-schema")
 @pytest.mark.parametrize("grammar", [PERSON, LINES], ids=["schema", "gbnf"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_speculation_changes_no_token_of_a_constrained_answer(
@@ -188,6 +189,7 @@ class Toy:
 TOY = "[abcd][bcde][acdf][a-g]"
 
 
+@pytest.mark.thorough
 def test_sampled_answers_follow_masked_decoding_of_the_target(
     models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811
 ) -> None:

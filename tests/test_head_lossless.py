@@ -59,6 +59,7 @@ def alone(pair: Pair, prompts: list[str], most: int = TOKENS) -> list[list[int]]
     return said(plain, prompts, most=most)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("some", [pytest.param(1, marks=pytest.mark.long, id="twenty-prompts"), 5])
 @pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
 @pytest.mark.parametrize("noise", [None, NOISE], ids=["last-layer", "random"])
@@ -93,6 +94,7 @@ def test_greedy_output_equals_the_target_alone(
             assert accepted < drafted
 
 
+@pytest.mark.thorough
 def test_a_conversation_goes_on_from_what_both_hold(
     targets: dict[str, Path], prompts: list[str], tmp_path: Path
 ) -> None:
@@ -190,6 +192,7 @@ def models() -> tuple[TransformersEngine, HeadEngine]:
     return target, HeadEngine(randomised(Head.from_target(model)), target)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["one-call", "by-token"])
 @pytest.mark.parametrize("params", PARAMS, ids=IDS)
 def test_the_whole_loop_samples_from_the_target(
@@ -201,6 +204,7 @@ def test_the_whole_loop_samples_from_the_target(
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) > 0.001
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[4]], ids=[IDS[1], IDS[4]])
 def test_over_all_seeds_the_whole_loop_samples_from_the_target(
     models: tuple[TransformersEngine, HeadEngine], params: SamplingParams
@@ -209,6 +213,7 @@ def test_over_all_seeds_the_whole_loop_samples_from_the_target(
     assert p_value(counts, exact_distribution(models[0], params)) > 0.001
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
 def test_a_seed_means_the_same_text_whatever_drafts(
     targets: dict[str, Path], ours: bool, prompts: list[str], tmp_path: Path

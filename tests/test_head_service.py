@@ -14,6 +14,8 @@ from adaptive.records.features import FeatureSpool
 from adaptive.records.log import Log
 from checkpoints.store import AdapterStore
 
+pytestmark = pytest.mark.thorough
+
 ANSWERS = 64
 
 

@@ -85,6 +85,7 @@ def alone(pair: Pair, prompts: list[str]) -> list[list[int]]:
     return [[step.token for step in plain.chat([Message("user", prompt)], GREEDY, stop)] for prompt in prompts]
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("history-greedy")
 @pytest.mark.parametrize("length", [1, 4, 16])
 def test_greedy_output_equals_that_without_history(
@@ -147,6 +148,7 @@ class Liar:
         return Continuation([(context[-1] * 3 + place) % VOCAB for place in range(2)], [39, 39])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2], PARAMS[4]])
 def test_sampled_text_has_the_targets_distribution(
     models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811

@@ -63,6 +63,7 @@ def test_what_is_purged_is_drafted_from_no_more(server: Server) -> None:
     assert 'adaptive:drafted_tokens_accepted_total{drafter="history"}' in metrics
 
 
+@pytest.mark.thorough
 def test_users_are_kept_apart(server: Server) -> None:
     with server.http() as http:
         fresh = rounds(http, SHARED, "kim")

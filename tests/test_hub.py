@@ -108,6 +108,7 @@ def hub() -> Iterator[Hub]:
         server.shutdown()
 
 
+@pytest.mark.thorough
 def test_a_revision_that_moves_changes_no_weights_until_the_next_start(hub: Hub, tmp_path: Path) -> None:
     environment = {
         **os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0",

@@ -41,6 +41,7 @@ def test_eight_thousand_tokens_take_no_more_states_than_two_thousand(ours: bool)
     assert late.states <= 3 * state + 2 * LOGGED * row
 
 
+@pytest.mark.thorough
 def test_slots_say_what_conversations_take(tmp_path: Path) -> None:
     """A real server of a tiny hybrid pair."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")

@@ -54,11 +54,13 @@ def models() -> Models:
     return made(ours=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2], PARAMS[4]], ids=[IDS[1], IDS[2], IDS[4]])
 def test_a_hybrid_samples_from_the_target(models: Models, params: Any) -> None:
     assert p_value(run_loop(models, params, length=2, runs=RUNS), exact_distribution(models[0], params)) > 0.001
 
 
+@pytest.mark.thorough
 def test_a_hybrid_by_transformers_forward_samples_from_the_target() -> None:
     models = made(ours=False)
     exact = exact_distribution(models[0], PARAMS[1])

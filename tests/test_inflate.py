@@ -96,6 +96,7 @@ def test_a_hybrid_is_not_made_smaller_nor_its_heads_larger(changed: dict[str, in
         inflate_hybrid(small_hybrid(HYBRID, vocab=61), replace(LARGER, **changed))
 
 
+@pytest.mark.thorough
 def test_the_hybrids_benchmark_runs_on_a_tiny_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from adaptive.installation import DISTRIBUTION, install_command, version
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

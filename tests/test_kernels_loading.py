@@ -59,6 +59,7 @@ def test_an_odd_path_is_one_like_any_other(tmp_path: Path) -> None:
     assert said(odd, odd / "site") == f"problem: None\nlibrary: {runnable()[0]} True\nsame: True\n"
 
 
+@pytest.mark.thorough
 def test_kernels_of_other_sources_are_refused_and_what_rebuilds_them_is_said(tmp_path: Path) -> None:
     """As after ``git pull`` in an editable installation: what is compiled does not know of it."""
     folder = copy_of(tmp_path / "checkout")
@@ -72,6 +73,7 @@ def test_kernels_of_other_sources_are_refused_and_what_rebuilds_them_is_said(tmp
     assert not computed
 
 
+@pytest.mark.thorough
 def test_a_library_that_cannot_be_loaded_is_told_from_one_that_was_not_built(tmp_path: Path) -> None:
     folder = copy_of(tmp_path / "checkout")
     native = folder / "adaptive" / "engines" / "cpu" / "native"

@@ -61,6 +61,7 @@ def kill_repeatedly(times: int, tmp_path: Path, home: Path) -> None:
         print(f"kill {turn + 1}: {len(shown)} answers shown so far, {len(logged)} in the log, log whole")
 
 
+@pytest.mark.thorough
 def test_a_kill_during_generation_loses_nothing_shown(tmp_path: Path, own_home: Path) -> None:
     kill_repeatedly(3, tmp_path, own_home)
 

@@ -31,6 +31,7 @@ TrainingState(Path(sys.argv[1])).save(Standing(), [weight], torch.optim.SGD([wei
 """
 
 
+@pytest.mark.thorough
 def test_a_training_state_that_was_half_written_is_gone_at_the_next_start(tmp_path: Path) -> None:
     state = open_state(tmp_path, "pair")
     killed = subprocess.run([sys.executable, "-c", SAVES, str(state.training)], capture_output=True, check=False)

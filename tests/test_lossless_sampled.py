@@ -175,6 +175,7 @@ class NoText:
         return ""
 
 
+@pytest.mark.thorough(but="t0.7-in-one-call")
 @pytest.mark.parametrize(
     ("params", "fused"),
     [*((params, True) for params in PARAMS[:4]), (PARAMS[0], False), (PARAMS[3], False), (PARAMS[4], False)],
@@ -191,6 +192,7 @@ def test_the_whole_loop_samples_from_the_target(
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) > 0.001
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("params", "fused"),
     [(PARAMS[1], True), (PARAMS[1], False), (PARAMS[2], True), (PARAMS[4], False)],
@@ -239,6 +241,7 @@ def in_one_call(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, uniform
     return verify_logits(p.log(), Transform(SamplingParams(temperature=1.0)), drafted, q, uniform, 0)
 
 
+@pytest.mark.thorough(but="always_accept")
 @pytest.mark.parametrize("broken", [always_accept, resample_from_p])
 def test_a_broken_acceptance_rule_fails_the_same_test(
     models: tuple[TransformersEngine, TransformersEngine],
@@ -257,6 +260,7 @@ def test_a_broken_acceptance_rule_fails_the_same_test(
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) < 0.001
 
 
+@pytest.mark.thorough(but="t1.3-in-one-call")
 @pytest.mark.parametrize(
     ("rule", "params"),
     [*((verify_sampled, params) for params in PARAMS[:4]), (verify_on_device, PARAMS[1]), (in_one_call, PARAMS[1])],

@@ -66,6 +66,7 @@ def check(found: Measured) -> None:
     assert costs.overhead_s < costs.plain_step_s
 
 
+@pytest.mark.thorough
 def test_other_programs_do_not_show_in_what_passes_cost(pair: Pair) -> None:
     with spinning(3):
         found = measure(pair, GREEDY)
@@ -99,6 +100,7 @@ def test_what_is_measured_tries_no_other_number_of_threads() -> None:
     assert choice.choose(1) == 2  # and nothing was learned from that
 
 
+@pytest.mark.thorough
 def test_where_engines_do_not_choose_threads_they_are_measured_as_they_run(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
     for name, layers in (("target", 3), ("draft", 1)):

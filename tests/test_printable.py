@@ -44,6 +44,7 @@ def run_on_a_terminal(*arguments: str, typed: str = "") -> bytes:
     return said
 
 
+@pytest.mark.thorough(but="chat")
 @pytest.mark.parametrize("command", ["chat", "generate"])
 def test_escape_sequences_of_the_model_do_not_reach_a_terminal(hostile_model: Path, command: str) -> None:
     arguments = ["--target", str(hostile_model), "--dtype", "float32", "--no-record"]
@@ -56,6 +57,7 @@ def test_escape_sequences_of_the_model_do_not_reach_a_terminal(hostile_model: Pa
     assert "␛]0;owned␇".encode() in said
 
 
+@pytest.mark.thorough
 def test_a_file_gets_the_answer_as_it_is(hostile_model: Path) -> None:
     command = [sys.executable, "-m", "cli.main", "generate", "hello", "--target", str(hostile_model), "--no-record"]
     said = subprocess.run([*command, "--dtype", "float32"], capture_output=True, check=True).stdout

@@ -83,6 +83,7 @@ def spoken() -> list[Generation]:
     return speak(target(), 80, SamplingParams(temperature=0.7))
 
 
+@pytest.mark.thorough
 def test_a_killed_round_goes_on_to_the_very_adapter_it_would_have_made(
     tmp_path: Path, spoken: list[Generation]
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_killed_round_goes_on_to_the_very_adapter_it_would_have_made(
     assert not undisturbed.notes
 
 
+@pytest.mark.thorough
 def test_another_recipe_or_a_purged_record_starts_afresh(tmp_path: Path, spoken: list[Generation]) -> None:
     write_log(tmp_path / "records.db", spoken)
     killed(["-c", TRAIN, str(tmp_path), str(Path(__file__).parent)], tmp_path / "training.safetensors")
@@ -124,6 +126,7 @@ def test_a_damaged_checkpoint_starts_afresh(tmp_path: Path, spoken: list[Generat
     assert not outcome.notes
 
 
+@pytest.mark.thorough
 def test_two_processes_are_as_good_as_one_also_after_a_kill(tmp_path: Path, own_home: Path) -> None:
     for name, model in (("target", target()), ("draft", small_draft())):
         model.save_pretrained(tmp_path / name)

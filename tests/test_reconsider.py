@@ -42,6 +42,7 @@ def publish_noise(store: AdapterStore) -> str:
     return store.publish(lambda folder: lora.write(model, state, folder), new).id
 
 
+@pytest.mark.thorough
 def test_the_better_draft_comes_back_and_the_worse_one_does_not(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path / "adapters")
     log = write_log(tmp_path / "records.db", speak(target(), 100, SAMPLED))
@@ -69,6 +70,7 @@ def test_the_better_draft_comes_back_and_the_worse_one_does_not(tmp_path: Path) 
     assert store.current_id() == learned.id
 
 
+@pytest.mark.thorough
 def test_a_trainer_judges_what_it_rolled_back_once_more_when_enough_was_said(taught: Taught) -> None:
     store = AdapterStore(taught.state.adapters)
     base = pair_identity(taught.settings).base

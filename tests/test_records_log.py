@@ -310,6 +310,7 @@ def test_an_export_that_fails_leaves_nothing(path: Path, tmp_path: Path) -> None
     assert [f.name for f in tmp_path.iterdir() if f.is_file()] == []
 
 
+@pytest.mark.thorough
 def test_old_records_and_those_beyond_a_size_are_deleted_only_where_that_is_asked_for(path: Path) -> None:
     now = time.time()
     said = [generation(n, created=now - 86400 * (200 - n), tokens=60) for n in range(200)]

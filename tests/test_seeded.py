@@ -28,6 +28,7 @@ assert models  # a fixture
 CPU = torch.device("cpu")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["fused", "tensors"])
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2], PARAMS[4]], ids=[IDS[1], IDS[2], IDS[4]])
 def test_over_all_seeds_the_whole_loop_samples_from_the_target(
@@ -58,6 +59,7 @@ def without_positions(seed: int, position: int) -> tuple[int, int]:
 KEYS_OF = noise_module.keys_of
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", ["rule", "noise"])
 def test_a_broken_coupling_fails_the_same_test(
     models: tuple[TransformersEngine, TransformersEngine], broken: str, monkeypatch: pytest.MonkeyPatch
@@ -165,6 +167,7 @@ def keeps_its_promise(pair: Pair) -> bool:
     return sampling_kernels() is not None or pair.target.weights == "float32"
 
 
+@pytest.mark.thorough(but="float32-0.7")
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_seed_means_the_same_text_whatever_is_drafted(
     pair: Pair, adapter: Path, prompts: list[str], temperature: float
@@ -176,6 +179,7 @@ def test_a_seed_means_the_same_text_whatever_is_drafted(
     assert other != answers(pair, "4", None, prompts[:2], temperature, 20)[0]
 
 
+@pytest.mark.thorough
 def test_a_seed_means_the_same_text_on_the_models_own_forward_too(
     adapter: Path, prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

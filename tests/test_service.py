@@ -336,6 +336,7 @@ def test_the_page_is_whole_in_itself_and_its_data_is_behind_the_key(server: Serv
             assert refused.json()["error"]["message"]
 
 
+@pytest.mark.thorough
 def test_a_killed_server_starts_again_with_every_answer_it_gave(tmp_path: Path) -> None:
     home = tmp_path / "killed"
     one = Server(home).wait_until_ready()

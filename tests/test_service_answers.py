@@ -167,6 +167,7 @@ def test_a_connection_of_another_user_is_told_from_one_of_this_user(family: sock
         assert not seen
 
 
+@pytest.mark.thorough
 def test_the_page_is_told_what_changes_and_a_server_that_ends_ends_its_streams(server: Server) -> None:
     """The last test of this file: the server is gone after it."""
     with server.http() as http, server.http() as other, http.stream("GET", "/adaptive/events") as stream:

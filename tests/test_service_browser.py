@@ -355,6 +355,7 @@ fetch(url + "/v1/completions", {
 """
 
 
+@pytest.mark.thorough
 def test_a_page_of_a_listed_site_is_answered_with_the_key_and_another_is_not(
     server: Server, browser: Any, elsewhere: str
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+import pytest
 from service_server import Server
 
 from adaptive.control.acceptance import Acceptance
@@ -32,6 +33,7 @@ def leave_costs(home: Path, pair: Pair) -> Path:
     return state.controller
 
 
+@pytest.mark.thorough
 def test_costs_of_another_day_are_measured_anew_when_nobody_asks_and_no_request_waits_for_that(tmp_path: Path) -> None:
     """Requests come with pauses in which a measurement begins: each interrupts it, and all are answered."""
     pair = load_pair(load_settings({"dtype": "float32", "device": "cpu", "threads": 1}))

@@ -38,7 +38,7 @@ LIMITS = {"n": 2, **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_o
 
 
 # By one process, which starts one server.
-pytestmark = pytest.mark.xdist_group("service_schema")
+pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("service_schema")]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from adaptive.records.log import Log
 from checkpoints.store import AdapterStore
 
 # By one process, which starts one server.
-pytestmark = pytest.mark.xdist_group("service_slots")
+pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("service_slots")]
 
 PATIENCE_S = 120.0
 

@@ -75,6 +75,7 @@ def held(server: Server, generation: int) -> dict[str, Any]:
     return {"rounds": rounds, "drafting_rounds": steps, "mode": mode, "tokens_ahead": tokens / steps if steps else 0.0}
 
 
+@pytest.mark.thorough
 def test_the_sentence_is_right_after_each_answer_of_a_session_that_drafts_and_does_not(tmp_path: Path) -> None:
     server = Server(tmp_path / "home", "--distill", "off").wait_until_ready()
     try:

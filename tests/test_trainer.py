@@ -373,6 +373,7 @@ while True:
 """
 
 
+@pytest.mark.thorough
 def test_killed_while_training_log_and_store_stay_valid_and_the_next_run_works(tmp_path: Path, log: Path) -> None:
     root = tmp_path / "adapters"
     arguments = [sys.executable, "-c", TRAIN_FOR_EVER, str(log), str(root), str(Path(__file__).parent)]

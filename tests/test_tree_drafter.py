@@ -73,6 +73,7 @@ def test_it_goes_on_from_what_was_committed(models: tuple[TransformersEngine, Tr
     assert drafter.propose(committed, 12) == drafter_of(draft, GREEDY).propose(committed, 12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("params", [SamplingParams(temperature=1.3), SamplingParams(temperature=1.3, top_p=0.9)])
 def test_sampled_rounds_have_the_targets_law(
     models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811

@@ -75,6 +75,7 @@ def without_replacement_forgotten(proposal: Proposal, node: int, drawn: list[int
     return np.asarray(proposal.probs[node], dtype=np.float64)  # type: ignore[index]
 
 
+@pytest.mark.thorough(but="widths0-True")
 @pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("widths", [(1,), (2,), (5,), (8,), (3, 2)])
 def test_what_the_rule_commits_has_the_targets_law(widths: tuple[int, ...], certain: bool) -> None:
@@ -107,6 +108,7 @@ def test_a_rule_that_forgets_what_was_drawn_before_is_found_out(monkeypatch: pyt
     assert rule_alone((5,)) < 1e-6
 
 
+@pytest.mark.thorough
 @native
 @pytest.mark.parametrize("certain", [False, True])
 def test_sampled_rounds_have_the_targets_law(models: Any, certain: bool) -> None:  # noqa: F811

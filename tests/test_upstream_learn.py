@@ -28,7 +28,7 @@ from adaptive.upstream import publishing
 from checkpoints.store import AdapterStore
 
 # By one process, which starts one server and one proxy.
-pytestmark = pytest.mark.xdist_group("upstream_learn")
+pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("upstream_learn")]
 PAIR = ("--target", str(BUNDLED / "target"), "--draft", str(BUNDLED / "draft"))
 
 

@@ -76,6 +76,7 @@ def test_rounds_without_a_draft_among_others_say_nothing(manifest: Manifest) -> 
     assert seen(rng, manifest, 0.6, tried)[1] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rounds", "drafted"), [(20, 4), (1, 1)])
 def test_a_good_draft_stays_through_many_answers(manifest: Manifest, rounds: int, drafted: int) -> None:
     """0 of 60 drafts as good as the one before, each looked at after each of 150 answers."""
@@ -116,6 +117,7 @@ def test_plain_answers_after_a_restart_do_not_roll_the_adapter_back(taught: Taug
         assert trainer.status.watch == "not judged: not drafting"
 
 
+@pytest.mark.thorough
 def test_what_is_in_doubt_is_judged_once_more_after_a_restart(taught: Taught) -> None:
     store = AdapterStore(taught.state.adapters)
     base = pair_identity(taught.settings).base

@@ -96,6 +96,7 @@ def worker_of(trainer: Trainer) -> int:
     return trainer._process.pid
 
 
+@pytest.mark.thorough
 def test_a_round_waits_until_nobody_asks_pauses_for_a_request_and_is_judged(taught: Taught) -> None:
     with training(taught) as trainer:
         until(lambda: "in use" in trainer.status.reason, trainer)
@@ -132,6 +133,7 @@ def test_a_killed_worker_is_seen_and_nothing_is_lost(taught: Taught) -> None:
     assert AdapterStore(taught.state.adapters).current_id() is None
 
 
+@pytest.mark.thorough
 def test_a_worker_that_fails_says_why(taught: Taught) -> None:
     assert taught.settings.draft is not None
     (Path(taught.settings.draft) / "model.safetensors").write_bytes(b"broken")
@@ -201,6 +203,7 @@ time.sleep(600)
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 def test_a_folder_named_like_ours_where_the_server_is_started_is_not_run(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +254,7 @@ def live(trainer: Trainer, adapter: str | None, rate: float, rounds: int, seed: 
         trainer.answered(adapter, tuple(Round("model", 4, n, 0.01, 0.02) for n in accepted))
 
 
+@pytest.mark.thorough
 def test_a_draft_that_got_worse_goes_back_by_itself_and_a_good_one_stays(taught: Taught) -> None:
     store = published(taught.state.adapters, 2)
     with training(taught, distill="off") as trainer:
