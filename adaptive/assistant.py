@@ -36,17 +36,22 @@ from adaptive.settings import Settings, fixed_draft_length
 from adaptive.types import Message, Round, SamplingParams, StopParams
 
 
-def length_policy(settings: Settings, memory: Memory | None = None, attentive: bool = True) -> LengthPolicy:
+def length_policy(
+    settings: Settings,
+    memory: Memory | None = None,
+    attentive: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LengthPolicy:
     """The policy that ``--draft-length`` names; ``auto`` starts from ``memory``, if there is one.
 
-    ``attentive`` as in ``LengthPolicy``. Raises AdaptiveError as ``fixed_draft_length``.
+    ``attentive`` and ``clock`` as in ``LengthPolicy``. Raises AdaptiveError as ``fixed_draft_length``.
     """
     fixed = fixed_draft_length(settings.draft_length)
     if fixed is not None:
         return FixedLength(*fixed)
     if memory is not None:
-        return memory.policy(attentive, settings.history != "off")
-    return GoodputLength(attentive=attentive)
+        return memory.policy(attentive, settings.history != "off", clock)
+    return GoodputLength(attentive=attentive, clock=clock)
 
 
 class Assistant:

@@ -21,6 +21,9 @@ import psutil
 # than so many. A desktop at rest takes 0.1 to 0.2; passes whose threads wait for each other on two cores are already
 # slower beside a third of a core.
 BUSY_SHARE, BUSY_CORES = 0.15, 0.75
+# Share of the cores that others take where threads on all of them can no longer run at the same time. Each of a pass's
+# hundred waits for another thread can then last as long as a program's turn.
+CROWDED_SHARE = 0.35
 # Seconds of a core that others have to take as well: what is shorter than that is a moment, and over.
 MOMENT_S = 0.08
 # Seconds between two reads below which nothing can be said: the accounts are kept in steps of 10 ms a core.
@@ -48,6 +51,11 @@ class Load:
     def busy(self) -> bool:
         """Whether others took enough for passes to be slower, and for longer than a moment."""
         return self.others > min(BUSY_SHARE * self.cores, BUSY_CORES) and self.others * self.seconds > MOMENT_S
+
+    @property
+    def crowded(self) -> bool:
+        """Whether others took so much that a thread for each core is in their way."""
+        return self.busy and self.others > CROWDED_SHARE * self.cores
 
     def __str__(self) -> str:
         return f"{self.others:.1f} of {self.cores:g} cores"

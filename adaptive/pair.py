@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ GROW, MTP, PLAIN = "auto", "mtp", "none"
 # Bytes read at either end of a weights file for its identity: enough for the whole safetensors header
 # of any model here, and two checkpoints that differ only in the middle do not occur by training.
 IDENTITY_BYTES = 1 << 20
+# Seconds below which steps of a thread's own clock are fine enough to time rounds by.
+FINE_S = 1e-5
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,21 @@ class Pair:
     draft: Engine | None
     tokenizer: PreTrainedTokenizerBase
     warnings: tuple[str, ...]
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """What rounds are compared by: the time that the calling thread was at work, or waited for the other threads of
+        a pass, whatever else ran meanwhile. Where passes run elsewhere, or such a clock is too coarse, the time on the
+        wall.
+
+        Beside other programs a thread waits for a processor in a few rounds, for ten times as long as they take, and by
+        chance in drafted ones or in plain ones. In the long run it waits in proportion to its work.
+        """
+        engines = [engine for engine in (self.target, self.draft) if engine is not None]
+        own = all(engine.device.type == "cpu" and engine.threads is not None for engine in engines)
+        if not own or time.get_clock_info("thread_time").resolution > FINE_S:
+            return time.perf_counter
+        return lambda: time.thread_time() + sum(engine.threads.waited for engine in engines if engine.threads)
 
 
 def sources(settings: Settings) -> tuple[Source, Source | None]:

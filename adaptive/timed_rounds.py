@@ -41,8 +41,6 @@ PAUSE_S = 0.005
 # Tokens of the short generation that shows what a token takes beside the models: supervision is digested in batches,
 # of which this makes two. How often it is run, and seconds of rounds after which it is not run again.
 TOKENS, GENERATIONS, GENERATED_S = 2 * BATCH + 1, 3, 2.0
-# Seconds below which steps of a thread's own clock are fine enough.
-FINE_S = 1e-5
 
 
 class Kind(enum.Enum):
@@ -59,14 +57,6 @@ def thread_counts(pair: Pair) -> list[int]:
     """The numbers of threads that a pair's engines choose from while they run; ``ALL`` alone where they do not."""
     most = [engine.threads.most for engine in (pair.target, pair.draft) if engine is not None and engine.threads]
     return sorted({1, *most}) if most else [ALL]
-
-
-def own_clock(pair: Pair) -> Callable[[], float]:
-    """The clock of passes on one thread: the time that this thread was at work, whatever else ran meanwhile. Where such
-    a clock is too coarse, or passes run elsewhere, the one on the wall."""
-    devices = {engine.device.type for engine in (pair.target, pair.draft) if engine is not None}
-    fine = time.get_clock_info("thread_time").resolution <= FINE_S
-    return time.thread_time if fine and devices == {"cpu"} and thread_counts(pair) != [ALL] else time.perf_counter
 
 
 def low(seconds: Collection[float]) -> float:
@@ -136,7 +126,7 @@ class TimedRounds:
         self.verifier = Verifier(params, processor, torch.Generator(pair.target.device))
         self.advise = Stopping(LONGEST) if attentive else None  # which never stops
         self._choices = [engine.threads for engine in (pair.target, pair.draft) if engine.threads is not None]
-        self._own_clock, self._given = own_clock(pair), torch.get_num_threads()
+        self._own_clock, self._given = pair.clock, torch.get_num_threads()
         self._threads, self._ended = ALL, 0.0
         self._round(1, 0, time.perf_counter)
 
@@ -191,7 +181,8 @@ class TimedRounds:
             self.target.rollback(len(self.committed) - 1)
             stream, length = TextStream(pair.tokenizer), pair.target.context_length
             plain = Decoding(request, self.target, length, None, self.verifier, FixedLength(0), stream)
-            plain.clock, steps, spent, ended = clock, plain.steps(), 0.0, False
+            plain.clock = plain.policy.clock = clock
+            steps, spent, ended = plain.steps(), 0.0, False
             next(steps)  # the prompt's
             while not ended:
                 self._hold(1 if self._choices else None)

@@ -152,8 +152,10 @@ class Round(NamedTuple):  # which is made in a third of the time that a frozen d
     """One speculative round: what was drafted, what was accepted, what it cost.
 
     Each round commits ``accepted + 1`` tokens (the last round may commit fewer: a stop cuts it).
-    ``drafted`` 0 is a plain decoding step. Seconds are wall-clock. Where two drafters took turns, ``drafter`` names
-    both ("model+history"), and ``first`` is how many of the tokens, at least 1, the first one drafted; else it is 0.
+    ``drafted`` 0 is a plain decoding step. Seconds are wall-clock; a ``LengthPolicy`` may observe rounds by a clock of
+    its own, in proportion to which they then share the time of their burst. Where two drafters took turns, ``drafter``
+    names both ("model+history"), and ``first`` is how many of the tokens, at least 1, the first one drafted; else it
+    is 0.
     """
 
     drafter: str
@@ -186,6 +188,10 @@ class Round(NamedTuple):  # which is made in a third of the time that a frozen d
             if part.drafter not in FREE and part.judged:
                 return Round(part.drafter, part.drafted, part.accepted, self.draft_s, self.verify_s)
         return None
+
+    def stretched(self, times: float) -> Round:
+        """The same in so many times the seconds."""
+        return self._replace(draft_s=times * self.draft_s, verify_s=times * self.verify_s)
 
     def cut(self, tokens: int) -> Round:
         """As if only the first ``tokens`` had been drafted, all of which were accepted."""

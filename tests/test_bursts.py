@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from typing import Any
 
 import pytest
 from conftest import BUNDLED
@@ -14,7 +16,7 @@ from adaptive.control.policy import FixedLength
 from adaptive.decoding import loop
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings
-from adaptive.types import Message, SamplingParams, StopParams
+from adaptive.types import Message, Round, SamplingParams, StopParams
 
 GREEDY = SamplingParams(temperature=0.0)
 FIRST = [Message("user", "Write a short story about a dog and a river.")]
@@ -135,3 +137,38 @@ def test_the_controller_knows_of_each_round_between_two_questions_how_sure_the_d
     assert all(steps == len(bins) and 0 <= steps - count <= 1 for count, steps, bins in drafted)
     assert len({tuple(bins) for _, _, bins in drafted}) > 10
     assert len(asked) < 0.5 * len(done.rounds)
+
+
+class Observing(FixedLength):
+    """By a clock that stands still while the thread has no processor, and keeps the seconds of what it observes."""
+
+    clock = staticmethod(time.thread_time)
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.observed: list[float] = []
+
+    def observe(self, outcome: Round) -> None:
+        super().observe(outcome)
+        self.observed.append(outcome.draft_s + outcome.verify_s)
+
+
+def test_a_round_that_waits_for_a_processor_is_observed_by_its_work_and_kept_by_the_time_on_the_wall(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "BURST_S", 60.0)  # the whole answer
+    policy, extend = Observing(2), type(pair.target.sequence()).extend
+
+    def late(*given: Any) -> Any:
+        time.sleep(0.005)  # as where another program has the core
+        return extend(*given)
+
+    assistant = Assistant(pair, policy, None)
+    monkeypatch.setattr(type(pair.target.sequence()), "extend", late)
+    monkeypatch.setattr(type(pair.target.sequence()), "fused", None)
+    answer(assistant, FIRST, StopParams(30, ignore_eos=True))
+    done = assistant.last
+    assert done is not None
+    kept = [outcome.draft_s + outcome.verify_s for outcome in done.rounds]
+    assert 0 < sum(policy.observed) < 0.5 * sum(kept)
+    assert 0.005 * len(kept) < sum(kept) <= done.timings.predicted_s

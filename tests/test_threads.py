@@ -151,17 +151,17 @@ def test_numbers_of_tokens_that_are_seldom_passed_go_along_when_the_machine_is_i
 
 
 class Accounts(machine.LoadMeter):
-    """The meter on an operating system whose accounts are those of two cores, of which ``others`` use some."""
+    """The meter on an operating system whose accounts are those of some cores, of which ``others`` use some."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: float = 2.0) -> None:
         self.at = self.idle = self.ours = 0.0
         super().__init__()
-        self.cores = 2.0
+        self.cores = cores
 
     def passed(self, seconds: float, threads: int, others: float) -> None:
         self.at += seconds
         self.ours += threads * seconds
-        self.idle += max(0.0, 2.0 - threads - others) * seconds
+        self.idle += max(0.0, self.cores - threads - others) * seconds
 
     def _accounts(self) -> machine._Accounts:
         return machine._Accounts(self.at, self.idle, 0.0, self.ours)
@@ -170,7 +170,7 @@ class Accounts(machine.LoadMeter):
 @pytest.mark.parametrize("told", [True, False])
 def test_when_other_programs_have_ended_all_threads_are_tried_at_once(told: bool) -> None:
     """Trials beside two other programs cost so much that the next one is seconds of decoding away when these end."""
-    accounts = Accounts()
+    accounts = Accounts(4.0)
     choice = ThreadChoice(2, accounts if told else None)
 
     def passed(count: int, seconds: Seconds, others: float) -> list[int]:
@@ -184,3 +184,21 @@ def test_when_other_programs_have_ended_all_threads_are_tried_at_once(told: bool
     assert choice.best(1) == 1
     after = passed(1000, {1: 2e-3, 2: 1e-3}.__getitem__, others=0.0)
     assert (after[400:].count(2) > 550) is told
+
+
+def test_beside_programs_that_keep_the_cores_busy_all_threads_are_not_even_tried() -> None:
+    """A pass on two threads took half a second beside two programs, for one millisecond on one thread."""
+    accounts = Accounts()
+    choice = ThreadChoice(2, accounts)
+    accounts.passed(0.5, 0, others=2.0)  # while the models were loaded
+
+    def passed(count: int, tokens: tuple[int, ...], seconds: Seconds, others: float) -> list[int]:
+        chosen = []
+        for _ in range(count):
+            for number in tokens:
+                chosen += passes(choice, 1, seconds, number)
+                accounts.passed(seconds(chosen[-1]), chosen[-1], others)
+        return chosen
+
+    assert set(passed(5000, (1, 1, 3, 40), {1: 1e-3, 2: 0.5}.__getitem__, others=1.0)) == {1}
+    assert passed(1500, (1,), idle, others=0.0)[600:].count(2) > 850

@@ -97,7 +97,8 @@ class GoodputLength(LengthPolicy):
         clock: Callable[[], float] = time.perf_counter,
         meter: LoadMeter | None = None,
     ) -> None:
-        """``meter`` tells whether other programs use the machine, whose costs are then kept apart."""
+        """``meter`` tells whether other programs use the machine, whose costs are then kept apart. ``clock`` may stand
+        still while they have the processor."""
         self.costs = CostModel(costs)
         self.acceptance = acceptance or Acceptance()
         self.calibration = calibration or Calibration()
@@ -404,9 +405,8 @@ class GoodputLength(LengthPolicy):
         self.this_answer = 0
         self.blocks.answer()
         self.asked = None
-        now = self.clock()
-        if self.meter is not None and now - self.looked > LOOK_S and self.meter.read() is not None:
-            self.looked = now  # what ran between two answers, training among it, is no load of this one
+        if self.meter is not None and self.meter.read() is not None:
+            self.looked = self.clock()  # what ran between two answers, training among it, is no load of this one
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
         """Doubt what was learned of the draft, start from what is expected of this one, and look again at once."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -105,10 +105,12 @@ class Memory:
     calibration: Calibration
     matches: Matches = field(default_factory=Matches)
 
-    def policy(self, attentive: bool, history: bool = False) -> GoodputLength:
+    def policy(
+        self, attentive: bool, history: bool = False, clock: Callable[[], float] = time.perf_counter
+    ) -> GoodputLength:
         """The default policy, starting from this memory; ``history`` says whether there is some to draft from."""
         kind = GoodputWithHistory if history else GoodputLength
-        return kind(self.costs, self.acceptance, self.calibration, attentive=attentive)
+        return kind(self.costs, self.acceptance, self.calibration, attentive=attentive, clock=clock)
 
     def stale(self, machine: str) -> bool:
         """Whether the costs should be measured anew when nobody waits: they are a day old, were measured beside other

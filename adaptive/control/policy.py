@@ -7,6 +7,7 @@ the drafter asks ``advise`` at every drafted position if the policy is ``attenti
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,10 +105,12 @@ class LengthPolicy(ABC):
     token; the others never make it compute one. ``expected`` is the tokens per second that the policy
     expects of the round it has just chosen; 0 where it forecasts nothing. The length just chosen holds for
     ``steady`` rounds: in the next ones it need not be asked for, and they may be observed together. ``tree``: what
-    is drafted are trees, and their lengths are numbers of nodes.
+    is drafted are trees, and their lengths are numbers of nodes. ``clock`` is what the seconds of the rounds that it
+    observes are by.
     """
 
     name: str
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
     attentive: bool = False
     expected: float = 0.0
     steady: int = 1

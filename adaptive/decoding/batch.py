@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from adaptive.decoding.loop import BURST_S, Decoding, Turn
+from adaptive.decoding.loop import BURST_S, Decoding, Turn, stretch
 from adaptive.engines.protocol import Engine, ExtendCall
 from adaptive.errors import AdaptiveError
 
@@ -77,6 +77,8 @@ class Batch:
         failed: list[Failed] = []
         turns: list[tuple[Decoding, Turn]] = []
         going = [decoding for decoding in self.under_way if not decoding.unread]
+        own_clock = self.under_way[0].policy.clock
+        round_began, own_round_began = self.clock(), own_clock()
         for decoding in going:
             try:
                 turns.append((decoding, decoding.turn(len(going), speculate)))
@@ -84,9 +86,10 @@ class Batch:
                 failed.append((decoding, error))
         rows, rounds = sum(len(turn.call.tokens) for _, turn in turns), len(turns)
         turns += [(d, d.prompt_turn(count)) for d, count in self._slices(max(LEAST, PASS - rows))]
-        began = self.clock()
+        began = own_clock()
         found = self._pass([turn.call for _, turn in turns])
-        seconds = self.clock() - began
+        seconds = own_clock() - began
+        times = stretch(self.clock() - round_began, own_clock() - own_round_began)
         if rounds and rounds == len(turns) and not failed:
             going[0].policy.shared(rows, seconds)
         # An answer's share of the pass, but for what the prompts are taken to have taken.
@@ -95,7 +98,7 @@ class Batch:
             try:
                 if isinstance(logits, Exception):
                     raise logits
-                decoding.judge(turn, logits, share)
+                decoding.judge(turn, logits, share, times)
             except Exception as error:
                 failed.append((decoding, error))
         return failed

@@ -129,6 +129,11 @@ def outcome_of(proposal: Proposal | None, verdict: Verdict, draft_s: float, veri
     return Round(proposal.drafter, len(proposal.tokens), verdict.accepted, draft_s, verify_s, proposal.first)
 
 
+def stretch(seconds: float, own: float) -> float:
+    """How many times as long something took by one clock as by another, by which it was ``own`` seconds."""
+    return seconds / own if own > 0 else 1.0
+
+
 @dataclass(slots=True)
 class Turn:
     """What one answer asks of a pass over several: the ``call``, without rows for a slice of its prompt; how many of
@@ -148,7 +153,7 @@ class Decoding:
 
     ``steps()`` is the stream. Everything else is filled in along the way and complete when the
     stream has ended, also when the caller closes it early (``finish_reason`` is then ``cancelled``). ``clock`` is what
-    all seconds are by.
+    all seconds are by that are kept; the policy observes rounds by its own.
 
     Whoever decodes several (``batch.py``) goes through the same in parts: ``begin``; then ``alone``, or what is asked
     of a pass over several (``prompt_turn``, ``turn``) and ``judge``, each followed by ``show``; at last ``end``.
@@ -262,7 +267,8 @@ class Decoding:
     def turn(self, answers: int, speculate: bool) -> Turn:
         """The same once the prompt has been read: a round, of which so many ``answers`` share the pass. ``speculate``
         says whether the draft may be used."""
-        began, committed = self.clock(), self.committed
+        clock, committed = self.policy.clock, self.committed
+        began = clock()
         if self._beside is None:
             self._beside = self.policy.among(self.scope)
             if self.history is not None:
@@ -280,10 +286,11 @@ class Decoding:
         proposal = propose(drafter, self.verifier, committed, most, beside.adviser)
         fed = committed[self.target.length :]
         call = ExtendCall(self.target, *asked(fed, proposal))
-        return Turn(call, len(fed), len(committed), proposal, drafter, self.clock() - began)
+        return Turn(call, len(fed), len(committed), proposal, drafter, clock() - began)
 
-    def judge(self, turn: Turn, logits: torch.Tensor, seconds: float) -> None:
-        """Take in what the pass gave, of whose time this answer's share is so many seconds."""
+    def judge(self, turn: Turn, logits: torch.Tensor, seconds: float, times: float) -> None:
+        """Take in what the pass gave, of whose time this answer's share is so many ``seconds`` of the policy's clock,
+        ``times`` as long by that of the answer."""
         if not turn.call.rows:
             return
         verdict, raw = self.verifier.judge(self.target, turn.fed, turn.proposal, turn.held, logits)
@@ -301,6 +308,7 @@ class Decoding:
             self._grafting_beside.observe(outcome, verdict.tokens)
         if outcome.drafter not in FREE:
             self._beside.observe(outcome)
+        self._stretch(len(self.rounds) - 1, times)
 
     def end(self) -> None:
         """However the answer ended, what it holds is complete, and the caches hold what was shown."""
@@ -317,10 +325,11 @@ class Decoding:
     @torch.inference_mode()
     def _burst(self, speculate: bool) -> None:
         """Rounds one after the other, until it is time to show their tokens or the answer has come to its end."""
-        policy, clock = self.policy, self.clock
+        policy, clock, own_clock = self.policy, self.clock, self.policy.clock
         advise = policy.adviser
-        until = clock() + BURST_S
-        while not self._ended:
+        began, own_began, first, late = clock(), own_clock(), len(self.rounds), False
+        until = began + BURST_S
+        while not self._ended and not late:
             limit = waiting = 0
             if speculate and self.drafter is not None:
                 # A round commits one token more than it accepts.
@@ -333,7 +342,7 @@ class Decoding:
                 drafter, most = self._who_drafts(length, self.grafting)
                 self._reserve(most)
                 outcome, verdict, logits = speculative_round(
-                    self.target, drafter, self.verifier, self.committed, most, advise, clock
+                    self.target, drafter, self.verifier, self.committed, most, advise, own_clock
                 )
                 self._keep(verdict, logits)
                 self.rounds.append(outcome)
@@ -351,8 +360,14 @@ class Decoding:
                 else:
                     policy.observe(outcome)
                 self._expected.append((1 + outcome.accepted) / policy.expected if policy.expected else 0.0)
-            if late:
-                return
+        if own_clock is not clock:
+            self._stretch(first, stretch(clock() - began, own_clock() - own_began))
+
+    def _stretch(self, first: int, times: float) -> None:
+        """The rounds from the ``first`` on, and what was expected of them, took so many times the policy's seconds."""
+        if times != 1.0:
+            self.rounds[first:] = [outcome.stretched(times) for outcome in self.rounds[first:]]
+            self._expected[first:] = [times * seconds for seconds in self._expected[first:]]
 
     def _who_drafts(self, length: int, grafting: Grafting | None) -> tuple[Drafter | None, int]:
         """The drafter of the next round and the most that it drafts: the grammar what it leaves no choice about; else

@@ -13,13 +13,17 @@ Each number of tokens is judged by itself. Of passes over one token only those c
 in plain decoding, where all threads stay awake. A single one among drafts and verifications may have to wake the others
 first: what is better there says nothing of plain decoding, with which drafting is compared.
 
+Where the operating system's accounts say that others take most of a core, all threads are not even tried: a single pass
+on two threads beside programs that keep both cores busy was seen to take half a second, for one millisecond alone.
+
 On one thread only a trial shows that all of them are faster again. Trials are rare there, because beside another
-program they are dear; where the operating system's accounts say that the others have ended, one is made at once.
+program they are dear; where the accounts say that the others have ended, one is made at once.
 """
 
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass, field
 
 from adaptive.machine import LoadMeter
@@ -43,8 +47,9 @@ DECISIVE = 4.0
 SHARE_ONE, SHARE_ALL = 100, 500
 # And not before so many times the seconds that the last trial took.
 REST = 25
-# Seconds of passes between two looks at what else uses the machine, and looks in a row that have to say so.
-LOOK_S, LOOKS = 0.1, 2
+# Seconds of passes between two looks at what else uses the machine, and looks in a row that have to say so; and that
+# the cores are no longer crowded, which programs that compile or test make them many times a minute.
+LOOK_S, LOOKS, CALM_LOOKS = 0.1, 2, 5
 
 
 @dataclass(slots=True)
@@ -112,14 +117,20 @@ class ThreadChoice:
     """The number of threads for the next pass, from what earlier ones took. ``most`` is all of them.
 
     While ``held`` is a number, passes use so many and nothing is tried or learned: what is tried meanwhile is not what
-    a pass costs that somebody measures. ``meter`` tells whether other programs use the machine.
+    a pass costs that somebody measures. ``meter`` tells whether other programs use the machine. ``waited`` is for how
+    many seconds the calling thread has waited for others in passes on several threads.
     """
 
     def __init__(self, most: int, meter: LoadMeter | None = None) -> None:
         self.most = most
         self.held: int | None = None
+        self.waited = 0.0
+        self._began: float | None = None  # by the thread's own clock, of a pass on several
         self._meter = meter
-        self._busy, self._looks, self._unseen = False, 0, 0.0  # seconds of passes since the last look
+        self._busy, self._looks = False, 0
+        self._crowded: bool | None = None  # None before the first look
+        self._calm = 0  # looks in a row
+        self._unseen = 0.0  # seconds of passes since the last look
         self._last = most
         self._passes: dict[int, Passes] = {}  # by number of tokens
         self._before, self._counts = 0, False  # tokens of the last pass, and whether its time is learned from
@@ -127,13 +138,28 @@ class ThreadChoice:
     def best(self, tokens: int) -> int:
         """The faster number for passes of so many tokens, as far as is known."""
         known = self._passes.get(tokens)
-        return self._last if known is None else known.best
+        return 1 if self._crowded else self._last if known is None else known.best
+
+    @property
+    def crowded(self) -> bool:
+        """Whether other programs leave no room for a thread on each core."""
+        return bool(self._crowded)
 
     def choose(self, tokens: int) -> int:
         """Threads for a pass of ``tokens`` tokens."""
+        threads = self._chosen(tokens)
+        self._began = time.thread_time() if threads > 1 else None
+        return threads
+
+    def _chosen(self, tokens: int) -> int:
         if self.held is not None:
             return min(self.held, self.most)
         if self.most == 1:
+            return 1
+        if self._crowded is None:
+            self._look()
+        if self._crowded:
+            self._counts = False
             return 1
         self._counts, self._before = tokens <= FEW and (tokens > 1 or self._before == 1), tokens
         if not self._counts:
@@ -145,11 +171,15 @@ class ThreadChoice:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """The pass of ``tokens`` tokens, on the threads last chosen, took this long."""
-        if self.most == 1 or self.held is not None or not self._counts:
+        if self._began is not None:
+            self.waited += max(0.0, seconds - (time.thread_time() - self._began))
+        if self.most == 1 or self.held is not None:
             return
         self._unseen += seconds
-        if self._unseen >= LOOK_S and self._meter is not None:
-            self._look(self._meter)
+        if self._unseen >= LOOK_S:
+            self._look()
+        if not self._counts:
+            return
         known = self._passes[tokens]
         known.seconds += seconds
         fresh, known.fresh = known.fresh, False
@@ -216,11 +246,14 @@ class ThreadChoice:
                 other.when = other.soon = other.seconds + other.rest
                 other.begin(Phase.USUAL)
 
-    def _look(self, meter: LoadMeter) -> None:
+    def _look(self) -> None:
         """Whether others use the machine. When they have ended, all threads are tried wherever one is in use."""
-        load = meter.read()
+        load = None if self._meter is None else self._meter.read()
         if load is None:
+            self._crowded = bool(self._crowded)
             return
+        self._calm = 0 if load.crowded else self._calm + 1
+        self._crowded = load.crowded or (bool(self._crowded) and self._calm < CALM_LOOKS)
         self._unseen = 0.0
         self._looks = self._looks + 1 if load.busy is not self._busy else 0
         if self._looks < LOOKS:

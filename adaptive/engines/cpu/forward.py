@@ -285,7 +285,8 @@ class CpuForward:
     def threads_for(self, count: int) -> int:
         """Threads of the next pass, over so many tokens."""
         given = torch.get_num_threads()
-        return given if count > TIMED else min(given, self.threads.choose(count))
+        chosen = min(given, self.threads.choose(count))
+        return given if count > TIMED and not self.threads.crowded else chosen
 
     def took(self, count: int, seconds: float) -> None:
         """The pass over so many tokens, on the threads that were last asked for."""
