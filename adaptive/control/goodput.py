@@ -39,6 +39,7 @@ from adaptive.control.policy import Advice, Adviser, Beside, LengthPolicy, Scope
 from adaptive.control.prices import prices
 from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
+from adaptive.engines.threads import CALM_LOOKS
 from adaptive.machine import LoadMeter
 from adaptive.types import Round
 
@@ -75,7 +76,8 @@ BATCH = 8
 REFRESH = 4
 # Weight of one answer in the running mean of their lengths, and the mean to begin with (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
-# Seconds between two looks at what else uses the machine, and looks that agree before anything is made of them.
+# Seconds between two looks at what else uses the machine, and looks that agree before it counts as busy. It counts as
+# quiet again when passes may use all threads again, after ``CALM_LOOKS``.
 LOOK_S, LOOKS = 0.1, 2
 # Tokens to catch up with that are not worth a thought.
 FEW_WAITING = 8
@@ -358,7 +360,7 @@ class GoodputLength(LengthPolicy):
             return
         self.looked = now
         self.looks = self.looks + 1 if load.busy is not self.busy else 0
-        if self.looks >= LOOKS:
+        if self.looks >= (LOOKS if load.busy else CALM_LOOKS):
             self.machine(load.busy)
 
     def machine(self, busy: bool) -> None:
