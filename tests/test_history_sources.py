@@ -93,6 +93,7 @@ def run(
                 who.append(name)
                 waiting = max(0, accepted + 1 - most - drafted) if behind else waiting + 1 + accepted
                 break
+            asked, length = length, behind
             accepted = drafted = min(by_model if found or elsewhere is None else elsewhere, length)
             if length:
                 drafted = min(length, accepted + 1) if policy.attentive else length
@@ -102,6 +103,8 @@ def run(
             policy.observe(Round("model" if length else "none", drafted, accepted, draft_s, COSTS.verify_s[drafted]))
             who.append("model" if length else "none")
             waiting = 0 if length else waiting + 1
+            if length > asked:
+                break
     return who
 
 
@@ -122,6 +125,31 @@ def test_the_model_drafts_where_it_does_better_on_the_very_text_that_history_has
     better = run(GoodputWithHistory(COSTS), 800, promised, 2, 12, 1)
     assert led(worse[400:]) > 0.9 * 200
     assert led(better[400:]) < 0.3 * 200
+
+
+def test_a_draft_that_beats_plain_decoding_is_given_up_where_history_says_its_tokens_anyway() -> None:
+    """Where nothing is found the model's second token takes a third of a plain round; behind it history says a dozen
+    in less than two."""
+    alone = run(GoodputWithHistory(COSTS), 300, [], 0, 1)
+    assert alone[-100:].count("model") > 90
+    beside = run(GoodputWithHistory(COSTS), 600, [0.99**i for i in range(1, 17)], 12, 1, 1)
+    assert led(beside[300:]) > 0.9 * 150
+    assert beside[300:].count("model") < 0.2 * 150
+
+
+def test_history_verifies_no_more_than_is_worth_its_time_at_the_rate_that_it_reaches_itself() -> None:
+    """Six tokens of eight are accepted; each of the last two costs less than it brings at the rate of plain decoding,
+    and more than it brings at that of such rounds."""
+    dear = dataclasses.replace(COSTS, verify_s=tuple(0.01 + 0.004 * k for k in range(LONGEST + 1)))
+    promised = [1.0] * 6 + [0.6, 0.55]
+    policy, lengths = GoodputWithHistory(dear), []
+    policy.begin(Scope("s", 0.0))
+    for _ in range(100):
+        policy.next_length(0, 0, 100)
+        lengths.append(policy.lead(promised, 0, 100).history)
+        policy.passed(Round(HISTORY, lengths[-1], min(6, lengths[-1]), 0.0, dear.verify_s[lengths[-1]]))
+    assert lengths[0] == 8
+    assert lengths[-1] == 6
 
 
 def test_history_drafts_where_the_draft_is_not_worth_its_time() -> None:

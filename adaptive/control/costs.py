@@ -116,7 +116,8 @@ class Timed(NamedTuple):
     """A finished round, the forwards that the draft made, and the extra tokens that the first of them was fed.
 
     ``again`` is a plain step after a plain step. ``settled`` follows so many of its sort, drafted or plain, that it
-    took what they take in a row. ``tried`` is a single drafted round among plain ones.
+    took what they take in a row. ``tried`` is a single drafted round among plain ones. ``apart``: of
+    acceptance and of the rate of drafting it says nothing.
     """
 
     outcome: Round
@@ -125,6 +126,7 @@ class Timed(NamedTuple):
     again: bool = False
     settled: bool = True
     tried: bool = False
+    apart: bool = False
 
     @property
     def own(self) -> Round:
@@ -220,7 +222,7 @@ class CostModel:
         verified: list[float] = []
         drafted: list[float] = []
         caught_up: list[float] = []
-        for outcome, steps, waiting, again, settled, _ in rounds:
+        for outcome, steps, waiting, again, settled, *_ in rounds:
             i = 0 if again else 1 + min(outcome.drafted, LONGEST)
             ratio = outcome.verify_s / (self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9))
             if i in self.guessed:  # what is seen of it first is worth more than the guess

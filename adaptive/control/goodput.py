@@ -190,10 +190,10 @@ class GoodputLength(LengthPolicy):
                 self.prices, self.further = self._prices()
         self.age = (self.age + 1) % REFRESH
         self.speculative = self._speculative_rate()
-        speculating, self.speculating = self.speculating, self.speculative * self.plain_s > 1
+        speculating, self.speculating = self.speculating, self._pays()
         if self.speculating is not speculating:
             self.blocks.cancel()
-        rate = max(1 / self.plain_s, self.speculative)
+        rate = self._rate_ahead()
         # A token is dropped where verifying it costs more tokens at the present rate than it brings, with the best of
         # what may follow it; it is the last one where a further one does, which has to be drafted first.
         if self.attentive:
@@ -203,13 +203,32 @@ class GoodputLength(LengthPolicy):
             if not self.speculating and (self.blocks.left or unsure or self.tries % JUDGED_EVERY == 0):
                 drop_below[0] = 0.0
             self.stopping.decide(self.calibration.table, self.calibration.follow, drop_below, last_below)
-        self.price = min(BUDGET, self._cost_of_trying(waiting))
+        most = self._most_budget()
+        self.budget = min(most, self.budget)
+        self.price = min(most, self._cost_of_trying(waiting))
         self.drafting = self.speculating or self.budget >= self.price
         drafted_s = costs.round(self.best)
         self.blocks.plan(self.speculating, self.plain_s, drafted_s, self.speculative, costs.draft(0, 1))
         self.expected_plain = costs.with_tokens(1 / self.plain_s)
         self.expected_speculative = costs.with_tokens(self.speculative)
         self.decided = True
+
+    def _pays(self) -> bool:
+        """Whether drafting is worth its time."""
+        return self.speculative * self.plain_s > 1
+
+    def _rate_ahead(self) -> float:
+        """Tokens per second at which what a drafted token brings would be said otherwise."""
+        return max(1 / self.plain_s, self.speculative)
+
+    def _worth(self, likely: float, said: int) -> float:
+        """Of a try that committed ``said`` tokens, where as many as ``likely`` were to be expected: plain rounds' time
+        that saying them otherwise takes."""
+        return likely
+
+    def _most_budget(self) -> float:
+        """Plain rounds' time that tries may have at once."""
+        return BUDGET
 
     def _prices(self) -> tuple[list[float], list[float]]:
         """What a sure token takes, at speed 1 (``prices``)."""
@@ -261,8 +280,11 @@ class GoodputLength(LengthPolicy):
 
     def _worth_catching_up(self, limit: int) -> bool:
         """Whether the rest of the answer will save the time of feeding the draft what it has not seen."""
-        left = min(limit + 1, max(self.answer_tokens - self.this_answer, self.answer_tokens / 2))
-        return left * (self.plain_s - 1 / self.speculative) > self.costs.draft(0, self.waiting)
+        return self._tokens_left(limit) * (self.plain_s - 1 / self.speculative) > self.costs.draft(0, self.waiting)
+
+    def _tokens_left(self, limit: int) -> float:
+        """How many tokens the answer is expected to go on for."""
+        return min(limit + 1, max(self.answer_tokens - self.this_answer, self.answer_tokens / 2))
 
     def advise(self, position: int, confidence: float) -> Advice:
         """Drop a token whose verification is not worth its time; go on while a further one is."""
@@ -278,8 +300,9 @@ class GoodputLength(LengthPolicy):
         """The thresholds themselves."""
         return self.stopping if self.attentive else None
 
-    def observe(self, outcome: Round) -> None:
-        """Keep a finished round; every ``BATCH`` rounds, and at once after a try, they are learned from."""
+    def observe(self, outcome: Round, apart: bool = False) -> None:
+        """Keep a finished round; every ``BATCH`` rounds, and at once after a try, they are learned from. Of one that is
+        ``apart`` only costs and confidence are: it is of another sort than those that are decided of."""
         bins = self.stopping.bins_of(self.rounds) if self.attentive else []
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         tokens = 1 + outcome.accepted
@@ -288,9 +311,9 @@ class GoodputLength(LengthPolicy):
         self.committed += tokens
         self.this_answer += tokens
         drafted = steps > 0
-        tried = drafted and not self.speculating and not self.blocks.left
+        tried = drafted and not apart and not self.speculating and not self.blocks.left
         settled, again = self.blocks.passed(drafted)
-        self.seen.append(Timed(outcome, steps, self.waiting, again and not drafted, settled, tried))
+        self.seen.append(Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart))
         self.sure.append(bins)
         self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
         if len(self.seen) >= BATCH or tried:
@@ -308,7 +331,7 @@ class GoodputLength(LengthPolicy):
         compared = self.costs.round(COMPARED) / self.costs.round(0)
         for timed, bins in zip(seen, sure, strict=True):
             self._learn(timed, bins, compared)
-        self.acceptance.observe([timed.own for timed in seen if timed.outcome.drafted])
+        self.acceptance.observe([timed.own for timed in seen if timed.outcome.drafted and not timed.apart])
         if any(sure):
             self.calibration.calibrate()
         # Plain rounds say nothing new of the draft: as long as no try can be paid for, the decision stands.
@@ -319,7 +342,7 @@ class GoodputLength(LengthPolicy):
 
     def _learn(self, timed: Timed, bins: list[int], compared: float) -> None:
         """Rate, budget and calibration after one round; ``compared`` as in ``SeenTimes``."""
-        costs, own, (outcome, steps, waiting, again, settled, tried) = self.costs, timed.own, timed
+        costs, own, (outcome, steps, waiting, again, settled, tried, apart) = self.costs, timed.own, timed
         took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
         if not steps:
             self.budget = min(BUDGET, self.budget + TRY_SHARE)
@@ -336,6 +359,8 @@ class GoodputLength(LengthPolicy):
             # How likely the judged tokens were says the same as what came of them, with less chance in it.
             tokens = 1.0 + sum(self.calibration.table[b] for b in judged)
             self.calibration.observe(bins, own.drafted, own.accepted)
+        if apart:
+            return
         longer = self.longer if own.drafted else 1.0  # what was dropped takes what a plain step takes
         if self.recent.observe(1 + own.accepted, longer * seconds / costs.speed):
             self.acceptance.changed()
@@ -350,7 +375,7 @@ class GoodputLength(LengthPolicy):
         if tried:
             seconds += self._going_back()
             self.tries += 1
-        left = max(min(0.0, self.budget), self.budget + tokens - seconds / self.plain_s)
+        left = max(min(0.0, self.budget), self.budget + self._worth(tokens, 1 + own.accepted) - seconds / self.plain_s)
         self.budget = min(BUDGET, max(-DEBT, left - catching_up / self.plain_s))
 
     def _look(self, meter: LoadMeter, now: float) -> None:

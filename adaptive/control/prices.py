@@ -33,12 +33,13 @@ def prices(verify: Sequence[float], step: float, hope: Sequence[float]) -> tuple
 
 
 def best_length(
-    reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float = 0.0
+    reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float = 0.0, least: float = 0.0
 ) -> tuple[int, float]:
     """How many tokens of a proposal to verify, 0 for none, and how many tokens more that brings than its time otherwise
     would. ``reach`` is of each the probability that all up to it are accepted, ``seconds[k]`` what a round takes that
-    verifies k, and ``token_s`` what each of its tokens takes later; ``rate`` tokens per second otherwise."""
-    best, most, tokens = 0, 0.0, 1.0
+    verifies k, and ``token_s`` what each of its tokens takes later; ``rate`` tokens per second otherwise. What brings
+    no more than ``least`` is left alone."""
+    best, most, tokens = 0, least, 1.0
     for k, sure in enumerate(reach[: len(seconds) - 1], 1):
         tokens += sure
         gain = tokens - rate * (seconds[k] + token_s * tokens)

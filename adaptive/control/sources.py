@@ -1,20 +1,26 @@
-"""Who drafts a round: the model, history, or one behind the other, by expected tokens per second.
+"""Who drafts a round: nobody, the model, history, or one behind the other, by expected tokens per second.
 
-History's proposal takes no forward of the draft: its round of k tokens takes what a verification of k takes. With
-``r`` the tokens per second of what would be done otherwise, a way to draft is worth what it commits beyond what its
-time would, and the way with the most of that is taken where it is above 0:
+The text is said at some rate anyway, r tokens per second: a token more in this round saves the time in which the
+rounds behind it would say it (``ahead.py``). So a round that commits n tokens in s seconds is worth n - r * s, and
+what is worth the most is done:
 
+    nobody                    1                                   - r * seconds[0]
+    the model                 what its rounds brought lately      - r * what they took
     history alone             1 + sum(reach[:k])                  - r * (seconds[k] + token_s * tokens)
     the model behind history  1 + sum(reach[:k]) + reach[k-1] * m - r * (seconds[k + n] + draft_s)
     history behind the model  sure * sum(reach[:k])               - r * (seconds[n + k] - seconds[n])
 
+History's proposal takes no forward of the draft: its round of k tokens takes what a verification of k takes.
 ``token_s``: what feeding a token to the draft later takes; the draft's n tokens take ``draft_s`` and bring ``m`` where
 they are reached. The last is asked once the model has drafted, as what more to verify; ``sure`` is the probability that
 all of its draft is accepted: its own confidence, calibrated, or what is known of tokens that both name.
 
-``r`` is not the model's rate in general: where history finds a long match the text repeats itself, and a model
-guesses such text better too. So a few of these rounds are the model's, and what they brought is the rate that history
-has to beat (``Rival``).
+**Both sorts of rounds are judged apart**: those in which history finds something worth verifying, and those that are
+left to the model. Where history finds a long match the text repeats itself, and a model guesses such text better too;
+where it finds nothing the text is harder than most. Whether the model drafts at all is decided by the rounds that are
+left to it, with the tries and the budget of ``goodput.py``, of which it has as large a part as they have of the time.
+Where history would draft, a hundredth of the time is for rounds of the model's all the same, so that what these bring
+stays known.
 """
 
 from __future__ import annotations
@@ -25,18 +31,19 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from adaptive.control.costs import LONGEST, Timed
-from adaptive.control.goodput import BATCH, GoodputLength
-from adaptive.control.policy import Adviser, Lead
+from adaptive.control.ahead import Ahead, Discounted
+from adaptive.control.costs import LONGEST, CostTable, Timed
+from adaptive.control.goodput import BATCH, BUDGET, FEW_WAITING, RATE_WEIGHT, TRY_SHARE, GoodputLength
+from adaptive.control.policy import Adviser, Lead, Scope
 from adaptive.control.prices import best_length
 from adaptive.control.stopping import Stopping
 from adaptive.types import FREE, MODEL, Round
 
-# Where history promises more, the model drafts one round of so many all the same: until some were seen, and after it.
-# More often costs what history would have brought, more seldom is late to see that the model has become better.
-TRY_FIRST, TRIED, TRY_LATER = 8, 6, 50
-# What is left of the rival's tokens and seconds after one later round, and its imaginary rounds at the general rate.
+# Of the model's rounds where history would have drafted: what is left of one after a later one, and imaginary ones of
+# what its others bring.
 KEEP, WEIGHT = 0.97, 2.0
+# Weight of one round in the mean of what such a round of the model's loses.
+LOSS_STEP = 0.05
 
 
 def best_tail(
@@ -54,90 +61,141 @@ def best_tail(
 
 
 class Rival:
-    """What the model's rounds bring where history would have drafted."""
+    """What the model's rounds bring where history would have drafted, and when to try one."""
 
     def __init__(self) -> None:
-        self.tokens = self.seconds = 0.0
-        self.rounds = self.passed = 0
+        self.seen = Discounted(KEEP)
+        # In plain rounds' time: what tries have lost beyond what they may, and what one is expected to lose.
+        self.owed, self.loss = 0.0, 0.0
 
-    def due(self) -> bool:
-        """Whether this round, which history would draft, is the model's all the same."""
-        self.passed += 1
-        if self.passed < (TRY_FIRST if self.rounds < TRIED else TRY_LATER):
-            return False
-        self.passed = 0
-        return True
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A round of the model's, in seconds at speed 1."""
-        self.tokens, self.seconds = KEEP * self.tokens + tokens, KEEP * self.seconds + seconds
-        self.rounds += 1
-
-    def rate(self, general: float, round_s: float) -> float:
-        """Tokens per second, between what was seen and the ``general`` rate, of rounds of ``round_s``."""
-        weight = WEIGHT * round_s
-        return (self.tokens + weight * general) / (self.seconds + weight)
+    def due(self, loss: float, passed: float, most: float) -> bool:
+        """Whether this round, which history would draft, is the model's all the same: that is expected to lose so much,
+        what history does takes as much as ``passed`` plain rounds, and tries may lose ``most`` at once."""
+        self.loss = loss if not self.loss else self.loss + LOSS_STEP * (loss - self.loss)
+        self.owed = max(0.0, self.owed - TRY_SHARE * passed)
+        return self.owed + self.loss <= most
 
 
 class GoodputWithHistory(GoodputLength):
     """The default policy where there is history to draft from: it also says when history drafts in the model's place,
     before it, or behind it.
 
-    It tells the policy below nothing but what that has not seen: what verifications take, that time has passed, and of
-    a round of both what the model did of it.
+    It tells the policy below of history's rounds nothing but what that has not seen: what verifications take, that time
+    has passed, and of a round of both what the model did of it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As ``GoodputLength``."""
-        # What the model does where history would draft, and whether each round since ``next_length`` was asked is a try
-        # of that.
-        self.rival, self.tries_of_rival = Rival(), list[bool]()
+        self.ahead, self.rival = Ahead(), Rival()
+        # Of each round since ``next_length`` was asked: whether history found something worth more than plain decoding,
+        # and what its draft is worth, None where that is not the best it could do.
+        self.found: list[bool] = []
+        self.gains: list[float | None] = []
         self.beyond: list[Timed] = []  # rounds that costs have not been learned from yet and others nothing
-        self.able = True  # whether there is a draft that could be asked now
+        self.room = 0  # tokens that the draft could be asked for when ``next_length`` was
         self.read: list[tuple[list[int], Round]] = []  # how sure the draft was behind history, and what became of it
         self.stopping_behind: Stopping | None = None
-        # Known anew with every decision, and only where it is asked for: seconds of a round of history's by its tokens;
-        # the rate otherwise and ``token_s``; the draft's acceptance by position.
+        # Of the round that ``lead`` was asked of last: the rate otherwise, and what a token takes that the draft is fed
+        # later.
+        self.rate, self.token_s = 0.0, 0.0
+        # Known anew with every decision, and only where it is asked for: seconds of a round of history's by its tokens,
+        # and the draft's acceptance by position.
         self.history_s: list[float] | None = None
-        self.otherwise: tuple[float, float] | None = None
         self.hope: list[float] | None = None
         super().__init__(*args, **kwargs)
+
+    def begin(self, scope: Scope) -> None:
+        """See ``LengthPolicy``."""
+        super().begin(scope)
+        self.ahead.begin()
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """See ``LengthPolicy``."""
         length = super().next_length(limit, waiting, context)
-        self.tries_of_rival.clear()
-        if self.able != (limit > 0):
-            self.able, self.otherwise = limit > 0, None
+        self.found.clear()
+        self.gains.clear()
+        self.room = limit
         return length
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """By the rule above, for the next round; to be asked once for each."""
-        self.tries_of_rival.append(False)
-        if not reach:
+        seconds, plain_s = self._seconds(), self.plain_s
+        found = bool(reach) and best_length(reach, seconds, 1 / plain_s)[0] > 0
+        rate = self.rate = self._rate_behind(found)
+        self.token_s = self.costs.draft(0, 1) if self.speculating and self.room else 0.0
+        alone, gain = 0, 0.0
+        if found:
+            alone, gain = best_length(reach[: max(0, limit)], seconds, rate, self.token_s, 1.0 - rate * plain_s)
+        passed = len(self.found)  # rounds since ``next_length``, of a token each
+        self.found.append(found)
+        self.gains.append(gain if alone else None)
+        if not alone:
             return Lead(0, length)
-        seconds, (rate, token_s) = self._seconds(), self._otherwise()
-        alone, gain = best_length(reach[: max(0, limit)], seconds, rate, token_s)
         lead = Lead(alone, 0)
         if length and self.speculating:
             before, more = self._best_before_model(reach, length, limit, singly)
             if more > gain:
                 lead, gain = Lead(before, min(length, limit - before, LONGEST - before)), more
-        if gain <= 0.0:
-            return Lead(0, length)
-        if self.speculating and self.able and self.rival.due():
-            self.tries_of_rival[-1] = True
-            return Lead(0, length)
+                self.gains[-1] = gain
+        most = min(limit, self.room - passed, self.longest if self.attentive else self.best)
+        if most <= 0:
+            return lead
+        loss = self._rival_loss(gain, self.waiting + passed) / plain_s
+        left = self._most_budget()
+        if loss <= 0.0 or self.rival.due(loss, seconds[lead.history] / plain_s, BUDGET - left):
+            return Lead(0, most)
         return lead
+
+    def _rival_loss(self, gain: float, waiting: int) -> float:
+        """Seconds that a round of the model's loses against one of history's that is worth ``gain`` tokens, below 0
+        where it saves some."""
+        speed = self.costs.speed
+        tokens, took = self._model_round()
+        tokens, took = self.rival.seen.mean(tokens, took / speed, WEIGHT)
+        catching_up = self.costs.draft(0, waiting) if waiting > FEW_WAITING else 0.0
+        return (gain - tokens) / self.rate + took * speed + catching_up
+
+    def _rate_behind(self, found: bool) -> float:
+        """Tokens per second at which the text goes on behind a round for which something was ``found`` or not."""
+        speed = self.costs.speed
+        return self.ahead.rate(found, self.plain_s / speed) / speed
+
+    def _model_round(self) -> tuple[float, float]:
+        """Tokens and seconds of a round of the model's where history would not draft."""
+        recent, usual_s = self.recent, self.longer * self.costs.round(self.best)
+        seconds = (recent.seconds * self.costs.speed + RATE_WEIGHT * usual_s) / (recent.rounds + RATE_WEIGHT)
+        return self.speculative * seconds, seconds
+
+    def _saved(self) -> float:
+        """Seconds that such a round saves against a plain one."""
+        tokens, seconds = self._model_round()
+        return (tokens - 1.0) / self._rate_behind(False) - (seconds - self.plain_s)
+
+    def _pays(self) -> bool:
+        return self._saved() > 0
+
+    def _rate_ahead(self) -> float:
+        return self._rate_behind(False)
+
+    def _worth(self, likely: float, said: int) -> float:
+        # By what was said: confidence that is calibrated on all rounds expects too much of those left to the model.
+        return 1.0 + (said - 1) / (self._rate_behind(False) * self.plain_s)
+
+    def _most_budget(self) -> float:
+        return BUDGET * self.ahead.share_left(self.plain_s / self.costs.speed)
+
+    def _worth_catching_up(self, limit: int) -> bool:
+        rounds = self._tokens_left(limit) * self.ahead.left_a_token()
+        return rounds * self._saved() > self.costs.draft(0, self.waiting)
 
     def _best_before_model(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> tuple[int, float]:
         """How many tokens of history's to go on behind with a draft of the usual length, and what that is worth."""
-        seconds, (rate, _), costs = self._seconds(), self._otherwise(), self.costs
+        seconds, rate, costs = self._seconds(), self.rate, self.costs
         usual = min(length, self.best)
         hope = sum(itertools.accumulate(self._hope()[:usual], operator.mul))
         draft_s = self.marginal * costs.draft(usual)
         fed_s = self.marginal * (costs.draft_step() if singly else costs.draft(0, 1))
-        best, most, tokens = 0, 0.0, 1.0
+        best, most, tokens = 0, -math.inf, 1.0
         for k, sure in enumerate(reach[: max(0, min(limit, LONGEST) - usual)], 1):
             tokens += sure
             gain = tokens + sure * hope - rate * (seconds[k + usual] + draft_s + k * fed_s)
@@ -152,7 +210,7 @@ class GoodputWithHistory(GoodputLength):
             return None
         if self.stopping_behind is None:
             self.stopping_behind = Stopping(self.longest)
-        worth = self._otherwise()[0] * self.marginal * self.costs.speed / max(sure, 1e-9)
+        worth = self.rate * self.marginal * self.costs.speed / max(sure, 1e-9)
         none = [math.inf] * self.longest
         drop, last = ([worth * p for p in prices[tokens:]] + none for prices in (self.prices, self.further))
         behind = self.stopping_behind
@@ -174,12 +232,12 @@ class GoodputWithHistory(GoodputLength):
 
     def tail_may_pay(self, drafted: int, sure: float) -> bool:
         """See ``LengthPolicy``."""
-        seconds, (rate, _) = self._seconds(), self._otherwise()
-        return drafted < LONGEST and sure > rate * (seconds[drafted + 1] - seconds[drafted])
+        seconds = self._seconds()
+        return drafted < LONGEST and sure > self.rate * (seconds[drafted + 1] - seconds[drafted])
 
     def tail(self, drafted: int, sure: float, reach: Sequence[float], limit: int) -> int:
         """See ``LengthPolicy``."""
-        return best_tail(reach[:limit], self._seconds(), *self._otherwise(), sure, drafted)
+        return best_tail(reach[:limit], self._seconds(), self.rate, self.token_s, sure, drafted)
 
     def passed(self, outcome: Round) -> None:
         """A round of history's: it shows what a verification takes, and says nothing of the draft, unless that was
@@ -191,6 +249,7 @@ class GoodputWithHistory(GoodputLength):
 
     def _beside(self, timed: Timed) -> None:
         outcome = timed.outcome
+        self._went_on(timed)
         self.rounds += 1
         self.rounds_s += outcome.draft_s + outcome.verify_s
         self.committed += 1 + outcome.accepted
@@ -199,7 +258,7 @@ class GoodputWithHistory(GoodputLength):
         if len(self.seen) + len(self.beyond) >= BATCH:
             self.settle()
 
-    def observe(self, outcome: Round) -> None:
+    def observe(self, outcome: Round, apart: bool = False) -> None:
         """See ``LengthPolicy``."""
         parts = outcome.parts
         if len(parts) > 1 and parts[0].drafter in FREE:
@@ -212,11 +271,28 @@ class GoodputWithHistory(GoodputLength):
             else:
                 self._beside(Timed(outcome, steps, self.waiting + fed))
             return
-        if self.rounds < len(self.tries_of_rival) and self.tries_of_rival[self.rounds]:
-            drafted = 1 if outcome.learned is None else outcome.learned.drafted
-            took = self.costs.draft(drafted, 0) + self.costs.beside_drafting(outcome.drafted)
-            self.rival.observe(1 + outcome.accepted, took / self.costs.speed)
-        super().observe(outcome)
+        bins = self.stopping.bins_of(self.rounds) if self.attentive else []
+        steps = len(bins) if self.attentive else outcome.first or outcome.drafted
+        seconds = self._went_on(Timed(outcome, steps, self.waiting))
+        gain = self.gains[self.rounds] if steps and self.rounds < len(self.gains) else None
+        if gain is not None:
+            self.rival.seen.observe(1 + outcome.accepted, seconds)
+            lost = (gain - 1 - outcome.accepted) / self._rate_behind(True)
+            self.rival.owed += (lost + seconds * self.costs.speed) / self.plain_s
+        super().observe(outcome, gain is not None)
+
+    def _went_on(self, timed: Timed) -> float:
+        """Tell ``ahead`` of a round that has ended; its seconds at speed 1, as they are believed."""
+        costs, (outcome, steps, waiting, *_) = self.costs, timed
+        if steps or outcome.drafted:
+            # What it is fed of a long prompt is not of this round.
+            drafted_s = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0)
+            seconds = drafted_s + costs.beside_drafting(outcome.drafted)
+        else:
+            seconds = self.plain_s
+        found = self.rounds < len(self.found) and self.found[self.rounds]
+        self.ahead.observe(found, 1 + outcome.accepted, seconds / costs.speed)
+        return seconds / costs.speed
 
     def settle(self) -> None:
         """Learn from all rounds seen since the last time."""
@@ -236,9 +312,15 @@ class GoodputWithHistory(GoodputLength):
         super().swapped(expected)
         self.rival = Rival()
 
+    def remeasured(self, table: CostTable, busy: bool) -> None:
+        """See ``GoodputLength``. What was seen before is in the seconds of other costs."""
+        super().remeasured(table, busy)
+        self.ahead, self.rival = Ahead(), Rival()
+
     def _decide(self, context: int, waiting: int) -> None:
         super()._decide(context, waiting)
-        self.history_s = self.otherwise = self.hope = None
+        self.history_s = self.hope = None
+        self.rate = self._rate_behind(False)  # until ``lead`` is asked
 
     def _seconds(self) -> list[float]:
         """Seconds of a round of history's, by how many of its tokens are verified."""
@@ -246,19 +328,6 @@ class GoodputWithHistory(GoodputLength):
             plain_s, beside = self.plain_s, (self.costs.beside_drafting(k) for k in range(LONGEST + 1))
             self.history_s = [plain_s + self.marginal * (seconds - plain_s) for seconds in beside]
         return self.history_s
-
-    def _otherwise(self) -> tuple[float, float]:
-        """Tokens per second where history does not lead, and what a token takes that the draft is fed later."""
-        if self.otherwise is not None:
-            return self.otherwise
-        costs, speed = self.costs, self.costs.speed
-        rate, token_s = 1 / self.plain_s, 0.0
-        if self.speculating and self.able:
-            # The draft has to be fed later what it does not draft itself.
-            token_s = costs.draft(0, 1)
-            rate = max(rate, self.rival.rate(self.speculative * speed, costs.round(self.best) / speed) / speed)
-        self.otherwise = rate, token_s
-        return self.otherwise
 
     def _hope(self) -> list[float]:
         """The draft's acceptance by position."""

@@ -347,7 +347,7 @@ class Decoding:
                 self._keep(verdict, logits)
                 self.rounds.append(outcome)
                 times -= 1
-                if outcome.first or outcome.drafter in FREE:
+                if outcome.first or outcome.drafter in FREE or outcome.drafted > length:
                     times = 0  # it may have committed more than the policy reckoned with
                 if self.grafting is not None and drafter is not self.forced:
                     self.grafting.observe(outcome, verdict.tokens)
