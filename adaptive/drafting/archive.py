@@ -14,14 +14,17 @@ import numpy as np
 
 from adaptive.control.matches import Matches
 from adaptive.drafting.history import HistoryDrafter, RunningText
-from adaptive.drafting.suffixes import LONGEST, Suffixes, suffixes
+from adaptive.drafting.suffixes import LONGEST, Suffixes, compiled, suffixes
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log, LoggedText
 
 logger = logging.getLogger("adaptive.history")
 
-# Tokens kept, of the newest records: 0.4 GB of memory.
-MOST_TOKENS = 10_000_000
+# Tokens kept of the newest records, of all owners together, and bytes of memory that they may take: 38 a token and what
+# the last segment has room for, more where many owners have little each.
+MOST_TOKENS, MOST_BYTES = 10_000_000, 450_000_000
+# Tokens where the index is the plain one, whose objects take 0.5 to 1 kB a token and which is slower to read them.
+MOST_PLAIN_TOKENS = 200_000
 # Records read at a time: an answer that begins meanwhile waits for one page, some 20 ms.
 PAGE = 32
 # Seconds between two looks for what other processes wrote or deleted. An answer looks for deletions before it begins.
@@ -41,11 +44,12 @@ class Archive:
     ``index`` may be asked at any time, also before everything is read.
     """
 
-    def __init__(self, path: Path, vocab: int, most: int = MOST_TOKENS) -> None:
-        """``path`` is the log; records with a token beyond ``vocab`` are damaged, and left out. Each owner has at most
-        ``most`` tokens."""
+    def __init__(self, path: Path, vocab: int, most: int | None = None, most_bytes: int = MOST_BYTES) -> None:
+        """``path`` is the log; records with a token beyond ``vocab`` are damaged, and left out. At most ``most`` tokens
+        are held (None: ``MOST_TOKENS``), and ``most_bytes`` of memory, until a page of records is read."""
         self.vocab = vocab
-        self._most = most
+        self._most = most or (MOST_PLAIN_TOKENS if compiled() is None else MOST_TOKENS)
+        self._most_bytes = most_bytes
         self._log = Log(path)
         self._lock = threading.Lock()  # over the log and all below
         self._indexes: dict[str, Suffixes] = {}
@@ -142,6 +146,7 @@ class Archive:
             if len(text.tokens) and (int(text.tokens.min()) < 0 or int(text.tokens.max()) >= self.vocab):
                 continue
             self._add(text)
+        self._make_room()
         more = last > self._last
         self._last = max(self._last, last)
         return more
@@ -160,6 +165,17 @@ class Archive:
         self._sessions[text.session] = text
         if len(self._sessions) > SESSIONS:
             del self._sessions[next(iter(self._sessions))]
+
+    def _make_room(self) -> None:
+        """Forget the oldest records, whoever's they are, until there are no more tokens and bytes than there may be. An
+        owner of whom nothing is left has no index either."""
+        while len(self._known) > 1 and (self.tokens > self._most or self.nbytes > self._most_bytes):
+            oldest = next(iter(self._known))
+            owner = self._known.pop(oldest)
+            index = self._index(owner)
+            index.remove([oldest])
+            if not len(index):
+                del self._indexes[owner]
 
 
 class History:

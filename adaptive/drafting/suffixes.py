@@ -172,7 +172,17 @@ class PlainSuffixes:
                 self._tokens[text.first : text.end] = [NO_TOKEN] * (text.end - text.first)
                 self._held -= text.end - text.first
             self._texts = [text for text in self._texts if text.id not in doomed]
+            if len(self._tokens) > 2 * (self._held + len(self._texts)):
+                self._begin_anew()
         return len(removed)
+
+    def _begin_anew(self) -> None:
+        """Without the places of what was removed."""
+        kept = [(text.id, self._tokens[text.first : text.end]) for text in self._texts]
+        self._tokens, self._texts, self._places, self._held = [], [], {}, 0
+        for number, tokens in kept:
+            self.begin(number)
+            self.append(tokens)
 
     def follow(self, context: list[int], grows: bool = False) -> Continuation:
         if not self._lock.acquire(blocking=False):
