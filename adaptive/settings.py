@@ -56,7 +56,7 @@ class Settings(BaseSettings):
     draft_revision: str | None = None
     trust_remote_code: bool = False
     draft_length: str = "auto"
-    history: Literal["auto", "session", "off"] = "off"
+    history: Literal["auto", "session", "off"] = "auto"
     seed: int | None = None
     max_new_tokens: int = 512
     temperature: float | None = None

@@ -143,7 +143,9 @@ def demo(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="adaptive-demo-") as temporary:
         home = keep or Path(temporary)
-        tour = Tour(settings.model_copy(update={"home": home, "draft_length": "auto", "record": True}), console)
+        # What training brings is to be seen, not that the tour asks the same things again.
+        fixed = {"home": home, "draft_length": "auto", "history": "off", "record": True}
+        tour = Tour(settings.model_copy(update=fixed), console)
         tour.run()
     seconds = time.monotonic() - began
     console.print(f"[dim]The tour took {seconds / 60:.1f} minutes.[/]")

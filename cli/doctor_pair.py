@@ -56,6 +56,7 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
             )
         else:
             yield Finding("used", role, "note", f"{model} is no folder here", "it will be fetched, if the hub has it")
+    yield _history(settings)
     if target is None or not local:
         return
     try:
@@ -63,6 +64,23 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
         yield from _forwards(settings)
     except AdaptiveError as error:
         yield Finding("used", "pair", "broken", str(error), "choose other models with --target and --draft")
+
+
+def _history(settings: Settings) -> Finding:
+    """What is drafted from beside the model, and what that takes at most."""
+    from adaptive.drafting.archive import MOST_BYTES, MOST_PLAIN_TOKENS, MOST_TOKENS
+    from adaptive.drafting.suffixes import compiled
+
+    if settings.history == "off":
+        return Finding("used", "history", "ok", "off")
+    if settings.history == "session" or not settings.record:
+        return Finding("used", "history", "ok", "drafts from the running conversation")
+    built = compiled() is not None
+    most, memory = MOST_TOKENS if built else MOST_PLAIN_TOKENS, size(MOST_BYTES)
+    said = f"drafts from the running conversation and the log: {most:,} tokens at most, {memory} of memory"
+    if built:
+        return Finding("used", "history", "ok", said)
+    return Finding("used", "history", "note", f"{said}; its index is not compiled", "install with a C++ compiler")
 
 
 def _no_model(settings: Settings, local: bool) -> Finding:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_it_answers_streams_keeps_a_log_and_says_how_it_decoded(own_home: Path) -> None:
-    with Assistant(dtype="float32", draft_length="4", temperature=0.0) as assistant:
+    with Assistant(dtype="float32", draft_length="4", temperature=0.0, history="off") as assistant:
         assert assistant.stats().tokens_per_round is None
         whole = assistant.ask("What is 17 * 23?", max_new_tokens=24)
         assert whole

@@ -34,7 +34,7 @@ def test_answers_drafted_by_a_head_are_recorded_so(
     head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models = ["--target", str(TARGET), "--draft", str(head), "--dtype", "float32", "--state-dir", str(tmp_path / "s")]
-    asked = ["--draft-length", "4", "--max-new-tokens", "24", "--temperature", "0", "--json"]
+    asked = ["--draft-length", "4", "--max-new-tokens", "24", "--temperature", "0", "--history", "off", "--json"]
     monkeypatch.setattr(
         "sys.argv", ["adaptive", "generate", "Write a function that adds two numbers.", *models, *asked]
     )

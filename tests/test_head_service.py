@@ -34,7 +34,7 @@ def test_a_server_on_a_target_alone_grows_a_head_and_decodes_with_it(tmp_path: P
     settings.write_text(
         f"distill_after = {ANSWERS}\ndistill_idle_seconds = 0.3\ndistill_nice = 0\ndistill_seconds = 25\n"
     )
-    options = ("--target", str(BUNDLED / "target"), "--config", str(settings))
+    options = ("--target", str(BUNDLED / "target"), "--config", str(settings), "--history", "off")
     server = Server(tmp_path / "home", *options).wait_until_ready()
     try:
         with server.http() as http:

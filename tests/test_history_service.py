@@ -42,7 +42,7 @@ def known(http: httpx.Client, prompt: str, fresh: int, user: str | None = None) 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("history")
-    found = Server(home, "--history", "auto", "--distill", "off", "--draft-length", "12").wait_until_ready()
+    found = Server(home, "--distill", "off", "--draft-length", "12").wait_until_ready()
     try:
         yield found
     finally:

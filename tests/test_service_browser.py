@@ -70,7 +70,7 @@ def elsewhere() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, elsewhere: str) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("browser")
-    one = Server(home, "--distill", "off", "--cors", elsewhere, key=KEY).wait_until_ready()
+    one = Server(home, "--distill", "off", "--history", "off", "--cors", elsewhere, key=KEY).wait_until_ready()
     try:
         with one.http() as http:
             for prompt in PROMPTS:

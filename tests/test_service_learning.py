@@ -58,7 +58,9 @@ def test_a_server_learns_while_idle_and_rolls_a_forced_bad_adapter_back(tmp_path
     prompts = [json.loads(line)["prompt"] for line in lines[:ANSWERS]]
     settings = tmp_path / "adaptive.toml"
     settings.write_text(f"distill_after = {ANSWERS}\ndistill_idle_seconds = 0.3\ndistill_nice = 0\n")
-    server = Server(tmp_path / "home", "--config", str(settings), "--dtype", "auto").wait_until_ready()
+    # All rounds are to be the draft's, though the same is asked again and again.
+    options = ("--config", str(settings), "--dtype", "auto", "--history", "off")
+    server = Server(tmp_path / "home", *options).wait_until_ready()
     try:
         with server.http() as http:
             before = [ask(http, prompt) for prompt in prompts]
