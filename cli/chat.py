@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -38,7 +39,6 @@ def chat(
     """
     from rich.console import Console
 
-    from adaptive.service.trainer import background
     from adaptive.settings import change_settings
     from cli.chat_input import echo, piped
     from cli.chat_session import Chat
@@ -53,7 +53,12 @@ def chat(
     console = Console(highlight=False, stderr=not (typing and sys.stdout.isatty()))
     if distill is not None:
         settings = change_settings(settings, {"distill": distill})
-    with open_pair(settings, console) as opened, background(settings, opened.state) as trainer:
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(open_pair(settings, console))
+        # This imports torch, which takes a second: only now, when a bar has been seen.
+        from adaptive.service.trainer import background
+
+        trainer = stack.enter_context(background(settings, opened.state))
         under_way = Chat(settings, opened, console, session, system, trainer, plain)
         if typing:
             with echo():
