@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from adaptive.errors import AdaptiveError, first_line
-from adaptive.installation import install_command
+from adaptive.installation import install_command, requirement
 from adaptive.settings import Quantisation
 
 if TYPE_CHECKING:
@@ -67,5 +67,5 @@ def cure() -> str:
     try:
         found = version("bitsandbytes")
     except PackageNotFoundError:
-        return f"install it: {install_command('bitsandbytes>=0.49')}"
+        return f"install it: {install_command(requirement('bitsandbytes'))}"
     return f"version {found} is installed and does not work on this machine: leave --quantize out"

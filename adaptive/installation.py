@@ -31,26 +31,56 @@ def requirements() -> list[str] | None:
     return None if found is None else list(found.requires or [])
 
 
-def install_command(*packages: str, extra: str | None = None, again: bool = False) -> str:
-    """The command that installs ``packages`` beside this program, or the program with an ``extra``, or ``again``.
+def requirement(name: str) -> str:
+    """A package that this program asks for, also by an extra, with the versions that it asks for; else its name."""
+    from packaging.requirements import Requirement
 
-    With nothing said, it installs the program itself.
+    asked = map(Requirement, requirements() or ())
+    return next((f"{one.name}{one.specifier}" for one in asked if one.name == name), name)
+
+
+def install_command(*packages: str, extra: str | None = None, again: bool = False) -> str:
+    """The command that installs ``packages`` beside this program, or the program with an ``extra``.
+
+    ``again`` also where they are there already: fetched and compiled anew, since pip would take what it compiled
+    before. With nothing said, it installs the program itself.
     """
     kind, editable, spec = _source(extra)
+    in_place = "--editable " * editable
     if packages:
         beside = " ".join(shlex.quote(package) for package in packages)
         if kind == "pipx":
-            return f"pipx inject {DISTRIBUTION} {beside}"
+            return f"pipx inject {'--force --pip-args=--no-cache-dir ' * again}{DISTRIBUTION} {beside}"
         if kind == "uv tool":
-            return f"uv tool install --force {'--editable ' * editable}{spec} --with {shlex.quote(','.join(packages))}"
-        return f"{_pip(kind)} {beside}"
+            together = shlex.quote(",".join(packages))
+            return f"uv tool install --force {'--reinstall ' * again}{in_place}{spec} --with {together}"
+        return f"{_pip(kind)} {'--force-reinstall --no-cache-dir ' * again}{beside}"
     if kind == "pipx":
-        return f"pipx install --force {'--editable ' * editable}{spec}"
+        return f"pipx install --force {'--pip-args=--no-cache-dir ' * again}{in_place}{spec}"
     if kind == "uv tool":
-        return f"uv tool install {'--force --reinstall ' if again else '--force '}{'--editable ' * editable}{spec}"
+        return f"uv tool install --force {'--reinstall ' * again}{in_place}{spec}"
     if editable:  # which is built each time
         return f"{_pip(kind)} -e {spec}"
-    return f"{_pip(kind)} {'--force-reinstall --no-deps ' * again}{spec}"
+    return f"{_pip(kind)} {'--force-reinstall --no-cache-dir --no-deps ' * again}{spec}"
+
+
+def build_advice() -> str:
+    """How to have the compiled parts of an installation that was built without a C++ compiler."""
+    wheel = Path(unquote(urlsplit(_url()).path)).name
+    if wheel.endswith(".whl"):  # installing it again would change nothing
+        return f"there is nothing compiled in {wheel}: install one with it, or from the sources with a C++ compiler"
+    return f"install one (g++ or clang++), then {install_command(again=True)}"
+
+
+def _url() -> str:
+    """Where pip found what it installed; empty where that is an index."""
+    return str(_direct().get("url", ""))
+
+
+def _direct() -> dict[str, Any]:
+    found = _found()
+    said: dict[str, Any] = json.loads(found.read_text("direct_url.json") or "{}") if found is not None else {}
+    return said
 
 
 def _found() -> Distribution | None:
@@ -72,10 +102,10 @@ def _source(extra: str | None) -> tuple[str, bool, str]:
     root = Path(__file__).resolve().parent.parent
     if (root / "pyproject.toml").is_file():  # a checkout that is used in place
         return kind, True, shlex.quote(f"{root}{asked}")
-    said: dict[str, Any] = json.loads(found.read_text("direct_url.json") or "{}") if found is not None else {}
-    url = urlsplit(str(said.get("url", "")))
+    said, url = _direct(), urlsplit(_url())
     if "vcs_info" in said:
-        commit = f"{said['vcs_info']['vcs']}+{said['url']}"
+        revision = said["vcs_info"].get("requested_revision")
+        commit = f"{said['vcs_info']['vcs']}+{said['url']}{f'@{revision}' if revision else ''}"
         return kind, False, shlex.quote(f"{DISTRIBUTION}{asked} @ {commit}")
     if url.scheme == "file":
         return kind, False, shlex.quote(f"{unquote(url.path)}{asked}")

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -58,9 +57,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     try:
         import torch
     except Exception as error:
-        yield Finding(
-            "machine", "torch", "broken", first_line(error), "install torch for this machine, see its web page"
-        )
+        yield Finding("machine", "torch", "broken", first_line(error), _torch_anew())
         return
     yield from _devices(torch)
     yield _kernels()
@@ -70,11 +67,14 @@ def examine(settings: Settings) -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    good = sys.version_info >= (3, 10)
     version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Finding(
-        "machine", "python", "ok" if good else "broken", version, "" if good else "install Python 3.10 or later"
-    )
+    return Finding("machine", "python", "ok", version)
+
+
+def _torch_anew() -> str:
+    from adaptive.installation import install_command, requirement
+
+    return install_command(requirement("torch"), again=True)
 
 
 def _packages() -> Iterator[Finding]:
@@ -161,7 +161,7 @@ def _devices(torch: Any) -> Iterator[Finding]:
         yield _arithmetic(torch, "mps", "mps arithmetic")
     if not torch.cuda.is_available() and not torch.backends.mps.is_available():
         driver = Path("/proc/driver/nvidia/version").exists()
-        advice = "an NVIDIA driver is there: install the CUDA build of torch" if driver else ""
+        advice = f"an NVIDIA driver is there, for a build of torch with CUDA: {_torch_anew()}" if driver else ""
         yield Finding("machine", "accelerator", "note" if driver else "ok", "none that torch can use", advice)
 
 
@@ -178,7 +178,7 @@ def _arithmetic(torch: Any, device: str, name: str) -> Finding:
             results[dtype] = torch.nn.functional.linear(x, layer).double().cpu()
         error = _difference(results[torch.bfloat16], results[torch.float32])
     except Exception as reason:
-        return Finding("machine", name, "broken", first_line(reason), "reinstall torch for this machine")
+        return Finding("machine", name, "broken", first_line(reason), _torch_anew())
     value = f"float32 {times[torch.float32]:.2f} ms, bfloat16 {times[torch.bfloat16]:.2f} ms for 8 rows of 2048 x 2048"
     if error > 0.02:  # bfloat16 keeps 8 bits; a sum of 2048 products stays within 1%
         return Finding("machine", name, "broken", f"{value}, bfloat16 is off by {error:.0%}", "use --dtype float32")
@@ -243,7 +243,8 @@ def _llama_cpp(settings: Settings) -> Finding:
         library = binding()
     except AdaptiveError as error:
         status: Literal["note", "broken"] = "broken" if wanted else "note"
-        return Finding("machine", "llama.cpp", status, str(error), "needed only for GGUF files: see docs/llamacpp.md")
+        advice = f"{error} (needed only for GGUF files: docs/llamacpp.md)"
+        return Finding("machine", "llama.cpp", status, "cannot be used", advice)
     where = "an accelerator" if library.llama_supports_gpu_offload() else "the processor"
     return Finding("machine", "llama.cpp", "ok", f"llama-cpp-python {library.__version__}, built for {where}")
 
@@ -265,7 +266,8 @@ def _print(findings: list[Finding]) -> None:
     wanting = [finding for finding in findings if finding.status != "ok"]
     console.print("[bold]What is missing[/]" if wanting else "Nothing is missing.")
     for finding in wanting:
-        console.print(f" {marks[finding.status]} {finding.name}: {escape(finding.advice or finding.value)}")
+        said = f" {marks[finding.status]} {finding.name}: {escape(finding.advice or finding.value)}"
+        console.print(said, soft_wrap=True)  # so that a command in it can be copied
 
 
 def _milliseconds(work: Callable[[], object]) -> float:

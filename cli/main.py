@@ -101,9 +101,23 @@ def run() -> None:
             raise
         typer.echo(printable(f"adaptive: {error}"), err=True)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        if debug or not (said := _missing(error)):
+            raise
+        typer.echo(f"adaptive: {said}", err=True)
+        sys.exit(2)
     except BrokenPipeError:  # the reader went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """What to do about a package of this program's that is not there; empty for any other module."""
+    from adaptive.installation import install_command, requirement
+
+    name = (error.name or "").partition(".")[0].replace("_", "-")
+    needed = requirement(name)
+    return f"the package {name} is not installed; {install_command(needed)}" if needed != name else ""
 
 
 if __name__ == "__main__":

@@ -305,3 +305,17 @@ def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
     terminal.expect(pexpect.EOF)
     terminal.close()
     assert terminal.exitstatus == 0
+
+
+def test_the_chat_says_what_it_does_before_it_imports_torch(tmp_path: Path) -> None:
+    """Which takes a second or more. Where it is missing, one line says how to get it."""
+    without = "import sys; sys.modules['torch'] = None; import cli.main; cli.main.run()"
+    environment = {**os.environ, "TERM": "xterm", "ADAPTIVE_HOME": str(tmp_path)}
+    terminal = pexpect.spawn(
+        sys.executable, ["-c", without, "chat"], timeout=60, dimensions=(24, 200), env=environment, encoding="utf-8"
+    )
+    terminal.expect("loading models")
+    terminal.expect(r"the package torch is not installed; .*install 'torch>=")
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 2

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
+import time
+import venv
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+import torch
 from conftest import DIALECTS_KEY
 from service_server import Server
 
@@ -19,6 +27,11 @@ from adaptive.records.log import Log
 # By one process, which starts one server.
 pytestmark = pytest.mark.xdist_group("dialects")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "clients.md"
+QUESTION = "What swims in the sea?"
+# Seconds for Open WebUI to import everything and to lay out its database, on a busy machine.
+START_S = 300
+# Packages that the two clients below do not have for every Python.
+FOR_PYTHON = pytest.mark.skipif(sys.version_info[:2] not in ((3, 11), (3, 12)), reason="needs Python 3.11 or 3.12")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm") is None, reason="llm is not installed")
@@ -44,3 +57,104 @@ def test_llm_asks_the_server_by_the_settings_of_its_page(dialects: Server, tmp_p
     assert last.messages[-1].content == "What swims in the sea?"
     assert json.loads(said) == json.loads(last.text)
     assert isinstance(json.loads(said)["warm"], bool)
+
+
+def written(section: str, language: str) -> str:
+    """The first block of a section of the page in this language."""
+    found = re.search(rf"## {section}\n.*?```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def last_message(server: Server) -> str:
+    """What the server was asked last, as its log has it."""
+    with Log(server.records) as log:
+        return list(log.generations(with_supervision=False))[-1].generation.messages[-1].content
+
+
+def environment_of(folder: Path, package: str) -> Path:
+    """The programs of a fresh environment with this package; of torch the build that these tests run on."""
+    venv.create(folder / "env", with_pip=True)
+    programs = folder / "env" / "bin"
+    (folder / "constraints.txt").write_text(f"torch=={torch.__version__}\n", encoding="utf-8")
+    command = [str(programs / "pip"), "install", "-q", "-c", str(folder / "constraints.txt"), package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    print(subprocess.check_output([str(programs / "pip"), "show", package], text=True).splitlines()[1], package)
+    return programs
+
+
+@pytest.mark.long
+@FOR_PYTHON
+def test_aider_asks_the_server_by_the_settings_of_its_page(dialects: Server, tmp_path: Path) -> None:
+    programs = environment_of(tmp_path, "aider-chat")
+    exported, typed = written("aider", "sh").replace("http://127.0.0.1:8080", dialects.url).splitlines()
+    name, *settings = shlex.split(exported)
+    assert name == "export"
+    environment = {**os.environ, **dict(one.split("=", 1) for one in settings), "OPENAI_API_KEY": DIALECTS_KEY}
+    quiet = ["--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--no-show-release-notes"]
+    command = [str(programs / shlex.split(typed)[0]), *shlex.split(typed)[1:], *quiet, "--message", QUESTION]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**environment, "HOME": str(tmp_path)}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=START_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert QUESTION in last_message(dialects)
+    with Log(dialects.records) as log:
+        answer = list(log.generations(with_supervision=False))[-1].generation.text
+    assert answer.split()[:3] == [word for word in answer.split() if word in done.stdout][:3]
+
+
+@contextlib.contextmanager
+def open_webui(program: Path, folder: Path, server: Server) -> Iterator[httpx.Client]:
+    """Open WebUI with this server as its only one, and somebody who is logged in."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {
+        "DATA_DIR": str(folder / "data"), "HOME": str(folder), "WEBUI_AUTH": "False", "WEBUI_SECRET_KEY": "any",
+        "OFFLINE_MODE": "True", "BYPASS_EMBEDDING_AND_RETRIEVAL": "True", "ENABLE_OLLAMA_API": "False",
+        "OPENAI_API_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": DIALECTS_KEY,
+    }  # fmt: skip
+    with (folder / "said").open("wb") as said:
+        process = subprocess.Popen(
+            [str(program), "serve", "--host", "127.0.0.1", "--port", str(port)], cwd=folder,
+            env={**os.environ, **settings}, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+        )  # fmt: skip
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as client:
+            deadline = time.monotonic() + START_S
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get("/health").status_code == 200:
+                        break
+                assert process.poll() is None, (folder / "said").read_text()
+                assert time.monotonic() < deadline, (folder / "said").read_text()
+                time.sleep(0.5)
+            token = client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
+            client.headers["Authorization"] = f"Bearer {token}"
+            yield client
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.long
+@FOR_PYTHON
+def test_open_webui_lists_the_model_and_streams_its_answer(dialects: Server, tmp_path: Path) -> None:
+    programs = environment_of(tmp_path, "open-webui")
+    served = dialects.http().get("/v1/models").json()["data"][0]["id"]
+    with open_webui(programs / "open-webui", tmp_path, dialects) as client:
+        assert [model["id"] for model in client.get("/api/models").json()["data"]] == [served]
+        question = [{"role": "user", "content": QUESTION}]
+        answer = ""
+        asked = {"model": served, "messages": question, "stream": True, "max_tokens": 20}
+        with client.stream("POST", "/api/chat/completions", json=asked) as response:
+            assert response.status_code == 200
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]
+                    answer += choices[0].get("delta", {}).get("content") or ""
+    assert last_message(dialects) == QUESTION
+    with Log(dialects.records) as log:
+        assert answer.strip() == list(log.generations(with_supervision=False))[-1].generation.text.strip()

@@ -21,7 +21,7 @@ from torch import nn
 from adaptive.compiled import fingerprint
 from adaptive.engines.tree import TokenTree
 from adaptive.errors import first_line
-from adaptive.installation import install_command
+from adaptive.installation import build_advice, install_command
 
 NATIVE = Path(__file__).parent / "native"
 # By instruction set, the better first: the flags of a processor that runs it, as Linux names them.
@@ -64,7 +64,7 @@ class Library:
         if file is None:
             raise NotBuiltError(
                 "this installation was built without a C++ compiler, and decoding on this processor is more than twice "
-                f"as fast with what is compiled then; install one (g++ or clang++), then {install_command(again=True)}"
+                f"as fast with what is compiled then; {build_advice()}"
             )
         try:
             module: Any = _loaded(name, file)

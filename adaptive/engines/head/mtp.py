@@ -26,6 +26,7 @@ from adaptive.engines.head.kinds import HeadKind, mtp_weights
 from adaptive.engines.hf.cache import ATTENTION, layer_kinds
 from adaptive.engines.hf.features import final_norm
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.installation import install_command, requirement
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -103,7 +104,8 @@ def _loaded(target: PreTrainedModel, folder: Path, pattern: re.Pattern[str]) -> 
         from transformers.modeling_layers import MtpModel
     except ImportError as error:
         raise AdaptiveError(
-            "this version of transformers knows no multi-token heads; install transformers 5.23 or later"
+            "this version of transformers knows no multi-token heads; "
+            f"install another: {install_command(requirement('transformers'))}"
         ) from error
     device = torch.device(str(target.get_input_embeddings().weight.device))
     try:

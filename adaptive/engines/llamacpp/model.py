@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from adaptive.errors import AdaptiveError, first_line
-from adaptive.installation import install_command
+from adaptive.installation import install_command, requirement
 
 MAGIC = b"GGUF"
 # ggml's log level from which a line says why something failed.
@@ -35,9 +35,11 @@ OWN_SHARE = 0.5
 HUGE_PAGES, LEAST_HUGE = 14, 1 << 23
 
 
-def install_line() -> str:
-    """How to install the engine."""
-    return f"{install_command(extra='llamacpp')} (it is compiled for this machine, which takes some minutes)"
+def install_line(again: bool = False) -> str:
+    """How to install the engine, or ``again`` where it is there and does not work."""
+    binding = requirement("llama-cpp-python")
+    command = install_command(binding, again=True) if again else install_command(extra="llamacpp")
+    return f"{command} (it is compiled for this machine, which takes some minutes)"
 
 
 _complaints: list[str] = []
@@ -60,7 +62,7 @@ def binding() -> Any:
         ) from None
     except Exception as error:  # a library built for another machine fails in many ways
         raise AdaptiveError(
-            f"llama-cpp-python does not load here ({first_line(error)}); install it anew: {install_line()}"
+            f"llama-cpp-python does not load here ({first_line(error)}); install it anew: {install_line(again=True)}"
         ) from error
 
     @llama_cpp.llama_log_callback

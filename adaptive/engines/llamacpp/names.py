@@ -15,7 +15,7 @@ import torch
 
 from adaptive.engines.llamacpp.model import LlamaModel
 from adaptive.errors import AdaptiveError
-from adaptive.installation import install_command
+from adaptive.installation import install_command, requirement
 
 # Architectures whose layout is known here, as checkpoints and as GGUF files call them.
 # Others are converted by llama.cpp's own scripts.
@@ -33,7 +33,7 @@ def package() -> Any:
         import gguf
     except ModuleNotFoundError:
         raise AdaptiveError(
-            f"writing GGUF files needs the package gguf, which is not installed; {install_command('gguf')}"
+            f"writing GGUF files needs the package gguf, which is not installed; {install_command(requirement('gguf'))}"
         ) from None
     return gguf
 
