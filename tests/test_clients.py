@@ -23,6 +23,7 @@ from conftest import DIALECTS_KEY
 from service_server import Server
 
 from adaptive.records.log import Log
+from adaptive.types import Generation
 
 # By one process, which starts one server.
 pytestmark = pytest.mark.xdist_group("dialects")
@@ -34,11 +35,22 @@ START_S = 300
 FOR_PYTHON = pytest.mark.skipif(sys.version_info[:2] not in ((3, 11), (3, 12)), reason="needs Python 3.11 or 3.12")
 
 
+def written(section: str, language: str) -> str:
+    """The first block of a section of the page in this language."""
+    found = re.search(rf"## {section}\n.*?```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def last(server: Server) -> Generation:
+    """What the server answered last, as its log has it."""
+    with Log(server.records) as log:
+        return list(log.generations(with_supervision=False))[-1].generation
+
+
 @pytest.mark.skipif(importlib.util.find_spec("llm") is None, reason="llm is not installed")
 def test_llm_asks_the_server_by_the_settings_of_its_page(dialects: Server, tmp_path: Path) -> None:
-    written = re.search(r"## llm\n.*?```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert written is not None
-    settings = written[1].replace("http://127.0.0.1:8080", dialects.url) + "  api_key_name: adaptive\n"
+    settings = written("llm", "yaml").replace("http://127.0.0.1:8080", dialects.url) + "  api_key_name: adaptive\n"
     (tmp_path / "extra-openai-models.yaml").write_text(settings + "  supports_schema: true\n", encoding="utf-8")
     (tmp_path / "keys.json").write_text(json.dumps({"adaptive": DIALECTS_KEY}), encoding="utf-8")
     environment = {**os.environ, "LLM_USER_PATH": str(tmp_path)}
@@ -51,25 +63,10 @@ def test_llm_asks_the_server_by_the_settings_of_its_page(dialects: Server, tmp_p
 
     schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
     closed = json.dumps({**schema, "additionalProperties": False})
-    said = llm("-m", "adaptive", "What swims in the sea?", "--schema", closed, "-o", "max_tokens", "60")
-    with Log(dialects.records) as log:
-        last = list(log.generations(with_supervision=False))[-1].generation
-    assert last.messages[-1].content == "What swims in the sea?"
-    assert json.loads(said) == json.loads(last.text)
+    said = llm("-m", "adaptive", QUESTION, "--schema", closed, "-o", "max_tokens", "60")
+    assert last(dialects).messages[-1].content == QUESTION
+    assert json.loads(said) == json.loads(last(dialects).text)
     assert isinstance(json.loads(said)["warm"], bool)
-
-
-def written(section: str, language: str) -> str:
-    """The first block of a section of the page in this language."""
-    found = re.search(rf"## {section}\n.*?```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    return found[1]
-
-
-def last_message(server: Server) -> str:
-    """What the server was asked last, as its log has it."""
-    with Log(server.records) as log:
-        return list(log.generations(with_supervision=False))[-1].generation.messages[-1].content
 
 
 def environment_of(folder: Path, package: str) -> Path:
@@ -93,16 +90,22 @@ def test_aider_asks_the_server_by_the_settings_of_its_page(dialects: Server, tmp
     assert name == "export"
     environment = {**os.environ, **dict(one.split("=", 1) for one in settings), "OPENAI_API_KEY": DIALECTS_KEY}
     quiet = ["--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--no-show-release-notes"]
+    quiet += [
+        "--no-show-model-warnings",
+        "--edit-format",
+        "ask",
+        "--no-pretty",
+    ]  # else it asks again where an answer holds no edit
     command = [str(programs / shlex.split(typed)[0]), *shlex.split(typed)[1:], *quiet, "--message", QUESTION]
     done = subprocess.run(
         command, cwd=tmp_path, env={**environment, "HOME": str(tmp_path)}, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=START_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert QUESTION in last_message(dialects)
-    with Log(dialects.records) as log:
-        answer = list(log.generations(with_supervision=False))[-1].generation.text
-    assert answer.split()[:3] == [word for word in answer.split() if word in done.stdout][:3]
+    assert QUESTION in last(dialects).messages[-1].content
+    answer, shown = " ".join(last(dialects).text.split()), " ".join(done.stdout.split())
+    assert answer
+    assert answer[:40] in shown
 
 
 @contextlib.contextmanager
@@ -155,6 +158,5 @@ def test_open_webui_lists_the_model_and_streams_its_answer(dialects: Server, tmp
                 if line.startswith("data: {"):
                     choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]
                     answer += choices[0].get("delta", {}).get("content") or ""
-    assert last_message(dialects) == QUESTION
-    with Log(dialects.records) as log:
-        assert answer.strip() == list(log.generations(with_supervision=False))[-1].generation.text.strip()
+    assert last(dialects).messages[-1].content == QUESTION
+    assert answer.strip() == last(dialects).text.strip() != ""
