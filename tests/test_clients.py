@@ -90,12 +90,8 @@ def test_aider_asks_the_server_by_the_settings_of_its_page(dialects: Server, tmp
     assert name == "export"
     environment = {**os.environ, **dict(one.split("=", 1) for one in settings), "OPENAI_API_KEY": DIALECTS_KEY}
     quiet = ["--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--no-show-release-notes"]
-    quiet += [
-        "--no-show-model-warnings",
-        "--edit-format",
-        "ask",
-        "--no-pretty",
-    ]  # else it asks again where an answer holds no edit
+    # Else it asks again where an answer holds no edit.
+    quiet += ["--edit-format", "ask", "--no-pretty", "--no-show-model-warnings"]
     command = [str(programs / shlex.split(typed)[0]), *shlex.split(typed)[1:], *quiet, "--message", QUESTION]
     done = subprocess.run(
         command, cwd=tmp_path, env={**environment, "HOME": str(tmp_path)}, stdin=subprocess.DEVNULL,
