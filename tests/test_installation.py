@@ -79,6 +79,15 @@ def test_tools_that_have_an_environment_of_their_own_are_told_by_it(
         file.unlink()
 
 
+def test_a_wheel_with_nothing_compiled_is_not_installed_again(environment: Path) -> None:
+    advice = run(
+        str(environment / "bin" / "python"), "-I", "-c",
+        "from adaptive.installation import build_advice; print(build_advice())",
+    )  # fmt: skip
+    assert ".whl" in advice
+    assert "pip install" not in advice
+
+
 def test_from_the_index_it_has_a_name_of_its_own(environment: Path) -> None:
     (direct,) = environment.glob("lib/python*/site-packages/*.dist-info/direct_url.json")
     moved = direct.rename(direct.with_suffix(".moved"))
