@@ -29,3 +29,8 @@ def printable(text: str) -> str:
 def printable_line(text: str) -> str:
     """``text`` on one line: its line breaks and tabs are made visible, too."""
     return text.translate(_LINE)
+
+
+def counted(count: int, one: str) -> str:
+    """A count and its noun, which takes an s: 1 session, 2 sessions."""
+    return f"{count} {one}{'' if count == 1 else 's'}"

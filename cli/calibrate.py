@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 from cli.cells import print_table
 from cli.forecast import Forecast, predict
 from cli.options import shared_options
@@ -246,7 +247,7 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
     print_table(console, table, "", "draft ms", "verify ms")
     console.print(
         f"{forecast.acceptance:.0%} of drafted tokens would be accepted ({report['acceptance_from']}, "
-        f"{forecast.generations} generations)."
+        f"{counted(forecast.generations, 'generation')})."
     )
     low, high = forecast.speed_up_interval
     if forecast.draft_length == 0:

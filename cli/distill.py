@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 from cli.options import PAIR, as_typed, shared_options
 from cli.waiting import wait
 
@@ -301,7 +302,7 @@ def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
     if paid is not None:
         console.print(paid)
     console.print(
-        f"[dim]{outcome.train_generations} generations trained on, {outcome.steps} steps "
+        f"[dim]{counted(outcome.train_generations, 'generation')} trained on, {outcome.steps} steps "
         f"(best: {outcome.best_step}), {outcome.train_seconds:.0f} s of training, {outcome.seconds:.0f} s in all.[/]"
     )
     console.print(f"Next: {_next_command(outcome, settings)}", soft_wrap=True)
@@ -361,7 +362,7 @@ def _add_rows(table: Any, name: str, figures: HeldOut) -> None:
     """Acceptance and mean acceptance length of one held-out set."""
     lengths = figures.mean_acceptance_length_before, figures.mean_acceptance_length_after
     table.add_row(
-        f"{name}: acceptance ({figures.generations} generations)",
+        f"{name}: acceptance ({counted(figures.generations, 'generation')})",
         _interval(figures.acceptance_before, 3),
         _interval(figures.acceptance_after, 3),
         _interval(figures.gain, 3, signed=True),

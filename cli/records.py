@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted, printable_line
 from cli.groups import group
 from cli.options import shared_options
 
@@ -85,7 +86,8 @@ def export(
             written = export_jsonl(log, sys.stdout if str(file) == "-" else file)
     left_out = f"; {there - written} damaged ones are left out (`adaptive records check`)" if there > written else ""
     typer.echo(
-        f"adaptive: exported {written} generations" + ("" if str(file) == "-" else f" to {file}") + left_out, err=True
+        f"adaptive: exported {counted(written, 'generation')}" + ("" if str(file) == "-" else f" to {file}") + left_out,
+        err=True,
     )
 
 
@@ -117,7 +119,7 @@ def purge(
     with Log(state.records) as log:
         try:
             chosen = log.count(older_than_s=age, session=session)
-            what = f"{chosen} of {log.count()} generations of {state.root.name}"
+            what = f"{chosen} of {counted(log.count(), 'generation')} of {state.root.name}"
         except AdaptiveError:
             if not everything:
                 raise
@@ -135,7 +137,7 @@ def purge(
             left = f"{log.count()} stay, {_bytes(log.stats().size)} on disk"
         except AdaptiveError as error:
             left = str(error)
-        print(f"deleted {deleted} generations; {left}")
+        print(f"deleted {counted(deleted, 'generation')}; {left}")
     gone = erase_beside(state, everything)
     if gone:
         print(f"deleted with them: {', '.join(gone)}")
@@ -216,12 +218,10 @@ def seconds_of(age: str) -> float:
 
 
 def _print_findings(found: Findings, done: Repairs | None) -> None:
-    from adaptive.printable import printable_line
-
     if found.file is not None:
         print(printable_line(f"the file is damaged: {found.file}"))
     else:
-        print(f"{found.records} records, {len(found.damaged) or 'none'} damaged; the file is sound")
+        print(f"{counted(found.records, 'record')}, {len(found.damaged) or 'none'} damaged; the file is sound")
     for said in found.damaged.values():
         print(printable_line(said))
     if done is None:
@@ -238,12 +238,12 @@ def _print_stats(found: LogStats, path: Path) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from adaptive.printable import printable_line
-
     console = Console(highlight=False)
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path is whole, or of no use
     for name, value in (
-        ("generations", f"{found.generations} in {found.sessions} sessions"),
+        ("generations", f"{found.generations} in {counted(found.sessions, 'session')}"),
         ("tokens", f"{found.tokens} output tokens, {found.positions} with the target's distribution"),
         ("on disk", f"{_bytes(found.size)} in {path}"),
         ("from", _when(found.first)),

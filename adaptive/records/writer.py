@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 from adaptive.records.features import Features, FeatureSpool, tokens_hash
 from adaptive.records.recover import (
     Place,
@@ -149,7 +150,7 @@ class LogWriter:
                     + (f", {self.lost} lost" if self.lost else "")
                 )
             if self.lost:
-                return f"{self.lost} generations could not be logged ({self._loss})"
+                return f"{counted(self.lost, 'generation')} could not be logged ({self._loss})"
             return f"{self.stripped} generations are logged without supervision" if self.stripped else None
 
     @property
