@@ -259,6 +259,8 @@ def _print(findings: list[Finding]) -> None:
     for group, title in (("machine", "This machine"), ("packages", "Packages"), ("used", "What will be used")):
         console.print(f"[bold]{title}[/]")
         table = Table(show_header=False, box=None, padding=(0, 1))
+        for _ in range(3):
+            table.add_column(overflow="fold")  # a path is whole, or of no use
         for finding in findings:
             if finding.group == group:
                 table.add_row(marks[finding.status], finding.name, escape(finding.value))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from cli.logs import show_log
 from cli.options import PAIR, shared_options
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ def learn(
 
     Example: adaptive learn --upstream http://127.0.0.1:8080 --target Qwen/Qwen2.5-14B-Instruct --draft ./draft
     """
-    import logging
-
     from adaptive.settings import change_settings
 
     if upstream is None:
@@ -60,8 +59,7 @@ def learn(
     given = {"host": host, "port": port, "api_key_file": api_key_file, "distill": distill}
     settings = change_settings(settings, {name: value for name, value in given.items() if value is not None})
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    logging.getLogger("adaptive").setLevel(logging.INFO)
+    show_log()
 
     from adaptive.pair import pair_identity
     from adaptive.state import open_state

@@ -35,6 +35,7 @@ from cli import (
 )
 from cli.allocation import keep_buffers, look_for_cycles_less
 from cli.groups import print_help_if_alone
+from cli.logs import show_log
 from cli.waiting import wait
 
 app = typer.Typer(
@@ -90,8 +91,7 @@ def run() -> None:
     look_for_cycles_less()
     debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))
     if debug:
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-        logging.getLogger("adaptive").setLevel(logging.INFO)
+        show_log()
     # It warns of a kernel for 4-bit weights that nothing here needs.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:

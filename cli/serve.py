@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from cli.logs import show_log
 from cli.options import shared_options
 
 if TYPE_CHECKING:
@@ -56,8 +57,6 @@ def serve(
 
     Example: adaptive serve --target Qwen/Qwen2.5-14B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --quantize nf4
     """
-    import logging
-
     from rich.console import Console
 
     from adaptive.settings import change_settings
@@ -78,8 +77,7 @@ def serve(
     said = {name: value for name, value in given.items() if value is not None}
     settings = change_settings(settings, said)
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    logging.getLogger("adaptive").setLevel(logging.INFO)
+    show_log()
     console = Console(stderr=True, highlight=False)
 
     from adaptive.pair import pair_identity

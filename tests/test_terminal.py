@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ from cli.adapters import _table as table_of_adapters
 from cli.cells import COLUMNS, print_table
 from cli.history import LEAST
 from cli.history import _table as table_of_history
+from cli.logs import show_log
 
 ROW = ("12345", "1234567", "1234.5", "2.34", "56.7%", "1234567", "2026-11-23")
 
@@ -59,3 +62,15 @@ def test_the_version_is_the_installed_one() -> None:
 
     command = [sys.executable, "-m", "cli.main", "--version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"adaptive {version()}\n"
+
+
+def test_a_log_line_is_written_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich takes the place of standard error while it draws one, later than the log was set up."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(logging.getLogger("adaptive"), "level", logging.INFO)
+    show_log()
+    stands_there = io.StringIO()
+    with contextlib.redirect_stderr(stands_there):
+        logging.getLogger("adaptive").info("ready")
+    assert stands_there.getvalue().endswith("INFO ready\n")
