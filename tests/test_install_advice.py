@@ -3,7 +3,7 @@ works.
 
 The environment is made as a newcomer's would be, from the sources by pip, on a machine without a C++ compiler; each
 test takes something away, runs a command that misses it, runs what the command's message says, and runs it again.
-Needs a package index, a C++ compiler and about ten minutes.
+Needs a package index, a C++ compiler and about twelve minutes.
 """
 
 from __future__ import annotations
