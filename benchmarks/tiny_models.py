@@ -135,6 +135,12 @@ OWN: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 64, "n_head": 4, "n_layer": LAYERS, "n_positions": 512, "rotary_dim": 8},
     "gpt_neo": {"num_layers": LAYERS, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 24},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 8.0,
+    },
     "granitemoehybrid": {"layer_types": HYBRID, "num_key_value_heads": 2, "position_embedding_type": "rope"},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_dt_rank": 8},
     "kimi_linear": {"layer_types": HYBRID, "num_key_value_heads": 4, "head_dim": None, "q_lora_rank": None},
@@ -154,6 +160,15 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "expand": 2},
     "minicpm3": {"head_dim": None, "num_key_value_heads": 4},
     "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 16, "sliding_window": None},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": 512},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],

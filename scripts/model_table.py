@@ -249,7 +249,8 @@ def main() -> None:
         for name in names:
             if not asked or name in asked:
                 results.append(examine(name, family))
-                print(f"{name}: {results[-1].verdict}, accepted {results[-1].accepted:.2f}", flush=True)
+                found = results[-1]
+                print(f"{name}: {found.verdict}, {found.forward}, accepted {found.accepted:.2f}", flush=True)
     if not asked:
         PAGE.write_text(page(results), encoding="utf-8")
 

@@ -75,7 +75,7 @@ def module_logits(head: Head, features: torch.Tensor, tokens: torch.Tensor) -> t
 
 
 @pytest.mark.parametrize("way", ["kernels", "transformers", "recorded"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "granite, logits as they are", "olmo3", "smollm3"])
 def test_logits_equal_those_of_the_module_chained_over_its_own_features(name: str, way: str) -> None:
     target, head = engines(name, way == "kernels")
     if way == "recorded":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_cpu_forward import CONFIGS, SIZES, made, text
+from test_cpu_forward import CONFIGS, SIZES, VARIED, made, text
 from test_features import OTHERS, engine_of, model_of
 from transformers import AutoModelForCausalLM, BloomConfig
 
@@ -22,7 +22,7 @@ FUSED = [
     name
     for name in CONFIGS
     if name.startswith(("llama", "mistral", "qwen3", "gemma3")) and "biases" not in name and "activation" not in name
-]
+] + VARIED
 # Tokens that several sequences hold at first, within a window and beyond it, and what is appended to each in turns.
 HELD = (0, 3, 40, 9)
 TURNS = ((5, 1, 3, 9), (1, 1, 1, 1), (2, 30, 1, 4), (0, 3, 0, 8))

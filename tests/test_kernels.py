@@ -103,6 +103,7 @@ def test_linear_layers_equal_torch(shape: tuple[int, int], dtype: torch.dtype, i
         expected = x.double() @ weight.double().T + bias
         same(ours(x), expected)
         same(ours(x, out.clone(), add=True), out + expected)
+    same(NativeLinear(weight, bias, factor=0.25)(x, out.clone(), add=True), out + 0.25 * expected)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (64, 32), (100, 33), (129, 1111), (320, 2050)])
@@ -143,6 +144,8 @@ def test_prologues(width: int, instructions: str) -> None:
             same(ours(x, prologue=Prologue.SILU_GATE), expected)
             expected = (nn.functional.gelu(gate, approximate="tanh") * up) @ weight.double().T
             same(ours(x, prologue=Prologue.GELU_GATE), expected)
+            expected = gate.relu().square() @ weight.double().T
+            same(ours(x[:, :width].contiguous(), prologue=Prologue.SQUARED_RELU), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -188,14 +191,24 @@ def test_the_layout_holds_every_weight_once(instructions: str, threads: int) -> 
 
 
 def reference(
-    qkv: torch.Tensor, cos_sin: torch.Tensor, cache: torch.Tensor, start: int, window: int, scale: float, heads: int
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    weight: torch.Tensor,
+    cache: torch.Tensor,
+    start: int,
+    window: int,
+    scale: float,
+    heads: int,
 ) -> torch.Tensor:
     """What ``Attention`` computes, head by head and query by query."""
     _, key_heads, _, size = cache.shape
     parts = qkv.view(len(qkv), -1, size)
-    turned = torch.view_as_complex(parts.view(len(qkv), -1, size // 2, 2)) * torch.view_as_complex(cos_sin)[:, None]
-    turned = torch.view_as_real(turned).flatten(2)
-    cache[0, :, start : start + len(qkv)] = turned[:, heads : heads + key_heads].transpose(0, 1)
+    pairs = torch.view_as_complex(parts.view(len(qkv), -1, size // 2, 2))
+    by_keys, by_queries = (
+        torch.view_as_real(pairs * turn[:, None]).flatten(2) for turn in torch.view_as_complex(cos_sin).unbind(1)
+    )
+    queries = by_queries * weight
+    cache[0, :, start : start + len(qkv)] = by_keys[:, heads : heads + key_heads].transpose(0, 1)
     cache[1, :, start : start + len(qkv)] = parts[:, heads + key_heads :].transpose(0, 1)
     out = torch.empty(len(qkv), heads, size, dtype=qkv.dtype)
     for i in range(len(qkv)):
@@ -203,7 +216,7 @@ def reference(
         begin = max(0, end - window) if window else 0
         for head in range(heads):
             keys, values = cache[:, head // (heads // key_heads), begin:end]
-            out[i, head] = (keys @ turned[i, head] * scale).softmax(0) @ values
+            out[i, head] = (keys @ queries[i, head] * scale).softmax(0) @ values
     return out.flatten(1)
 
 
@@ -222,7 +235,7 @@ def test_attention_equals_torch(size: int, heads: int, key_heads: int, instructi
     if not Attention.supports(size, torch.float32, torch.device("cpu")):
         pytest.fail("this size is to be supported")
     torch.manual_seed(0)
-    ours = Attention(heads, key_heads, size, 1)
+    ours = Attention(heads, key_heads, size, ropes=2)
     for start, count, window in (
         (0, 1, 0),
         (0, 5, 0),
@@ -235,13 +248,14 @@ def test_attention_equals_torch(size: int, heads: int, key_heads: int, instructi
         (64, 32, 64),
     ):
         qkv = torch.randn(count, (heads + 2 * key_heads) * size)
-        angles = torch.randn(count, size // 2)
+        angles, weight = torch.randn(count, 2, size // 2), torch.rand(size) + 0.5
         cos_sin = torch.stack([angles.cos(), angles.sin()], -1)
         cache = torch.randn(2, key_heads, 224, size)
         theirs = plain(cache).double()
-        expected = reference(qkv.double(), cos_sin.double(), theirs, start, window, 0.3, heads)
+        expected = reference(qkv.double(), cos_sin.double(), weight.double(), theirs, start, window, 0.3, heads)
         out = torch.full((count, heads * size), torch.nan)
-        ours(qkv, cos_sin.data_ptr(), cache.data_ptr(), 224, start, window, 0.3, out)
+        places = cos_sin.data_ptr(), cos_sin[:, 1].data_ptr()
+        ours(qkv, places, cache.data_ptr(), 224, start, window, 0.3, out, query_weight=weight)
         same(out, expected)
         same(plain(cache), theirs)
 
@@ -252,7 +266,8 @@ def test_attention_hides_no_broken_number(instructions: str) -> None:
     for part in (0, 1, 2):  # queries, keys, values
         qkv, cache = torch.randn(2, 3, 2, 16), torch.randn(2, 2, 64, 16)
         qkv[0, part, 1] = torch.nan
-        ours(qkv.view(2, 96), cos_sin.data_ptr(), cache.data_ptr(), 64, 20, 0, 0.3, out)
+        places = cos_sin.data_ptr(), cos_sin.data_ptr()
+        ours(qkv.view(2, 96), places, cache.data_ptr(), 64, 20, 0, 0.3, out)
         assert out[0, 16:].isnan().all()
         assert not out[0, :16].isnan().any()
 

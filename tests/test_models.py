@@ -47,6 +47,18 @@ def test_layers_that_reuse_keys_are_rolled_back_and_not_emptied(model_type: str)
     assert greedy.target.length == held - 7
 
 
+@pytest.mark.parametrize(
+    "model_type", ["ministral3", "smollm3", "phi3", "granite", "olmo3", "glm4", "hunyuan_v1_dense"]
+)
+def test_proposals_and_verdicts_on_our_forward_leave_the_text_of_the_target(model_type: str) -> None:
+    model, prompt = tiny_model(model_type), prompt_of(60)
+    target, draft = TransformersEngine(model), TransformersEngine(noisy(model))
+    assert target.cpu_forward is not None
+    greedy = Greedy(target, draft, 4)
+    assert greedy.say(prompt, TOKENS) == alone(model, prompt, TOKENS)
+    assert 0 < greedy.accepted < 1
+
+
 LONG = {
     "max_position_embeddings": 512,
     "original_max_position_embeddings": 64,

@@ -97,7 +97,7 @@ def test_on_our_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("forward", ["layers", "torch"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "ministral3", "hunyuan_v1_dense"])
 def test_on_our_forward_layer_by_layer(name: str, forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if forward == "torch":
         monkeypatch.setattr(kernels, "library", lambda: None)

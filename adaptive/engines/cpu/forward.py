@@ -358,7 +358,7 @@ class CpuForward:
                 layer.qk_norm(space.qk)
             attention(
                 space.qkv,
-                rope + layer.rope * step,
+                (rope + layer.rope.keys * step, rope + layer.rope.queries * step),
                 next(places),
                 cache.capacity,
                 start,
@@ -366,6 +366,7 @@ class CpuForward:
                 layer.scale,
                 space.attended_rows,
                 shape,
+                layer.query_weight,
             )
             _output_and_mlp(x, layer, space.attended_rows)
 
@@ -388,9 +389,11 @@ class CpuForward:
             layer.qkv(x, layer.attention_norm, space.qkv)
             if layer.qk_norm is not None:
                 layer.qk_norm(space.qk)
-            rope, mask = ropes[layer.rope], masks[layer.window]
-            torch.mul(space.queries, rope[0], out=space.rotated)
-            torch.mul(space.keys_values, rope[1], out=place)
+            mask = masks[layer.window]
+            torch.mul(space.queries, ropes[layer.rope.queries][0], out=space.rotated)
+            torch.mul(space.keys_values, ropes[layer.rope.keys][1], out=place)
+            if layer.query_weight is not None:
+                space.query_rows.mul_(layer.query_weight)
             if layer.softcap is None:
                 attended = nn.functional.scaled_dot_product_attention(
                     space.query_rows, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=not space.grouped

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from adaptive.engines.cpu.kernels import Attention, Prologue, library
-from adaptive.engines.cpu.layers import QkNorm, RmsNorm
+from adaptive.engines.cpu.layers import RmsNorm
 from adaptive.engines.cpu.plan import Layer, Plan
 from adaptive.engines.cpu.weights import PackedLinear
 
 
 def fits(plan: Plan) -> bool:
-    """Whether a ``Decoder`` computes all that the plan says: Llama, Mistral, Qwen and Gemma 3 on native kernels."""
+    """Whether a ``Decoder`` computes all that the plan says: on native kernels, and without softcaps."""
     return (
         Attention.supports(plan.head_size, plan.dtype, plan.device)
         and all(linear.native for linear in plan.linears)
@@ -35,8 +35,8 @@ def decoder(plan: Plan, attention: Attention) -> Any:
     assert found is not None
     native = found.module
 
-    def norm(of: RmsNorm | QkNorm | None) -> Any:
-        return native.Norm() if of is None else native.Norm(of.weight.data_ptr(), of.eps_sum)
+    def norm(of: RmsNorm | None) -> Any:
+        return native.Norm() if of is None else native.Norm(of.weight.data_ptr(), of.eps_sum, len(of.weight))
 
     layers = [
         native.Layer(
@@ -46,24 +46,27 @@ def decoder(plan: Plan, attention: Attention) -> Any:
             down=_native(layer.mlp.down),
             attention_norm=norm(layer.attention_norm),
             mlp_norm=norm(layer.mlp_norm),
-            qk_norm=norm(layer.qk_norm),
+            query_norm=norm(None if layer.qk_norm is None else layer.qk_norm.query),
+            key_norm=norm(None if layer.qk_norm is None else layer.qk_norm.key),
             after_attention=norm(layer.after_attention_norm),
             after_mlp=norm(layer.after_mlp_norm),
             scale=layer.scale,
-            rope=layer.rope,
+            key_rope=layer.rope.keys,
+            query_rope=layer.rope.queries,
+            query_weight=0 if layer.query_weight is None else layer.query_weight.data_ptr(),
             window=layer.window,
             delta=None if layer.delta is None else layer.delta.native,
         )
         for layer in plan.layers
     ]
-    embedding, factor, fuse = plan.embed.weight, plan.embed.factor, plan.fuse
+    embedding, fuse = plan.embed.weight, plan.fuse
     return native.Decoder(
         layers=layers,
         attention=attention.native,
         head=_native(plan.lm_head),
         embedding=embedding.data_ptr(),
         final_norm=norm(plan.final_norm),
-        factor=1.0 if factor is None else float(factor),
+        factor=plan.embed.factor,
         gate=int(_gate(plan.layers[0]) or 0),
         half=embedding.dtype == torch.bfloat16,
         vocab=len(embedding),

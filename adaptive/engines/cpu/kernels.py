@@ -39,6 +39,7 @@ class Prologue(IntEnum):
     RMS_NORM = 1
     SILU_GATE = 2
     GELU_GATE = 3
+    SQUARED_RELU = 4
 
 
 # ``DType`` of ``native/linear.h``.
@@ -180,7 +181,7 @@ def native_tree(tree: TokenTree) -> Any:
 
 
 class NativeLinear:
-    """x (rows, in) to x @ weight.T + bias (rows, out), float32 both, for a weight whose dtype ``multiplies``.
+    """x (rows, in) to (x @ weight.T + bias) * factor (rows, out), float32 both; the weight's dtype ``multiplies``.
 
     With bfloat16 weights x may be rounded to bfloat16 (as torch's GEMMs would have it), sums not. int8 weights
     are multiples of ``scales`` (out,); x is rounded to 127 steps up to the largest of its row. ``native`` is the same
@@ -188,7 +189,11 @@ class NativeLinear:
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+        factor: float = 1.0,
     ) -> None:
         found = library()
         assert found is not None
@@ -200,7 +205,7 @@ class NativeLinear:
             parts[2], parts[3] = scales.float().contiguous(), weight.sum(1, dtype=torch.int32)
         self._parts = parts
         addresses = [0 if part is None else part.data_ptr() for part in parts]
-        self.native = found.module.Linear(*addresses, inputs, self.outputs, DTYPES[weight.dtype])
+        self.native = found.module.Linear(*addresses, inputs, self.outputs, DTYPES[weight.dtype], factor)
 
     def __call__(
         self,
@@ -250,7 +255,7 @@ class Attention:
     def __call__(
         self,
         qkv: torch.Tensor,
-        cos_sin: int,
+        cos_sin: tuple[int, int],
         cache: int,
         capacity: int,
         start: int,
@@ -258,12 +263,17 @@ class Attention:
         scale: float,
         out: torch.Tensor,
         tree: Any = None,
+        query_weight: torch.Tensor | None = None,
     ) -> None:
         """qkv (n, (heads + 2 * key heads) * size): queries, keys and values of tokens ``start`` on, numbers to rotate
         in pairs. Writes the keys and values into ``cache`` (2, key heads, capacity, size), the keys in panels (of which
         the capacity is a multiple), and what the queries see of it, of the last ``window`` tokens or (0) all, into out
-        (n, heads * size). ``cos_sin`` (n, ropes, size / 2, 2), from this layer's on; it and the cache are addresses.
-        ``tree`` is the module's, where the tokens are its last n nodes. All float32 and contiguous."""
+        (n, heads * size). ``cos_sin`` (n, ropes, size / 2, 2), from that of this layer's keys on, and from that of its
+        queries, which are then multiplied by ``query_weight`` (size,), if there is one; they and the cache are
+        addresses. ``tree`` is the module's, where the tokens are its last n nodes. All float32 and contiguous."""
         threads = torch.get_num_threads()
         place = out.data_ptr()
-        self.native(qkv.data_ptr(), cos_sin, cache, place, capacity, start, len(qkv), window, scale, tree, threads)
+        weight = 0 if query_weight is None else query_weight.data_ptr()
+        self.native(
+            qkv.data_ptr(), *cos_sin, weight, cache, place, capacity, start, len(qkv), window, scale, tree, threads
+        )

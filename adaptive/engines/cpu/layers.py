@@ -11,13 +11,14 @@ from torch import nn
 from adaptive.engines.cpu.kernels import Prologue
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
-# Activations of a gate that the native linear layers compute, by the names of their classes.
+# Activations that the native linear layers compute, by the names of their classes: of a gate, and of what has none.
 GATES = {
     "SiLUActivation": Prologue.SILU_GATE,
     "SiLU": Prologue.SILU_GATE,
     "GELUTanh": Prologue.GELU_GATE,
     "PytorchGELUTanh": Prologue.GELU_GATE,
 }
+ACTIVATIONS = {"ReLUSquaredActivation": Prologue.SQUARED_RELU}
 
 
 class RmsNorm:
@@ -42,32 +43,46 @@ class RmsNorm:
 
 
 class QkNorm:
-    """RMS norm of each head's queries and keys (n, heads, size), in place. ``weight`` (heads, size)."""
+    """RMS norms of queries and keys (n, heads + key heads, size), in place: of each head by itself or, where they have
+    as many weights, of all a token's queries and all its keys. Their weights are ordered as what they are given is."""
 
-    def __init__(self, norm: RmsNorm, weight: torch.Tensor) -> None:
-        self.eps_root, self.eps_sum = norm.eps_root, norm.eps_sum
-        self.weight = weight
+    def __init__(self, query: RmsNorm, key: RmsNorm, heads: int, key_heads: int, size: int) -> None:
+        self.query, self.key = query, key
+        if len(query.weight) == size:
+            weight = torch.stack([query.weight] * heads + [key.weight] * key_heads)
+            self._parts = [(slice(None), weight, query.eps_root)]
+        else:
+            self._parts = [
+                (slice(0, heads), query.weight[None], query.eps_root),
+                (slice(heads, None), key.weight[None], key.eps_root),
+            ]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x.div_(torch.hypot(length, self.eps_root)).mul_(self.weight)
+    def __call__(self, x: torch.Tensor) -> None:
+        for some, weight, eps_root in self._parts:
+            part = x[:, some].view(len(x), *weight.shape)
+            length = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
+            part.div_(torch.hypot(length, eps_root)).mul_(weight)
 
 
 class Gate:
-    """act(gate) * up of (n, 2 * size): gate and up in a row."""
+    """act(gate) * up of (n, 2 * size), gate and up in a row; where it is not ``gated``, act(up) of (n, size)."""
 
-    def __init__(self, act: nn.Module) -> None:
-        self.prologue = native_gate(act)
+    def __init__(self, act: nn.Module, gated: bool = True) -> None:
+        self.prologue = native_gate(act, gated)
+        self.gated = gated
         self.act = _without_module(act)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.gated:
+            return self.act(x)
         gate, up = x.chunk(2, -1)
         return self.act(gate).mul_(up)
 
 
-def native_gate(activation: nn.Module) -> Prologue | None:
-    """What the native linear layers call this activation of a gate, None for one that they do not compute."""
-    return GATES.get(type(activation).__name__)
+def native_gate(activation: nn.Module, gated: bool = True) -> Prologue | None:
+    """What the native linear layers call this activation of a gate, or of what is not ``gated``; None for one that they
+    do not compute."""
+    return (GATES if gated else ACTIVATIONS).get(type(activation).__name__)
 
 
 def _without_module(activation: nn.Module) -> TensorFunction:
@@ -75,6 +90,22 @@ def _without_module(activation: nn.Module) -> TensorFunction:
     if native_gate(activation) is Prologue.SILU_GATE:
         return torch.ops.aten.silu.default  # type: ignore[no-any-return]
     return activation
+
+
+class Embedding:
+    """Tokens (n,) to (n, width) in the activations' dtype, times a ``factor``, rounded as transformers does."""
+
+    def __init__(self, module: nn.Embedding, dtype: torch.dtype, multiplier: float = 1.0) -> None:
+        """``multiplier`` is what the model multiplies by; Gemma's module does it itself, by a number of its dtype."""
+        self.weight, self.dtype, self.multiplier = module.weight, dtype, multiplier
+        scale = getattr(module, "embed_scale", None)
+        self.factor = multiplier if scale is None else float(scale.to(self.weight.dtype))
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.embedding(tokens, self.weight)
+        if self.factor != 1:
+            x = x * self.factor
+        return x if x.dtype == self.dtype else x.to(self.dtype)
 
 
 def capped_attention(

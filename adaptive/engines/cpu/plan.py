@@ -7,9 +7,11 @@ weights, a rotary embedding whose frequencies change with the length of the text
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
@@ -19,15 +21,13 @@ from transformers.activations import ACT2FN
 
 from adaptive.engines.cpu.delta import DeltaNet, DeltaSizes
 from adaptive.engines.cpu.kernels import Attention, Prologue, multiplies
-from adaptive.engines.cpu.layers import Gate, QkNorm, RmsNorm, TensorFunction, native_gate
-from adaptive.engines.cpu.weights import PackedLinear, of_module, packs, packs_int8, stacked
+from adaptive.engines.cpu.layers import Embedding, Gate, QkNorm, RmsNorm, TensorFunction, native_gate
+from adaptive.engines.cpu.rotary import Rotation, known_ropes, pair_order, read_ropes
+from adaptive.engines.cpu.weights import PackedLinear, Packing, packs, packs_int8
 
 # Of the memory that is free once the model is loaded, the share that a second, packed copy of its weights
 # may take. Higher leaves too little for caches and the trainer, lower gives up speed that there is room for.
 PACKED_SHARE = 0.7
-
-# Frequencies of these are fixed at load; those of others ("dynamic", "longrope") depend on the text.
-FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,25 @@ class Layer:
     """One decoder layer.
 
     ``qkv`` gives queries, keys and values in a row, each head's numbers in the pairs that the rotary embedding turns;
-    ``rope`` says which of the model's rotary embeddings, ``window`` how many tokens a query sees (0: all). Norms
-    ``after_`` a part are Gemma's, of what the part adds to the residual stream; ``softcap`` bounds attention scores.
-    With a ``delta`` net the layer does not attend: ``qkv`` is the net's projection (``native/delta.h``).
+    ``rope`` says which of the model's rotary embeddings, ``window`` how many tokens a query sees (0: all). A part reads
+    through its norm, if there is one; that ``after_`` it is of what it adds to the residual stream. ``query_weight``
+    (size,) multiplies rotated queries; ``softcap`` bounds attention scores. With a ``delta`` net the layer does not
+    attend: ``qkv`` is the net's projection (``native/delta.h``).
     """
 
-    attention_norm: RmsNorm
+    attention_norm: RmsNorm | None
     qkv: PackedLinear
     qk_norm: QkNorm | None
     attention_output: PackedLinear
     after_attention_norm: RmsNorm | None
-    mlp_norm: RmsNorm
+    mlp_norm: RmsNorm | None
     mlp: Mlp
     after_mlp_norm: RmsNorm | None
     scale: float
-    rope: int
+    rope: Rotation
     window: int
     softcap: float | None
+    query_weight: torch.Tensor | None = None
     delta: DeltaNet | None = None
 
 
@@ -114,14 +116,15 @@ def forward_kind(
     size = _head_size(config)
     if architecture in RECURRENT and not _recurs(config, torch.promote_types(dtype, torch.float32), device):
         return None
-    if size % 2 or getattr(config, "use_bidirectional_attention", False) or not _fixed_ropes(config):
+    if size % 2 or getattr(config, "use_bidirectional_attention", False) or not known_ropes(config):
         return None
     if not multiplies(torch.int8 if int8 else dtype, device):
         return "torch"
     activations = torch.promote_types(dtype, torch.float32)
     capped = _attention_softcap(config) or getattr(config, "final_logit_softcapping", None)
     name = getattr(config, "hidden_activation", None) or config.hidden_act
-    fused = not capped and Attention.supports(size, activations, device) and native_gate(ACT2FN[name]) is not None
+    gate = native_gate(ACT2FN[name], architecture not in UNGATED)
+    fused = not capped and Attention.supports(size, activations, device) and gate is not None
     return "fused" if fused else "native"
 
 
@@ -164,16 +167,6 @@ def _attention_softcap(config: Any) -> float | None:
     return config.attn_logit_softcapping if config.model_type == "gemma2" else None
 
 
-def _rope_kinds(config: Any) -> list[str | None]:
-    """By layer, the name of its rotary embedding where the model has several (Gemma 3)."""
-    return list(config.layer_types) if config.model_type == "gemma3_text" else [None] * config.num_hidden_layers
-
-
-def _fixed_ropes(config: Any) -> bool:
-    ropes = config.rope_parameters
-    return all((ropes[kind] if kind else ropes)["rope_type"] in FIXED_ROPES for kind in _rope_kinds(config))
-
-
 def _plain(model: PreTrainedModel) -> bool:
     """Whether the model's weights are what they seem: one dtype, in memory, nothing hooked or replaced."""
     weights = list(model.parameters())
@@ -194,74 +187,19 @@ def _plain(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class Mlp:
-    """The gated feed-forward part, down(gate(gate_up(x))): the gate's and the up projection are one linear layer."""
+    """The feed-forward part, down(gate(gate_up(x))): the gate's, if it has one, and the up projection are one linear
+    layer."""
 
     gate_up: PackedLinear
     gate: Gate
     down: PackedLinear
 
 
-class Packing:
-    """Packs linear layers, or finds those that are packed already."""
-
-    def __init__(self, int8: bool, packed: Iterable[PackedLinear]) -> None:
-        self.int8 = int8
-        self._packed = {_memory(linear.modules): linear for linear in packed if linear.int8 == int8}
-
-    def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None) -> PackedLinear:
-        """Modules on the same input as one linear layer; see ``stacked``."""
-        found = self._packed.get(_memory(modules))
-        if found is not None:
-            return found
-        return of_module(modules[0], self.int8) if len(modules) == 1 else stacked(modules, order, self.int8)
-
-
-def _memory(modules: Iterable[nn.Module]) -> tuple[int, ...]:
-    return tuple(module.get_parameter("weight").data_ptr() for module in modules)
-
-
-def _mlp(module: Any, pack: Packing) -> Mlp:
-    return Mlp(pack(module.gate_proj, module.up_proj), Gate(module.act_fn), pack(module.down_proj))
-
-
-def pair_order(heads: int, size: int, rotated: int | None = None) -> torch.Tensor:
-    """Where each output of ``heads`` projected heads comes from, (heads * size,) int64.
-
-    Checkpoints rotate number i of a head together with number i + rotated / 2, of the first ``rotated`` (or all); here
-    the two stand side by side, so that a rotation is one complex multiplication. Scores do not change: queries and keys
-    move alike.
-    """
-    turned = size if rotated is None else rotated
-    inside = torch.cat([torch.arange(turned).view(2, turned // 2).T.reshape(-1), torch.arange(turned, size)])
-    return (torch.arange(heads)[:, None] * size + inside).reshape(-1)
-
-
-def _rope(module: nn.Module, dtype: torch.dtype, size: int, kind: str | None = None) -> TensorFunction:
-    """The model's own rotary embedding of heads of this size: cos + i sin of every angle, 1 for what is not rotated."""
-
-    def cos_sin(positions: torch.Tensor) -> torch.Tensor:
-        like = torch.empty(1, dtype=dtype, device=positions.device)
-        cos, sin = module(like, positions) if kind is None else module(like, positions, kind)
-        half = cos.shape[-1] // 2
-        turned = torch.complex(cos[0, :, :half], sin[0, :, :half])
-        return torch.cat([turned, turned.new_ones(len(turned), size // 2 - half)], dim=1)
-
-    return cos_sin
-
-
-class Embedding:
-    """Tokens (n,) to (n, width) in the activations' dtype; Gemma's times a factor, rounded as transformers does."""
-
-    def __init__(self, module: nn.Embedding, dtype: torch.dtype) -> None:
-        self.weight, self.dtype = module.weight, dtype
-        scale = getattr(module, "embed_scale", None)
-        self.factor: torch.Tensor | None = None if scale is None else scale.to(self.weight.dtype)
-
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = nn.functional.embedding(tokens, self.weight)
-        if self.factor is not None:
-            x = x * self.factor
-        return x if x.dtype == self.dtype else x.to(self.dtype)
+def _mlp(module: Any, pack: Packing, factor: float = 1.0) -> Mlp:
+    act = module.act_fn if hasattr(module, "act_fn") else module.activation_fn
+    names = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if hasattr(module, name)]
+    gate_up = pack(*(getattr(module, name) for name in names))
+    return Mlp(gate_up, Gate(act, gated=names != ["up_proj"]), pack(module.down_proj, factor=factor))
 
 
 def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype]:
@@ -280,59 +218,89 @@ def _windows(model: PreTrainedModel) -> list[int]:
     config = model.config
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # Mistral: one window for every layer
+    if kinds is None or config.model_type in ONE_WINDOW:
         return [window] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def _llama_like(model: PreTrainedModel, pack: Packing) -> Plan:
-    """Llama, Qwen 2 and 3, Mistral, Gemma 2 and 3: gated feed-forward, RMS norms, full rotary."""
+# Types whose window is that of every layer.
+ONE_WINDOW = {"mistral", "ministral3", "phi3"}
+
+
+class Norms(NamedTuple):
+    """The names of a layer's norms: of what its attention reads and of what that adds, of what its feed-forward part
+    reads and adds. Empty where there is none."""
+
+    attention: str = "input_layernorm"
+    after_attention: str = ""
+    mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+BEFORE = Norms()
+AFTER = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+GEMMA = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+GLM4 = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+def _llama_like(
+    model: PreTrainedModel,
+    pack: Packing,
+    norms: Norms = BEFORE,
+    plus_one: bool = False,
+    side_by_side: bool = False,
+) -> Plan:
+    """Llama and what is made of the same parts: RMS norms, whose weights may be stored less one; attention whose rotary
+    embedding may turn numbers that lie ``side_by_side``; a feed-forward part."""
     config = model.config
     base: Any = model.model
-    gemma = config.model_type.startswith("gemma")
-    kinds = _rope_kinds(config)
     dtype, kind = _dtypes(model, pack.int8)
-    first = base.layers[0].self_attn
-    size = first.head_dim
-    heads, key_heads = first.q_proj.out_features // size, first.k_proj.out_features // size
-    rotated = pair_order(heads + key_heads, size)
+    size = _head_size(config)
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    ropes = read_ropes(model, size, dtype)
+    rotated = pair_order(heads + key_heads, size, ropes.rotated, side_by_side)
     order = torch.cat([rotated, torch.arange(rotated.numel(), rotated.numel() + key_heads * size)])
-    rope_kinds = list(dict.fromkeys(kinds))
+    residual = getattr(config, "residual_multiplier", 1.0)
 
     def norm(module: nn.Module, out: torch.dtype = kind) -> RmsNorm:
-        return RmsNorm(module, dtype, out, plus_one=gemma)
+        return RmsNorm(module, dtype, out, plus_one)
+
+    def named(block: Any, name: str, out: torch.dtype = kind) -> RmsNorm | None:
+        return norm(getattr(block, name), out) if name else None
 
     layers, linears = [], []
-    for index, (block, window) in enumerate(zip(base.layers, _windows(model), strict=True)):
-        attention, mlp = block.self_attn, _mlp(block.mlp, pack)
-        qkv = pack(attention.q_proj, attention.k_proj, attention.v_proj, order=order)
-        attention_output = pack(attention.o_proj)
+    for block, rope, window in zip(base.layers, ropes.layers, _windows(model), strict=True):
+        attention, mlp = block.self_attn, _mlp(block.mlp, pack, residual)
+        qkv = pack(*_projections(attention), order=order)
+        qk_norm, query_weight = _qk_norm(attention, norm, rotated, heads, key_heads)
+        attention_output = pack(attention.o_proj, factor=residual)
         linears += [qkv, attention_output, mlp.gate_up, mlp.down]
         layers.append(
             Layer(
-                attention_norm=norm(block.input_layernorm),
+                attention_norm=named(block, norms.attention),
                 qkv=qkv,
-                qk_norm=_qk_norm(attention, norm, pair_order(1, size), heads, key_heads),
+                qk_norm=qk_norm,
                 attention_output=attention_output,
-                after_attention_norm=norm(block.post_attention_layernorm, dtype) if gemma else None,
-                mlp_norm=norm(block.pre_feedforward_layernorm if gemma else block.post_attention_layernorm),
+                after_attention_norm=named(block, norms.after_attention, dtype),
+                mlp_norm=named(block, norms.mlp),
                 mlp=mlp,
-                after_mlp_norm=norm(block.post_feedforward_layernorm, dtype) if gemma else None,
+                after_mlp_norm=named(block, norms.after_mlp, dtype),
                 scale=attention.scaling,
-                rope=rope_kinds.index(kinds[index]),
+                rope=rope,
                 window=window,
                 softcap=_attention_softcap(config),
+                query_weight=query_weight,
             )
         )
-    lm_head = pack(model.lm_head)
+    lm_head = pack(model.lm_head, factor=1 / getattr(config, "logits_scaling", 1.0))
     return Plan(
         layers=tuple(layers),
         linears=(*linears, lm_head),
-        embed=Embedding(base.embed_tokens, dtype),
+        embed=Embedding(base.embed_tokens, dtype, getattr(config, "embedding_multiplier", 1.0)),
         final_norm=norm(base.norm),
         lm_head=lm_head,
         softcap=getattr(config, "final_logit_softcapping", None),
-        ropes=tuple(_rope(base.rotary_emb, dtype, size, kind) for kind in rope_kinds),
+        ropes=ropes.tables,
         heads=heads,
         key_heads=key_heads,
         head_size=size,
@@ -344,14 +312,34 @@ def _llama_like(model: PreTrainedModel, pack: Packing) -> Plan:
     )
 
 
+def _projections(attention: Any) -> tuple[nn.Linear, ...]:
+    """Those of queries, keys and values."""
+    if hasattr(attention, "qkv_proj"):
+        return (attention.qkv_proj,)
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
 def _qk_norm(
-    attention: Any, norm: Callable[[nn.Module], RmsNorm], inside: torch.Tensor, heads: int, key_heads: int
-) -> QkNorm | None:
-    """That of an attention's heads, whose numbers are ordered as ``inside``; None where it has none."""
-    if not hasattr(attention, "q_norm"):
-        return None
-    q, k = norm(attention.q_norm), norm(attention.k_norm)
-    return QkNorm(q, torch.stack([q.weight[inside]] * heads + [k.weight[inside]] * key_heads))
+    attention: Any, norm: Callable[[nn.Module], RmsNorm], order: torch.Tensor, heads: int, key_heads: int
+) -> tuple[QkNorm | None, torch.Tensor | None]:
+    """That of an attention whose queries, and behind them keys, are ordered as ``order``, None where it has none; and a
+    layer's ``query_weight``."""
+    size, weight = len(order) // (heads + key_heads), None
+    if hasattr(attention, "q_norm"):
+        query, key = norm(attention.q_norm), norm(attention.k_norm)
+        # Heads are ordered alike, so that the first of them say the order of a head or of all.
+        for one in (query, key):
+            one.weight = one.weight[order[: len(one.weight)]]
+    elif hasattr(attention, "query_layernorm"):
+        # Hunyuan's stand behind the rotation. That leaves lengths alone, so that what they divide by is the same before
+        # it; of their weights a score has the product.
+        query, key = norm(attention.query_layernorm), norm(attention.key_layernorm)
+        weight = (query.weight * key.weight / size)[order[:size]].contiguous()
+        for one in (query, key):
+            one.weight = torch.full_like(one.weight, math.sqrt(size))
+    else:
+        return None, None
+    return QkNorm(query, key, heads, key_heads, size), weight
 
 
 def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
@@ -365,14 +353,14 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
         config.num_attention_heads,
         config.num_key_value_heads,
     )
-    rotated = 2 * base.rotary_emb.inv_freq.numel()
-    inside = pair_order(1, size, rotated)
+    ropes = read_ropes(model, size, dtype)
+    turned = pair_order(heads + key_heads, size, ropes.rotated)
     # The projection of queries gives each head's query, and then its gate.
     queries = torch.arange(heads)[:, None] * 2 * size
-    keys = 2 * heads * size + pair_order(key_heads, size, rotated)
+    keys = 2 * heads * size + turned[: key_heads * size]
     values = 2 * heads * size + key_heads * size + torch.arange(key_heads * size)
     gates = queries + size + torch.arange(size)
-    order = torch.cat([(queries + inside).reshape(-1), keys, values, gates.reshape(-1)])
+    order = torch.cat([(queries + turned[:size]).reshape(-1), keys, values, gates.reshape(-1)])
 
     def norm(module: nn.Module) -> RmsNorm:
         return RmsNorm(module, dtype, kind, plus_one=True)
@@ -388,7 +376,7 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
             attention = block.self_attn
             mixed = pack(attention.q_proj, attention.k_proj, attention.v_proj, order=order)
             output, delta = pack(attention.o_proj), None
-            heads_norm = _qk_norm(attention, norm, inside, heads, key_heads)
+            heads_norm, _ = _qk_norm(attention, norm, turned, heads, key_heads)
         linears += [mixed, output, mlp.gate_up, mlp.down]
         layers.append(
             Layer(
@@ -401,7 +389,7 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
                 mlp=mlp,
                 after_mlp_norm=None,
                 scale=size**-0.5,
-                rope=0,
+                rope=Rotation(),
                 window=0,
                 softcap=None,
                 delta=delta,
@@ -415,7 +403,7 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
         final_norm=norm(base.norm),
         lm_head=lm_head,
         softcap=None,
-        ropes=(_rope(base.rotary_emb, dtype, size),),
+        ropes=ropes.tables,
         heads=heads,
         key_heads=key_heads,
         head_size=size,
@@ -430,12 +418,31 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
 
 
 RECURRENT = {"Qwen3_5ForCausalLM"}
+# Those whose feed-forward part has no gate.
+UNGATED = {"ArceeForCausalLM"}
 FAMILIES: dict[str, Callable[[PreTrainedModel, Packing], Plan]] = {
+    "ArceeForCausalLM": _llama_like,
+    "CwmForCausalLM": _llama_like,
+    "Ernie4_5ForCausalLM": partial(_llama_like, side_by_side=True),
+    "Exaone4ForCausalLM": partial(_llama_like, norms=AFTER),
+    "GemmaForCausalLM": partial(_llama_like, plus_one=True),
+    "Gemma2ForCausalLM": partial(_llama_like, norms=GEMMA, plus_one=True),
+    "Gemma3ForCausalLM": partial(_llama_like, norms=GEMMA, plus_one=True),
+    "GlmForCausalLM": partial(_llama_like, side_by_side=True),
+    "Glm4ForCausalLM": partial(_llama_like, norms=GLM4, side_by_side=True),
+    "GraniteForCausalLM": _llama_like,
+    "HunYuanDenseV1ForCausalLM": _llama_like,
+    "HeliumForCausalLM": partial(_llama_like, side_by_side=True),
     "LlamaForCausalLM": _llama_like,
+    "MinistralForCausalLM": _llama_like,
+    "Ministral3ForCausalLM": _llama_like,
+    "MistralForCausalLM": _llama_like,
+    "Olmo2ForCausalLM": partial(_llama_like, norms=AFTER),
+    "Olmo3ForCausalLM": partial(_llama_like, norms=AFTER),
+    "Phi3ForCausalLM": _llama_like,
     "Qwen2ForCausalLM": _llama_like,
     "Qwen3ForCausalLM": _llama_like,
-    "MistralForCausalLM": _llama_like,
-    "Gemma2ForCausalLM": _llama_like,
-    "Gemma3ForCausalLM": _llama_like,
     "Qwen3_5ForCausalLM": _qwen3_5,
+    "SeedOssForCausalLM": _llama_like,
+    "SmolLM3ForCausalLM": _llama_like,
 }

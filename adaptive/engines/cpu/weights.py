@@ -12,7 +12,7 @@ its rounding can cost an accepted token and nothing else.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -82,8 +82,8 @@ class PackedLinear:
 
     ``assemble`` returns the weight (out, in) and bias (out,) or None from the modules as they are now;
     ``modules`` are those it reads, so that a change of one of them can be followed. ``int8``
-    keeps the weight as int8, a scale for every output. Takes and gives float32 if ``int8`` or where it is native, else
-    the weight's dtype.
+    keeps the weight as int8, a scale for every output. ``factor`` multiplies what comes out. Gives float32 if ``int8``
+    or where it is native, else the weight's dtype, and takes that or what is rounded to it.
     """
 
     def __init__(
@@ -91,9 +91,11 @@ class PackedLinear:
         modules: tuple[nn.Module, ...],
         assemble: Callable[[], Weights],
         int8: bool = False,
+        factor: float = 1.0,
     ) -> None:
         self.modules = modules
         self.int8 = int8
+        self.factor = factor
         self._assemble = assemble
         self.refresh()
 
@@ -106,12 +108,12 @@ class PackedLinear:
         self.kernel: NativeLinear | None = None
         self.amx = False  # whether torch computes many rows nevertheless
         if self.int8 and multiplies(torch.int8, weight.device):
-            self.kernel = NativeLinear(*_rounded(weight, self.bias))
+            self.kernel = NativeLinear(*_rounded(weight, self.bias), self.factor)
         elif self.int8:
             self._weight = _int8(weight, self.bias)
             self._narrow = not has_vnni()  # sums of pairs would overflow there: inputs take seven bits
         elif multiplies(weight.dtype, weight.device):
-            self.kernel = NativeLinear(weight, self.bias)
+            self.kernel = NativeLinear(weight, self.bias, factor=self.factor)
             self.amx = weight.dtype == torch.bfloat16 and has_amx()
         elif packs(weight.dtype, weight.device):
             self._reordered = _reordered(weight)
@@ -145,9 +147,12 @@ class PackedLinear:
         elif self.int8:
             y = torch.ops.quantized.linear_dynamic(x, self._weight, self._narrow)
         elif self._reordered is not None:
+            x = x.to(self._reordered.dtype)
             y = torch.ops.mkldnn._linear_pointwise(x, self._reordered, self.bias, "none", [], "")
         else:
-            y = nn.functional.linear(x, self._weight, self.bias)
+            y = nn.functional.linear(x.to(self._weight.dtype), self._weight, self.bias)
+        if self.factor != 1:
+            y *= self.factor
         if out is None:
             result: torch.Tensor = y
             return result
@@ -181,9 +186,9 @@ def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
     return torch.ops.quantized.linear_prepack(given, None if bias is None else bias.float())
 
 
-def of_module(module: nn.Linear, int8: bool = False) -> PackedLinear:
-    """One linear module."""
-    return PackedLinear((module,), lambda: (module.weight, module.bias), int8)
+def of_module(module: nn.Linear, int8: bool = False, factor: float = 1.0) -> PackedLinear:
+    """One linear module, times a factor."""
+    return PackedLinear((module,), lambda: (module.weight, module.bias), int8, factor)
 
 
 def stacked(modules: tuple[nn.Linear, ...], order: torch.Tensor | None = None, int8: bool = False) -> PackedLinear:
@@ -202,3 +207,24 @@ def stacked(modules: tuple[nn.Linear, ...], order: torch.Tensor | None = None, i
         return weight, bias
 
     return PackedLinear(modules, assemble, int8)
+
+
+class Packing:
+    """Packs linear layers, or finds those that are packed already."""
+
+    def __init__(self, int8: bool, packed: Iterable[PackedLinear]) -> None:
+        self.int8 = int8
+        self._packed = {_memory(linear.modules): linear for linear in packed if linear.int8 == int8}
+
+    def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None, factor: float = 1.0) -> PackedLinear:
+        """Modules on the same input as one linear layer, see ``stacked``; or one, times a ``factor``."""
+        found = self._packed.get(_memory(modules))
+        if found is not None:
+            return found
+        if len(modules) == 1 and order is None:
+            return of_module(modules[0], self.int8, factor)
+        return stacked(modules, order, self.int8)
+
+
+def _memory(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    return tuple(module.get_parameter("weight").data_ptr() for module in modules)

@@ -19,7 +19,7 @@ import torch
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import CpuForward, Given
 from adaptive.engines.cpu.fused import fits
-from adaptive.engines.cpu.layers import RmsNorm
+from adaptive.engines.cpu.layers import Embedding, RmsNorm
 from adaptive.engines.cpu.plan import Fuse, Plan, read_plan
 from adaptive.engines.cpu.weights import PackedLinear, of_module
 from adaptive.engines.head.kinds import HeadModule
@@ -335,6 +335,8 @@ def _plan(head: Head, int8: bool, packed: Iterable[PackedLinear]) -> Plan | None
     body = read_plan(head.body, int8, packed)
     if body is None:
         return None
-    linear = next((one for one in packed if one.modules == (head.fuse,)), None) or of_module(head.fuse, int8)
+    # What a decoder multiplies an embedding by (Granite), it multiplies what a head hands it by.
+    factor, embed = body.embed.multiplier, Embedding(head.body.get_input_embeddings(), body.dtype)
+    linear = next((one for one in packed if one.modules == (head.fuse,)), None) or of_module(head.fuse, int8, factor)
     norms = [RmsNorm(norm, body.dtype, body.weight_dtype) for norm in (head.token_norm, head.feature_norm)]
-    return dataclasses.replace(body, fuse=Fuse(linear, *norms), linears=(*body.linears, linear))
+    return dataclasses.replace(body, embed=embed, fuse=Fuse(linear, *norms), linears=(*body.linears, linear))

@@ -32,7 +32,9 @@ struct Tree {
 struct Pass {
   const Attention* model;
   const float* qkv;  // (count, heads + 2 * key_heads, size): queries, keys, values (and gates); numbers to rotate in pairs
-  const float* cos_sin;  // by position, from `start` on (size / 2, 2): cosine and sine
+  // By position, from `start` on (size / 2, 2): cosines and sines of keys, and of queries, which are then multiplied by
+  // `query_weight` (size,), or nothing where it is null.
+  const float *key_cos_sin, *query_cos_sin, *query_weight;
   float* cache;        // (2, key_heads, capacity, size): keys, in panels, and values; capacity a multiple of PANEL
   float* out;          // (count, heads, size)
   int64_t capacity;
@@ -139,13 +141,17 @@ void key_head(const Pass& p, int head) {
   float* key = scratch<float, 16>(size);
   for (int i = 0, before = p.before(); i < p.count; i++) {
     const int behind = p.tree ? p.tree->depths[before + i] : i, place = p.start + before + i;
-    const float *qkv = p.qkv + size_t(i) * stride, *cos_sin = p.cos_sin + size_t(behind) * m.cos_sin_stride;
-    rotate(qkv + size_t(m.heads + head) * size, cos_sin, size, 1.0f, key);
+    const float* qkv = p.qkv + size_t(i) * stride;
+    const size_t turned = size_t(behind) * m.cos_sin_stride;
+    rotate(qkv + size_t(m.heads + head) * size, p.key_cos_sin + turned, size, 1.0f, key);
     float* in_panel = keys + size_t(place / PANEL) * PANEL * size + place % PANEL;
     for (int k = 0; k < size; k++) in_panel[size_t(k) * PANEL] = key[k];
     std::memcpy(values + size_t(place) * size, qkv + size_t(m.heads + m.key_heads + head) * size, size * 4);
-    for (int g = 0; g < group; g++)
-      rotate(qkv + size_t(head * group + g) * size, cos_sin, size, p.scale, queries + size_t(i * group + g) * size);
+    for (int g = 0; g < group; g++) {
+      float* query = queries + size_t(i * group + g) * size;
+      rotate(qkv + size_t(head * group + g) * size, p.query_cos_sin + turned, size, p.scale, query);
+      for (int k = 0; p.query_weight && k < size; k++) query[k] *= p.query_weight[k];
+    }
   }
   for (int row = 0; row < rows; row += QUERIES)
     see(p, row, std::min(QUERIES, rows - row), queries + size_t(row) * size, keys, values, sums + size_t(row) * size);

@@ -1,5 +1,5 @@
-// A whole pass of a decoder made of the usual parts (Llama, Mistral, Qwen 2, 3 and 3.5, Gemma 3): RMS norms, rotary attention or
-// gated delta nets, a gated feed-forward part. One call, so that nothing else runs between two layers.
+// A whole pass of a decoder made of the usual parts (FAMILIES of plan.py says whose they are): RMS norms, rotary attention or
+// gated delta nets, a feed-forward part. One call, so that nothing else runs between two layers.
 
 #pragma once
 
@@ -9,19 +9,23 @@
 
 namespace {
 
-// An RMS norm as in Prologue, or none where there is no weight.
+// An RMS norm of `width` numbers as in Prologue, or none where there is no weight.
 struct Norm {
   const float* weight;
   float eps;
+  int32_t width;
 };
 
-// `qk_norm` is that of each head's queries and keys, (heads + key heads, size); the `after` ones what is
-// added to the residual. With a delta net `qkv` is its projection, and what says how to attend does not count.
+// `query_norm` and `key_norm` are of a head, or of all queries and all keys of a token; the `after` ones of what is added
+// to the residual. `query_weight` as in Pass. With a delta net `qkv` is its projection, and what says how to attend does
+// not count.
 struct Layer {
   const Linear *qkv, *output, *up, *down;
-  Norm attention_norm, mlp_norm, qk_norm, after_attention, after_mlp;
+  Norm attention_norm, mlp_norm, query_norm, key_norm, after_attention, after_mlp;
   float scale;
-  int32_t rope, window;
+  int32_t key_rope, query_rope;
+  const float* query_weight;
+  int32_t window;
   const DeltaNet* delta;
 };
 
@@ -88,9 +92,19 @@ inline void embed(const Decoder& d, int64_t token, float* x) {
   }
 }
 
-void normalise(const float* x, int width, const Norm& norm, float* out) {
-  const float factor = rms_factor(x, width, norm.eps);
-  for (int k = 0; k < width; k++) out[k] = x[k] * factor * norm.weight[k];
+void normalise(const float* x, const Norm& norm, float* out) {
+  const float factor = rms_factor(x, norm.width, norm.eps);
+  for (int k = 0; k < norm.width; k++) out[k] = x[k] * factor * norm.weight[k];
+}
+
+// Queries and keys of n tokens, in place.
+void normalise_heads(const Layer& layer, const Attention& a, float* rows, int n) {
+  const int queries = a.heads * a.size, end = queries + a.key_heads * a.size;
+  for (int i = 0; i < n; i++) {
+    float* row = rows + size_t(i) * a.row();
+    for (int k = 0; k < queries; k += layer.query_norm.width) normalise(row + k, layer.query_norm, row + k);
+    for (int k = queries; k < end; k += layer.key_norm.width) normalise(row + k, layer.key_norm, row + k);
+  }
 }
 
 // What a head makes of the tokens (n,) of a text: x (n, width). Nothing stands before the first token, and its feature
@@ -102,15 +116,20 @@ void fuse(const Decoder& d, const int64_t* tokens, const Text& text, float* x, i
   for (int i = 0; i < n; i++) {
     float* row = both + size_t(i) * 2 * width;
     embed(d, tokens[i], row);
-    normalise(row, width, d.fuse.token_norm, row);
+    normalise(row, d.fuse.token_norm, row);
     const int before = text.start + i - 1;
     if (before < 0)
       std::memset(row + width, 0, width * sizeof(float));
     else
-      normalise((before < features.known ? features.given : features.kept) + size_t(before) * width, width,
-                d.fuse.feature_norm, row + width);
+      normalise((before < features.known ? features.given : features.kept) + size_t(before) * width, d.fuse.feature_norm,
+                row + width);
   }
   apply(d.fuse.linear, both, x, n, 0, threads, NONE, nullptr, 0);
+}
+
+// A linear layer of what the norm, if there is one, makes of x.
+void apply_normed(const Linear* p, const float* x, float* y, int n, int threads, const Norm& norm) {
+  apply(p, x, y, n, 0, threads, norm.weight ? RMS_NORM : NONE, norm.weight, norm.eps);
 }
 
 // y (n, out) of a linear layer added to x, after the norm if there is one.
@@ -134,7 +153,7 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
   for (int i = 0; i < n; i++)
     if (tokens[i] < 0 || tokens[i] >= d.vocab) return false;
   const Attention& a = *d.attention;
-  const int width = d.head->in, normed = a.heads + a.key_heads;
+  const int width = d.head->in;
   int inner = 0, inputs = 0, mixed = 0;
   for (const Layer& layer : d.layers) {
     inner = std::max(inner, layer.up->out);
@@ -155,14 +174,8 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
     for (int i = 0; i < n; i++) embed(d, tokens[i], x + size_t(i) * width);
   int attending = 0, recurring = 0;
   for (const Layer& layer : d.layers) {
-    apply(layer.qkv, x, projected, n, 0, threads, RMS_NORM, layer.attention_norm.weight, layer.attention_norm.eps);
-    if (layer.qk_norm.weight)
-      for (int j = 0; j < n * normed; j++) {
-        float* head = projected + size_t(j / normed) * a.row() + size_t(j % normed) * a.size;
-        const float *weight = layer.qk_norm.weight + size_t(j % normed) * a.size;
-        const float factor = rms_factor(head, a.size, layer.qk_norm.eps);
-        for (int k = 0; k < a.size; k++) head[k] *= factor * weight[k];
-      }
+    apply_normed(layer.qkv, x, projected, n, threads, layer.attention_norm);
+    if (layer.query_norm.weight) normalise_heads(layer, a, projected, n);
     for (int t = 0, row = 0; t < count; row += texts[t++].count) {
       const Text& text = texts[t];
       const float* from = projected + size_t(row) * layer.qkv->out;
@@ -170,8 +183,9 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
       if (layer.delta)
         scans[t] = {layer.delta, from, to, recurring, text.count, &text.recall};
       else
-        passes[t] = {&a, from, text.cos_sin + size_t(layer.rope) * a.size, text.caches[attending], to, text.capacity, text.start,
-                     text.count, layer.window, layer.scale, text.tree};
+        passes[t] = {&a, from, text.cos_sin + size_t(layer.key_rope) * a.size, text.cos_sin + size_t(layer.query_rope) * a.size,
+                     layer.query_weight, text.caches[attending], to, text.capacity, text.start, text.count, layer.window,
+                     layer.scale, text.tree};
     }
     if (layer.delta) {
       recur(scans, count, threads);
@@ -181,7 +195,7 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
       attending++;
     }
     add(layer.output, attended, x, n, threads, NONE, layer.after_attention);
-    apply(layer.up, x, both, n, 0, threads, RMS_NORM, layer.mlp_norm.weight, layer.mlp_norm.eps);
+    apply_normed(layer.up, x, both, n, threads, layer.mlp_norm);
     add(layer.down, both, x, n, threads, d.gate, layer.after_mlp);
   }
   const float* wanted = x + size_t(n - rows) * width;
@@ -197,7 +211,7 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
         std::memcpy(text.features.kept + size_t(text.place()) * width, row, size_t(text.count) * width * sizeof(float));
     }
   }
-  if (rows) apply(d.head, wanted, logits, rows, 0, threads, RMS_NORM, d.final_norm.weight, d.final_norm.eps);
+  if (rows) apply_normed(d.head, wanted, logits, rows, threads, d.final_norm);
   return true;
 }
 

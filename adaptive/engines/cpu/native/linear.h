@@ -1,4 +1,4 @@
-// Linear layers, y = prologue(x) * transposed(weight) + bias, for a few rows of x: GEMVs and narrow GEMMs at the speed of
+// Linear layers, y = (prologue(x) * transposed(weight) + bias) * factor, for a few rows of x: GEMVs and narrow GEMMs at the speed of
 // the memory that the weight lies in.
 //
 // A weight (out, in) is cut into panels of PANEL outputs. A panel holds, for one input after the other (bfloat16: for
@@ -34,6 +34,7 @@ struct Linear {
   const int32_t* sums;     // (out,), for INT8: of an output's weights
   int32_t in, out;
   int32_t dtype;
+  float factor;            // of all outputs
 };
 
 // Of weights. INT8 lies in groups of four inputs, as BFLOAT16 does in pairs.
@@ -41,7 +42,8 @@ enum DType { FLOAT32, BFLOAT16, INT8 };
 
 // What is done to a row of x before it is multiplied. RMS_NORM: divided by sqrt(sum(x ** 2) + eps) and multiplied by `norm` (in,).
 // SILU_GATE: its first half, x * sigmoid(x), times its second. GELU_GATE: the same, with GELU as approximated by tanh.
-enum Prologue { NONE, RMS_NORM, SILU_GATE, GELU_GATE };
+// SQUARED_RELU: max(x, 0) ** 2, without a gate.
+enum Prologue { NONE, RMS_NORM, SILU_GATE, GELU_GATE, SQUARED_RELU };
 
 struct Call {
   const Linear& linear;
@@ -76,6 +78,11 @@ const float* after_prologue(const Call& call, int row, float* out) {
     const float* x = call.x + size_t(row) * in;
     const float factor = rms_factor(x, in, call.eps);
     for (; k < in; k++) out[k] = x[k] * factor * call.norm[k];
+    return out;
+  }
+  if (call.prologue == SQUARED_RELU) {
+    const float* x = call.x + size_t(row) * in;
+    for (; k < in; k++) out[k] = x[k] > 0 ? x[k] * x[k] : 0.0f;
     return out;
   }
   const float *gate = call.x + size_t(row) * 2 * in, *up = gate + in;
@@ -320,7 +327,7 @@ void multiply_panels(const Call& call, int64_t number, int64_t count) {
       const Sum* sum = sums + size_t(row) * PANEL;
       for (int i = 0; i < width; i++) {
         const float whole = p.scales ? (sum[i] - ZERO * p.sums[begin + i]) * p.scales[begin + i] * factors[row] : sum[i];
-        y[i] = (call.add ? y[i] : 0.0f) + (whole + (p.bias ? p.bias[begin + i] : 0.0f));
+        y[i] = (call.add ? y[i] : 0.0f) + p.factor * (whole + (p.bias ? p.bias[begin + i] : 0.0f));
       }
     }
   }
@@ -341,7 +348,7 @@ void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, in
   });
 }
 
-// x (rows, in), twice as wide for SILU_GATE, to y (rows, out), all float32 and contiguous; added to what y holds if
+// x (rows, in), twice as wide for a gate, to y (rows, out), all float32 and contiguous; added to what y holds if
 // `add`. `prologue`, `norm` and `eps` as in Prologue.
 void apply(const Linear* linear, const float* x, float* y, int rows, int add, int threads, int prologue,
            const float* norm, float eps) {

@@ -189,8 +189,9 @@ void bind(nb::module_& m) {
 
   nb::class_<Linear>(m, "Linear")
       .def("__init__", [](Linear* self, Address weight, Address bias, Address scales, Address sums, int inputs, int outputs,
-                          int dtype) {
-        new (self) Linear{to<void>(weight), to<float>(bias), to<float>(scales), to<int32_t>(sums), inputs, outputs, dtype};
+                          int dtype, float factor) {
+        new (self) Linear{to<void>(weight), to<float>(bias), to<float>(scales), to<int32_t>(sums), inputs, outputs, dtype,
+                          factor};
       })
       .def("__call__", [](const Linear& self, Address x, Address y, int rows, bool add, int threads, int prologue, Address norm,
                           float eps) {
@@ -211,14 +212,15 @@ void bind(nb::module_& m) {
       .def("__init__", [](Attention* self, int heads, int key_heads, int size, int ropes, bool gated) {
         new (self) Attention{heads, key_heads, size, ropes * size, gated};
       })
-      .def("__call__", [](const Attention& self, Address qkv, Address cos_sin, Address cache, Address out, int64_t capacity,
-                          int start, int count, int window, float scale, const Tree* tree, int threads) {
+      .def("__call__", [](const Attention& self, Address qkv, Address key_cos_sin, Address query_cos_sin, Address query_weight,
+                          Address cache, Address out, int64_t capacity, int start, int count, int window, float scale,
+                          const Tree* tree, int threads) {
         if (tree && int(tree->parents.size()) < count) throw nb::value_error("more tokens than nodes");
-        const Pass pass{&self, to<float>(qkv), to<float>(cos_sin), to<float>(cache), to<float>(out), capacity, start, count,
-                        window, scale, tree};
+        const Pass pass{&self, to<float>(qkv), to<float>(key_cos_sin), to<float>(query_cos_sin), to<float>(query_weight),
+                        to<float>(cache), to<float>(out), capacity, start, count, window, scale, tree};
         attend(&pass, 1, threads);
-      }, Unlocked(), arg("qkv"), arg("cos_sin"), arg("cache"), arg("out"), arg("capacity"), arg("start"), arg("count"),
-      arg("window"), arg("scale"), arg("tree").none(), arg("threads"));
+      }, Unlocked(), arg("qkv"), arg("key_cos_sin"), arg("query_cos_sin"), arg("query_weight"), arg("cache"), arg("out"),
+      arg("capacity"), arg("start"), arg("count"), arg("window"), arg("scale"), arg("tree").none(), arg("threads"));
 
   nb::class_<Recall>(m, "Recall")
       .def("__init__", [](Recall* self, Address memory, int held, bool current, bool commit, bool store, bool log) {
@@ -238,19 +240,21 @@ void bind(nb::module_& m) {
       }, Unlocked());
 
   nb::class_<Norm>(m, "Norm")
-      .def("__init__", [](Norm* self, Address weight, float eps) { new (self) Norm{to<float>(weight), eps}; }, arg("weight") = 0,
-           arg("eps") = 0.0f);
+      .def("__init__", [](Norm* self, Address weight, float eps, int width) {
+        new (self) Norm{to<float>(weight), eps, width};
+      }, arg("weight") = 0, arg("eps") = 0.0f, arg("width") = 0);
 
   nb::class_<Layer>(m, "Layer")
       .def("__init__", [](Layer* self, const Linear& qkv, const Linear& output, const Linear& up, const Linear& down,
-                          Norm attention_norm, Norm mlp_norm, Norm qk_norm, Norm after_attention, Norm after_mlp, float scale,
-                          int rope, int window, const DeltaNet* delta) {
-        new (self) Layer{&qkv, &output, &up, &down, attention_norm, mlp_norm, qk_norm, after_attention, after_mlp, scale, rope,
-                         window, delta};
+                          Norm attention_norm, Norm mlp_norm, Norm query_norm, Norm key_norm, Norm after_attention,
+                          Norm after_mlp, float scale, int key_rope, int query_rope, Address query_weight, int window,
+                          const DeltaNet* delta) {
+        new (self) Layer{&qkv, &output, &up, &down, attention_norm, mlp_norm, query_norm, key_norm, after_attention, after_mlp,
+                         scale, key_rope, query_rope, to<float>(query_weight), window, delta};
       }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-      nb::keep_alive<1, 14>(), arg("qkv"),
-      arg("output"), arg("up"), arg("down"), arg("attention_norm"), arg("mlp_norm"), arg("qk_norm"), arg("after_attention"),
-      arg("after_mlp"), arg("scale"), arg("rope"), arg("window"), arg("delta").none());
+      nb::keep_alive<1, 17>(), arg("qkv"), arg("output"), arg("up"), arg("down"), arg("attention_norm"), arg("mlp_norm"),
+      arg("query_norm"), arg("key_norm"), arg("after_attention"), arg("after_mlp"), arg("scale"), arg("key_rope"),
+      arg("query_rope"), arg("query_weight"), arg("window"), arg("delta").none());
 
   nb::class_<Text>(m, "Text")
       .def("__init__", [](Text* self, int count, int rows, Address cos_sin, Address caches, int64_t capacity, int start,

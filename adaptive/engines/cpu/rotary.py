@@ -1,0 +1,143 @@
+"""Rotary embeddings of our forward: which are computed, in what order a head's numbers are turned, and by what.
+
+In: a transformers model or its config. Out: tables of cosines and sines by position, and which of them turn the keys
+and the queries of each layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from adaptive.engines.cpu.layers import TensorFunction
+
+# Frequencies of these are fixed at load; those of others ("dynamic", "longrope") depend on the text.
+FIXED = {"default", "linear", "llama3", "yarn"}
+
+
+class Rotation(NamedTuple):
+    """Which of a model's tables turns a layer's keys, and which its queries."""
+
+    keys: int = 0
+    queries: int = 0
+
+
+@dataclass(frozen=True)
+class Ropes:
+    """A model's rotary embeddings. Each of the ``tables`` maps positions (1, n) to cos + i sin (n, head size / 2), 1
+    where nothing is turned; ``layers`` says which a layer uses. The first ``rotated`` numbers of a head are turned."""
+
+    tables: tuple[TensorFunction, ...]
+    layers: tuple[Rotation, ...]
+    rotated: int
+
+
+def known_ropes(config: Any) -> bool:
+    """Whether a config's rotary embeddings are computed."""
+    kinds = set(_kinds(config))
+    parameters = [config.rope_parameters if kind is None else config.rope_parameters[kind] for kind in kinds]
+    if config.model_type == "hunyuan_v1_dense":
+        return all(_keeps_lengths(one) for one in parameters)  # its norms stand behind the rotation
+    if config.model_type == "ministral3" and not all(_ministral_scaling(config)):
+        return False
+    return all(one.get("rope_type") in FIXED for one in parameters)
+
+
+def _keeps_lengths(parameters: dict[str, Any]) -> bool:
+    """Whether Hunyuan's embedding is fixed and multiplies nothing. Its checkpoints say "dynamic" of a base that
+    ``alpha`` stretches once for all texts."""
+    kind = parameters.get("rope_type")
+    return kind == "default" or (kind == "dynamic" and bool(parameters.get("alpha")))
+
+
+def read_ropes(model: Any, size: int, dtype: torch.dtype) -> Ropes:
+    """Those of a model whose heads have ``size`` numbers. Tables are of this ``dtype``."""
+    config, module, blocks = model.config, model.model.rotary_emb, model.model.layers
+    turned = [_turns(getattr(block, "self_attn", None)) for block in blocks]
+    used = list(zip(_kinds(config), turned, strict=True))
+    names = list(dict.fromkeys(used))
+    tables = [_table(module, dtype, size, kind) if turns else _still(dtype, size) for kind, turns in names]
+    layers = [Rotation(names.index(one), names.index(one)) for one in used]
+    if config.model_type == "ministral3":
+        factor = _query_factor(*_ministral_scaling(config))
+        layers = [Rotation(one.keys, one.queries + len(tables)) for one in layers]
+        tables += [_scaled(table, factor) for table in tables]
+    cos, _ = _cos_sin(module, dtype, torch.zeros(1, 1, dtype=torch.long, device=model.device), used[0][0])
+    return Ropes(tuple(tables), tuple(layers), cos.shape[-1])
+
+
+def pair_order(heads: int, size: int, rotated: int, side_by_side: bool = False) -> torch.Tensor:
+    """Where each output of ``heads`` projected heads comes from, (heads * size,) int64.
+
+    Most checkpoints rotate number i of a head together with number i + rotated / 2, of the first ``rotated``. Here the
+    two stand ``side_by_side``, as in other checkpoints, so that a rotation is one complex multiplication. Scores do not
+    change: queries and keys move alike.
+    """
+    inside = torch.arange(size)
+    if not side_by_side:
+        inside[:rotated] = inside[:rotated].view(2, rotated // 2).T.reshape(-1)
+    return (torch.arange(heads)[:, None] * size + inside).reshape(-1)
+
+
+def _kinds(config: Any) -> list[str | None]:
+    """By layer, the name of its rotary embedding where the model has one for each kind of layer (Gemma 3, OLMo 3)."""
+    kinds = getattr(config, "layer_types", None) or []
+    if kinds and all(isinstance(config.rope_parameters.get(kind), dict) for kind in kinds):
+        return list(kinds)
+    return [None] * config.num_hidden_layers
+
+
+def _turns(attention: Any) -> bool:
+    """Whether a layer's attention turns anything: not all do in SmolLM 3 and EXAONE 4."""
+    if hasattr(attention, "use_rope"):
+        return bool(attention.use_rope)
+    if hasattr(attention, "sliding_window_pattern"):
+        return attention.sliding_window is None or bool(attention.is_sliding)
+    return True
+
+
+def _cos_sin(
+    module: nn.Module, dtype: torch.dtype, positions: torch.Tensor, kind: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As transformers has them: (1, n, rotated) both, the second half like the first."""
+    like = torch.empty(1, dtype=dtype, device=positions.device)
+    cos, sin = module(like, positions) if kind is None else module(like, positions, kind)
+    return cos.to(dtype), sin.to(dtype)
+
+
+def _table(module: nn.Module, dtype: torch.dtype, size: int, kind: str | None) -> TensorFunction:
+    """The model's own rotary embedding, 1 for the numbers of a head behind those that it turns."""
+
+    def turn(positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = _cos_sin(module, dtype, positions, kind)
+        half = cos.shape[-1] // 2
+        turned = torch.complex(cos[0, :, :half], sin[0, :, :half])
+        return torch.cat([turned, turned.new_ones(len(turned), size // 2 - half)], dim=1)
+
+    return turn
+
+
+def _still(dtype: torch.dtype, size: int) -> TensorFunction:
+    """One that turns nothing."""
+    return lambda positions: torch.ones(positions.numel(), size // 2, dtype=dtype.to_complex(), device=positions.device)
+
+
+def _scaled(table: TensorFunction, factor: TensorFunction) -> TensorFunction:
+    """One that also multiplies by a factor of the position."""
+    return lambda positions: table(positions) * factor(positions[0])[:, None]
+
+
+def _ministral_scaling(config: Any) -> tuple[float | None, int | None]:
+    given = config.rope_parameters
+    return given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")
+
+
+def _query_factor(beta: float | None, length: int | None) -> TensorFunction:
+    """What queries of Ministral 3 are multiplied by, a little more behind every ``length`` tokens; (n,) float32, as
+    transformers computes it."""
+    assert beta is not None
+    assert length is not None
+    return lambda positions: 1 + beta * torch.log(1 + torch.floor(positions / length))
