@@ -97,7 +97,7 @@ MORE = {
         **GROUPED, embedding_multiplier=12.0, residual_multiplier=0.3, attention_multiplier=0.1, logits_scaling=6.0
     ),
     "granite, logits as they are": GraniteConfig(**GROUPED, embedding_multiplier=12.0),
-    "helium": HeliumConfig(**{**GROUPED, "head_dim": 12}, attention_bias=True),
+    "helium": HeliumConfig(**{**GROUPED, "hidden_size": 64}, attention_bias=True),
     "hunyuan_v1_dense": HunYuanDenseV1Config(**GROUPED),
     "hunyuan_v1_dense, stretched": HunYuanDenseV1Config(
         **GROUPED, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}

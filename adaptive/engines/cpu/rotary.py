@@ -41,7 +41,7 @@ def known_ropes(config: Any) -> bool:
     parameters = [config.rope_parameters if kind is None else config.rope_parameters[kind] for kind in kinds]
     if config.model_type == "hunyuan_v1_dense":
         return all(_keeps_lengths(one) for one in parameters)  # its norms stand behind the rotation
-    if config.model_type == "ministral3" and not all(_ministral_scaling(config)):
+    if config.model_type == "ministral3" and None in _ministral_scaling(config):
         return False
     return all(one.get("rope_type") in FIXED for one in parameters)
 

@@ -97,13 +97,11 @@ void normalise(const float* x, const Norm& norm, float* out) {
   for (int k = 0; k < norm.width; k++) out[k] = x[k] * factor * norm.weight[k];
 }
 
-// Queries and keys of n tokens, in place.
-void normalise_heads(const Layer& layer, const Attention& a, float* rows, int n) {
-  const int queries = a.heads * a.size, end = queries + a.key_heads * a.size;
-  for (int i = 0; i < n; i++) {
-    float* row = rows + size_t(i) * a.row();
-    for (int k = 0; k < queries; k += layer.query_norm.width) normalise(row + k, layer.query_norm, row + k);
-    for (int k = queries; k < end; k += layer.key_norm.width) normalise(row + k, layer.key_norm, row + k);
+// As many numbers as the norm has after one another, in place.
+void normalise_each(float* x, int count, const Norm& norm) {
+  for (const float* end = x + count; x < end; x += norm.width) {
+    const float factor = rms_factor(x, norm.width, norm.eps);
+    for (int k = 0; k < norm.width; k++) x[k] *= factor * norm.weight[k];
   }
 }
 
@@ -175,7 +173,11 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
   int attending = 0, recurring = 0;
   for (const Layer& layer : d.layers) {
     apply_normed(layer.qkv, x, projected, n, threads, layer.attention_norm);
-    if (layer.query_norm.weight) normalise_heads(layer, a, projected, n);
+    for (int i = 0; layer.query_norm.weight && i < n; i++) {
+      float *queries = projected + size_t(i) * a.row(), *keys = queries + size_t(a.heads) * a.size;
+      normalise_each(queries, a.heads * a.size, layer.query_norm);
+      normalise_each(keys, a.key_heads * a.size, layer.key_norm);
+    }
     for (int t = 0, row = 0; t < count; row += texts[t++].count) {
       const Text& text = texts[t];
       const float* from = projected + size_t(row) * layer.qkv->out;
