@@ -22,8 +22,9 @@ from transformers.activations import ACT2FN
 from adaptive.engines.cpu.delta import DeltaNet, DeltaSizes
 from adaptive.engines.cpu.kernels import Attention, Prologue, multiplies
 from adaptive.engines.cpu.layers import Embedding, Gate, QkNorm, RmsNorm, TensorFunction, native_gate
+from adaptive.engines.cpu.packing import Packing
 from adaptive.engines.cpu.rotary import Rotation, known_ropes, pair_order, read_ropes
-from adaptive.engines.cpu.weights import PackedLinear, Packing, packs, packs_int8
+from adaptive.engines.cpu.weights import PackedLinear, packs, packs_int8
 
 # Of the memory that is free once the model is loaded, the share that a second, packed copy of its weights
 # may take. Higher leaves too little for caches and the trainer, lower gives up speed that there is room for.
