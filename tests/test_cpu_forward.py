@@ -269,7 +269,7 @@ def test_llama_and_its_like_are_one_call(linear_layers: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*CONFIGS, *VARIED])
 def test_which_forward_it_is_follows_from_the_configuration(name: str, dtype: torch.dtype, linear_layers: str) -> None:
     kind = forward_kind(type(made(name)).__name__, ALL[name], dtype, torch.device("cpu"))
     forward = cpu_forward(made(name, dtype))
