@@ -25,7 +25,7 @@ from adaptive.control.goodput import GoodputLength
 from adaptive.engines.cpu.kernels import library
 from adaptive.machine import Load, LoadMeter
 from adaptive.pair import Pair
-from adaptive.timed_rounds import CATCH_UP, LENGTHS, Kind, Samples, TimedRounds, by_tokens, low, thread_counts
+from adaptive.timed_rounds import CATCH_UP, LENGTHS, PLACES, Kind, Samples, TimedRounds, by_tokens, low, thread_counts
 from adaptive.types import Round, SamplingParams
 
 # Tokens of context at the quick measurement, and how many more for the share that context has.
@@ -114,7 +114,7 @@ def measuring(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> G
         verify_s = {count - 1: seconds for count, seconds in bounded(by_tokens(verify_s)).items()}
     start_s, draft_s, catch_up_s = _drafting(samples, alone, waiting)
     context_s = 0.0
-    if thorough and pair.target.context_length > context + FURTHER + LONGEST + 2:
+    if thorough and pair.target.context_length > context + FURTHER + PLACES + LONGEST + 2:
         longer = TimedRounds(pair, sampling, context + FURTHER, attentive)
         yield
         context_s = yield from _longer(rounds, longer, samples.usual())

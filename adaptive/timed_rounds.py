@@ -2,6 +2,9 @@
 
 In: a pair of engines. Out: seconds of drafting and of verifying by draft length, kept by the number of threads that
 the passes used, of which a low quantile is what they cost.
+
+Rounds are run over real text, and over another place of it in every sweep: which experts a mixture reads, and how many
+several tokens read together, depends on the tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import enum
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from pathlib import Path
 
 import torch
 
@@ -41,6 +45,8 @@ PAUSE_S = 0.005
 # Tokens of the short generation that shows what a token takes beside the models: supervision is digested in batches,
 # of which this makes two. How often it is run, and seconds of rounds after which it is not run again.
 TOKENS, GENERATIONS, GENERATED_S = 2 * BATCH + 1, 3, 2.0
+# Tokens behind the context among which rounds are run, and how many lie between one sweep's place and the next one's.
+PLACES, STRIDE = 32, 5
 
 
 class Kind(enum.Enum):
@@ -112,22 +118,30 @@ class TimedRounds:
     def __init__(self, pair: Pair, params: SamplingParams, context: int, attentive: bool) -> None:
         assert pair.draft is not None
         processor = LogitsProcessor(params, pair.target.vocab_size, pair.target.device)
-        self.committed = [1 + i * 7919 % (pair.target.vocab_size - 1) for i in range(context)]
+        self._context, self._places = context, min(PLACES, context // 2)
+        self._text = real_text(pair, context + self._places)
+        self.committed = self._text[:context]
         self.target, draft = sequences(pair.target, pair.draft)
         assert draft is not None
         self.draft = draft
         for sequence in (self.target, self.draft):
-            sequence.reserve(context + LONGEST + 2)
+            sequence.reserve(len(self._text) + LONGEST + 2)
         generator = torch.Generator(pair.draft.device)
         self.drafter = ModelDrafter(
             self.draft, pair.draft, pair.target.vocab_size, params, processor, generator, untrained=True
         )
-        processor.start(torch.tensor(self.committed))
+        self._processor = processor
         self.verifier = Verifier(params, processor, torch.Generator(pair.target.device))
         self.advise = Stopping(LONGEST) if attentive else None  # which never stops
         self._choices = [engine.threads for engine in (pair.target, pair.draft) if engine.threads is not None]
         self._own_clock, self._given = pair.clock, torch.get_num_threads()
         self._threads, self._ended = ALL, 0.0
+        self._move(context)
+
+    def _move(self, length: int) -> None:
+        """Go on with so many tokens of the text, which both caches get."""
+        self.committed = self._text[:length]
+        self._processor.start(torch.tensor(self.committed))
         self._round(1, 0, time.perf_counter)
 
     def round(self, length: int, threads: int, waiting: int = 0) -> Round:
@@ -156,7 +170,9 @@ class TimedRounds:
         return speculative_round(self.target, self.drafter, self.verifier, committed, length, self.advise, clock)[0]
 
     def sweep(self, samples: Samples, lengths: Collection[int], threads: int) -> Iterator[None]:
-        """One round of each of the ``lengths``, in their order; plain ones are followed by another."""
+        """One round of each of the ``lengths``, in their order, at another place of the text each time; plain ones
+        are followed by another."""
+        self._move(self._context + (len(self.committed) - self._context + STRIDE) % max(1, self._places))
         for length in lengths:
             began = time.perf_counter()
             outcome = self.round(length, threads)
@@ -194,6 +210,13 @@ class TimedRounds:
             spent -= sum(outcome.draft_s + outcome.verify_s for outcome in plain.rounds)
             found.append(max(0.0, spent) / max(1, len(plain.rounds)))
         return min(found)
+
+
+def real_text(pair: Pair, length: int) -> list[int]:
+    """So many tokens of what people write: this file, prose and code."""
+    written = Path(__file__).read_text(encoding="utf-8")
+    tokens = [int(token) for token in pair.tokenizer.encode(written, add_special_tokens=False)]
+    return (tokens * (1 + length // max(1, len(tokens))))[:length]
 
 
 def by_tokens(verify_s: Mapping[int, float]) -> dict[int, float]:

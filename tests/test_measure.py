@@ -10,12 +10,14 @@ from conftest import BUNDLED
 from spinning import spinning
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from adaptive import timed_rounds
 from adaptive.control.bounds import bounded, doubtful, with_neighbours
 from adaptive.control.costs import LONGEST
 from adaptive.engines.threads import ThreadChoice
 from adaptive.measure import Measured, measure, measuring
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings
+from adaptive.timed_rounds import Samples, TimedRounds
 from adaptive.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -88,6 +90,19 @@ def test_measuring_gives_way_at_every_round(pair: Pair) -> None:
         assert pair.target.threads.held is None
     rounds.close()
     assert sum(1 for _ in measuring(pair, GREEDY)) > 100
+
+
+def test_rounds_are_timed_at_several_places_of_real_text(pair: Pair) -> None:
+    """Random tokens would have a mixture read other experts, and one place the same ones again and again."""
+    rounds, samples, seen = TimedRounds(pair, GREEDY, 64, attentive=True), Samples(), set()
+    for _ in range(3):
+        for _ in rounds.sweep(samples, [0, 2], 1):
+            pass
+        seen.add(len(rounds.committed))
+        written = str(pair.tokenizer.decode(rounds.committed))
+        assert written[:150] in Path(timed_rounds.__file__).read_text(encoding="utf-8")
+        assert rounds.target.length >= len(rounds.committed)
+    assert len(seen) == 3
 
 
 def test_what_is_measured_tries_no_other_number_of_threads() -> None:

@@ -41,6 +41,12 @@ class DeltaSizes:
     value_size: int
     kernel: int
 
+    @classmethod
+    def of(cls, config: Any) -> DeltaSizes:
+        """Those of a model's config."""
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        return cls(*(getattr(config, f"linear_{name}") for name in names))
+
     @property
     def computed(self) -> bool:
         """Whether there are kernels for them."""
@@ -61,6 +67,14 @@ class DeltaSizes:
     def row(self) -> int:
         """Numbers that are logged of a token: what the convolution is given, and two of each value head."""
         return 2 * self.key_heads * self.key_size + self.value_heads * (self.value_size + 2)
+
+    def by_key_head(self) -> torch.Tensor:
+        """Where projections that go by key head (Qwen 3-Next) have the outputs as ``native/delta.h`` takes them."""
+        group, heads = self.value_heads // self.key_heads, self.key_heads
+        parts = [self.key_size, self.key_size, group * self.value_size, group * self.value_size]
+        mixed = torch.arange(heads * sum(parts)).view(heads, -1)
+        gates = mixed.numel() + torch.arange(2 * self.value_heads).view(heads, -1)
+        return torch.cat([part.reshape(-1) for part in (*mixed.split(parts, 1), *gates.split(group, 1))])
 
 
 class DeltaNet:

@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.delta import States
+from adaptive.engines.cpu.feed_forward import add
 from adaptive.engines.cpu.fused import decoder, fits
 from adaptive.engines.cpu.kernels import Attention, library, native_tree
-from adaptive.engines.cpu.layers import RmsNorm, TensorFunction, capped_attention
+from adaptive.engines.cpu.layers import capped_attention, sunk_attention
 from adaptive.engines.cpu.masks import FEW, MaskTable
 from adaptive.engines.cpu.plan import Kind, Layer, Plan, read_plan
 from adaptive.engines.cpu.sampling import CpuSampling
-from adaptive.engines.cpu.weights import PackedLinear
 from adaptive.engines.cpu.workspace import Workspace, make_workspace
 from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Thresholds, VerificationCall
 from adaptive.engines.threads import FEW as TIMED
@@ -367,6 +367,7 @@ class CpuForward:
                 space.attended_rows,
                 shape,
                 layer.query_weight,
+                layer.sinks,
             )
             _output_and_mlp(x, layer, space.attended_rows)
 
@@ -394,7 +395,9 @@ class CpuForward:
             torch.mul(space.keys_values, ropes[layer.rope.keys][1], out=place)
             if layer.query_weight is not None:
                 space.query_rows.mul_(layer.query_weight)
-            if layer.softcap is None:
+            if layer.sinks is not None:
+                attended = sunk_attention(space.query_rows, k, v, mask, layer.scale, layer.sinks)
+            elif layer.softcap is None:
                 attended = nn.functional.scaled_dot_product_attention(
                     space.query_rows, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=not space.grouped
                 )
@@ -424,19 +427,10 @@ class CpuForward:
 
 
 def _output_and_mlp(x: torch.Tensor, layer: Layer, attended: torch.Tensor) -> None:
-    """Add to x (n, width) a layer's output projection of ``attended`` (n, heads * size), and then its MLP."""
-    _add(x, layer.attention_output, attended, None, layer.after_attention_norm)
-    _add(x, layer.mlp.down, layer.mlp.gate_up(x, layer.mlp_norm), layer.mlp.gate, layer.after_mlp_norm)
-
-
-def _add(
-    x: torch.Tensor, linear: PackedLinear, y: torch.Tensor, prologue: TensorFunction | None, norm: RmsNorm | None
-) -> None:
-    """Add ``norm(linear(prologue(y)))`` to x."""
-    if norm is None:
-        linear(y, prologue, out=x, add=True)
-    else:
-        x += norm(linear(y, prologue))
+    """Add to x (n, width) a layer's output projection of ``attended`` (n, heads * size), and then its feed-forward
+    part."""
+    add(x, layer.attention_output, attended, None, layer.after_attention_norm)
+    layer.mlp.add_to(x, layer.mlp_norm, layer.after_mlp_norm)
 
 
 def cpu_forward(model: PreTrainedModel, int8: bool = False) -> CpuForward | None:

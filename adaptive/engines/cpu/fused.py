@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from adaptive.engines.cpu.feed_forward import Mixture
 from adaptive.engines.cpu.kernels import Attention, Prologue, library
 from adaptive.engines.cpu.layers import RmsNorm
 from adaptive.engines.cpu.plan import Layer, Plan
-from adaptive.engines.cpu.weights import PackedLinear
+from adaptive.engines.cpu.weights import native_linear
 
 
 def fits(plan: Plan) -> bool:
@@ -40,10 +41,11 @@ def decoder(plan: Plan, attention: Attention) -> Any:
 
     layers = [
         native.Layer(
-            qkv=_native(layer.qkv),
-            output=_native(layer.attention_output),
-            up=_native(layer.mlp.gate_up),
-            down=_native(layer.mlp.down),
+            qkv=native_linear(layer.qkv),
+            output=native_linear(layer.attention_output),
+            up=None if isinstance(layer.mlp, Mixture) else native_linear(layer.mlp.gate_up),
+            down=None if isinstance(layer.mlp, Mixture) else native_linear(layer.mlp.down),
+            mixture=layer.mlp.native if isinstance(layer.mlp, Mixture) else None,
             attention_norm=norm(layer.attention_norm),
             mlp_norm=norm(layer.mlp_norm),
             query_norm=norm(None if layer.qk_norm is None else layer.qk_norm.query),
@@ -56,6 +58,7 @@ def decoder(plan: Plan, attention: Attention) -> Any:
             query_weight=0 if layer.query_weight is None else layer.query_weight.data_ptr(),
             window=layer.window,
             delta=None if layer.delta is None else layer.delta.native,
+            sinks=0 if layer.sinks is None else layer.sinks.data_ptr(),
         )
         for layer in plan.layers
     ]
@@ -63,19 +66,14 @@ def decoder(plan: Plan, attention: Attention) -> Any:
     return native.Decoder(
         layers=layers,
         attention=attention.native,
-        head=_native(plan.lm_head),
+        head=native_linear(plan.lm_head),
         embedding=embedding.data_ptr(),
         final_norm=norm(plan.final_norm),
         factor=plan.embed.factor,
         gate=int(_gate(plan.layers[0]) or 0),
         half=embedding.dtype == torch.bfloat16,
         vocab=len(embedding),
-        fuse=None if fuse is None else _native(fuse.linear),
+        fuse=None if fuse is None else native_linear(fuse.linear),
         token_norm=norm(None if fuse is None else fuse.token_norm),
         feature_norm=norm(None if fuse is None else fuse.feature_norm),
     )
-
-
-def _native(linear: PackedLinear) -> Any:
-    assert linear.kernel is not None
-    return linear.kernel.native

@@ -40,6 +40,7 @@ class Prologue(IntEnum):
     SILU_GATE = 2
     GELU_GATE = 3
     SQUARED_RELU = 4
+    CLAMPED_GATE = 5
 
 
 # ``DType`` of ``native/linear.h``.
@@ -218,7 +219,7 @@ class NativeLinear:
     ) -> torch.Tensor:
         """Into ``out``, contiguous, or added to it, of what ``prologue`` makes of x: a row divided by
         sqrt(sum(x ** 2) + ``eps``) and multiplied by ``norm`` (in,) float32; or of a row twice as long
-        silu(first half) * second."""
+        silu(first half) * second. ``norm`` is also what else a gate has to be told."""
         x = x.contiguous()
         if out is None:
             out = torch.empty(len(x), self.outputs)
@@ -264,16 +265,16 @@ class Attention:
         out: torch.Tensor,
         tree: Any = None,
         query_weight: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """qkv (n, (heads + 2 * key heads) * size): queries, keys and values of tokens ``start`` on, numbers to rotate
         in pairs. Writes the keys and values into ``cache`` (2, key heads, capacity, size), the keys in panels (of which
         the capacity is a multiple), and what the queries see of it, of the last ``window`` tokens or (0) all, into out
         (n, heads * size). ``cos_sin`` (n, ropes, size / 2, 2), from that of this layer's keys on, and from that of its
         queries, which are then multiplied by ``query_weight`` (size,), if there is one; they and the cache are
-        addresses. ``tree`` is the module's, where the tokens are its last n nodes. All float32 and contiguous."""
+        addresses. ``tree`` is the module's, where the tokens are its last n nodes; ``sinks`` (heads,) are scores that
+        take their share and have no value. All float32 and contiguous."""
         threads = torch.get_num_threads()
-        place = out.data_ptr()
-        weight = 0 if query_weight is None else query_weight.data_ptr()
-        self.native(
-            qkv.data_ptr(), *cos_sin, weight, cache, place, capacity, start, len(qkv), window, scale, tree, threads
-        )
+        rows, place = qkv.data_ptr(), out.data_ptr()
+        weight, sunk = (0 if part is None else part.data_ptr() for part in (query_weight, sinks))
+        self.native(rows, *cos_sin, weight, cache, place, capacity, start, len(qkv), window, scale, sunk, tree, threads)

@@ -65,7 +65,10 @@ class QkNorm:
 
 
 class Gate:
-    """act(gate) * up of (n, 2 * size), gate and up in a row; where it is not ``gated``, act(up) of (n, size)."""
+    """act(gate) * up of (n, 2 * size), gate and up in a row; where it is not ``gated``, act(up) of (n, size).
+    ``limits``: what else the kernels are told of it."""
+
+    limits: torch.Tensor | None = None
 
     def __init__(self, act: nn.Module, gated: bool = True) -> None:
         self.prologue = native_gate(act, gated)
@@ -121,3 +124,22 @@ def capped_attention(
     if mask is not None:
         scores += mask
     return scores.softmax(-1) @ values
+
+
+def sunk_attention(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of which a sink takes a share (gpt-oss). ``sinks`` (heads,) are scores, of queries that lie grouped:
+    rows (1, key heads, n * group, size)."""
+    scores = rows @ keys.transpose(-1, -2) * scale
+    if mask is not None:
+        scores += mask
+    key_heads, count = rows.shape[1:3]
+    sunk = sinks.view(1, key_heads, 1, -1).expand(1, key_heads, count * key_heads // len(sinks), -1)
+    whole = torch.cat([scores, sunk.reshape(1, key_heads, count, 1)], dim=-1)
+    return whole.softmax(-1)[..., :-1] @ values

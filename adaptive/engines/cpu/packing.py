@@ -1,35 +1,104 @@
-"""Which modules of a model are packed as one linear layer.
+"""Which modules of a model are packed as one linear layer, and experts that lie in one parameter.
 
-In: transformers' modules. Out: ``PackedLinear``, made once: those that are packed already, of the same memory and in
-the same way, are found again.
+In: transformers' modules. Out: ``PackedLinear`` and ``PackedExperts``, made once: those that are packed already, of the
+same memory and in the same way, are found again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from adaptive.engines.cpu.weights import PackedLinear, of_module, stacked
+from adaptive.engines.cpu.weights import PackedLinear, Weights, of_module, stacked
+
+
+class PackedExperts:
+    """The experts that one ``module`` of transformers holds in a few parameters: by expert, ``up`` (gate and up
+    projection in a row) and ``down``. They are packed one at a time, which takes an expert's memory beside the result.
+    """
+
+    def __init__(self, module: nn.Module, int8: bool) -> None:
+        self.modules, self.int8 = (module,), int8
+        read = _transposed if hasattr(module, "gate_up_proj_bias") else _as_it_is
+        count = len(module.get_parameter("down_proj"))
+        self.up, self.down = (
+            [PackedLinear(self.modules, read(module, name, number), int8) for number in range(count)]
+            for name in ("gate_up_proj", "down_proj")
+        )
+
+    def refresh(self) -> None:
+        """Read the module's weights again."""
+        for linear in (*self.up, *self.down):
+            linear.refresh()
+
+    @property
+    def native(self) -> bool:
+        """Whether the native kernels compute them."""
+        return self.down[0].native
+
+
+Packed = PackedLinear | PackedExperts
+
+
+def _as_it_is(module: nn.Module, name: str, number: int) -> Callable[[], Weights]:
+    return lambda: (module.get_parameter(name)[number], None)
+
+
+def _transposed(module: nn.Module, name: str, number: int) -> Callable[[], Weights]:
+    """gpt-oss: weights are (in, out), with biases, and gates and what they gate take turns."""
+
+    def assemble() -> Weights:
+        weight, bias = module.get_parameter(name)[number].T, module.get_parameter(f"{name}_bias")[number]
+        if name == "down_proj":
+            return weight.contiguous(), bias
+        order = torch.arange(len(weight)).view(-1, 2).T.reshape(-1)
+        return weight[order], bias[order]
+
+    return assemble
 
 
 class Packing:
     """Packs linear layers, or finds those that are packed already."""
 
-    def __init__(self, int8: bool, packed: Iterable[PackedLinear]) -> None:
+    def __init__(self, int8: bool, packed: Iterable[Packed]) -> None:
         self.int8 = int8
-        self._packed = {_memory(linear.modules): linear for linear in packed if linear.int8 == int8}
+        self._packed = {(linear.int8, _memory(linear.modules)): linear for linear in packed}
 
     def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None, factor: float = 1.0) -> PackedLinear:
         """Modules on the same input as one linear layer, see ``stacked``; or one, times a ``factor``."""
-        found = self._packed.get(_memory(modules))
-        if found is not None:
+        found = self._packed.get((self.int8, _memory(modules)))
+        if isinstance(found, PackedLinear):
             return found
         if len(modules) == 1 and order is None:
             return of_module(modules[0], self.int8, factor)
         return stacked(modules, order, self.int8)
 
+    def exact(self, *modules: nn.Module) -> PackedLinear:
+        """A mixture's router; see ``exact_router``."""
+        found = self._packed.get((False, _memory(modules)))
+        return found if isinstance(found, PackedLinear) else exact_router(modules)
+
+    def experts(self, module: nn.Module) -> PackedExperts:
+        """A mixture's experts."""
+        found = self._packed.get((self.int8, _memory((module,))))
+        return found if isinstance(found, PackedExperts) else PackedExperts(module, self.int8)
+
 
 def _memory(modules: Iterable[nn.Module]) -> tuple[int, ...]:
-    return tuple(module.get_parameter("weight").data_ptr() for module in modules)
+    """Where the first parameter of each lies: a linear layer's weight."""
+    return tuple(next(module.parameters(recurse=False)).data_ptr() for module in modules)
+
+
+def exact_router(modules: tuple[Any, ...]) -> PackedLinear:
+    """The routers' scores in a row, of weights in float32 (float64 for such a model)."""
+
+    def assemble() -> Weights:
+        weight = torch.cat([module.weight for module in modules])
+        bias = getattr(modules[0], "bias", None)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+    return PackedLinear(modules, assemble)

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from adaptive.engines.cpu.delta import DeltaNet, DeltaSizes
+from adaptive.engines.cpu.feed_forward import Mixture, Mlp, feed_forward, known_router
 from adaptive.engines.cpu.kernels import Attention, Prologue, multiplies
-from adaptive.engines.cpu.layers import Embedding, Gate, QkNorm, RmsNorm, TensorFunction, native_gate
-from adaptive.engines.cpu.packing import Packing
+from adaptive.engines.cpu.layers import Embedding, QkNorm, RmsNorm, TensorFunction, native_gate
+from adaptive.engines.cpu.packing import Packed, Packing
 from adaptive.engines.cpu.rotary import Rotation, known_ropes, pair_order, read_ropes
 from adaptive.engines.cpu.weights import PackedLinear, packs, packs_int8
 
@@ -38,8 +39,9 @@ class Layer:
     ``qkv`` gives queries, keys and values in a row, each head's numbers in the pairs that the rotary embedding turns;
     ``rope`` says which of the model's rotary embeddings, ``window`` how many tokens a query sees (0: all). A part reads
     through its norm, if there is one; that ``after_`` it is of what it adds to the residual stream. ``query_weight``
-    (size,) multiplies rotated queries; ``softcap`` bounds attention scores. With a ``delta`` net the layer does not
-    attend: ``qkv`` is the net's projection (``native/delta.h``).
+    (size,) multiplies rotated queries; ``softcap`` bounds attention scores; ``sinks`` (heads,) are scores that take
+    their share and have no value. With a ``delta`` net the layer does not attend: ``qkv`` is the net's projection
+    (``native/delta.h``).
     """
 
     attention_norm: RmsNorm | None
@@ -48,7 +50,7 @@ class Layer:
     attention_output: PackedLinear
     after_attention_norm: RmsNorm | None
     mlp_norm: RmsNorm | None
-    mlp: Mlp
+    mlp: Mlp | Mixture
     after_mlp_norm: RmsNorm | None
     scale: float
     rope: Rotation
@@ -56,6 +58,12 @@ class Layer:
     softcap: float | None
     query_weight: torch.Tensor | None = None
     delta: DeltaNet | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def odd(self) -> bool:
+        """Whether torch has no operation for its attention."""
+        return self.softcap is not None or self.sinks is not None
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Plan:
     ``delta``: of the layers that do not attend, if there are any."""
 
     layers: tuple[Layer, ...]
-    linears: tuple[PackedLinear, ...]
+    linears: tuple[Packed, ...]
     embed: Embedding
     final_norm: RmsNorm
     lm_head: PackedLinear
@@ -119,6 +127,8 @@ def forward_kind(
         return None
     if size % 2 or getattr(config, "use_bidirectional_attention", False) or not known_ropes(config):
         return None
+    if not known_router(config) or getattr(config, "clip_qkv", None) is not None:
+        return None
     if not multiplies(torch.int8 if int8 else dtype, device):
         return "torch"
     activations = torch.promote_types(dtype, torch.float32)
@@ -129,7 +139,7 @@ def forward_kind(
     return "fused" if fused else "native"
 
 
-def read_plan(model: PreTrainedModel, int8: bool = False, packed: Iterable[PackedLinear] = ()) -> Plan | None:
+def read_plan(model: PreTrainedModel, int8: bool = False, packed: Iterable[Packed] = ()) -> Plan | None:
     """The plan of ``model``, or None where it is to be run by its own forward; ``int8`` as in ``PackedLinear``. Weights
     that are ``packed`` already, in the same way and from the same memory, are not packed again."""
     name = type(model).__name__
@@ -145,17 +155,7 @@ def _recurs(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
     if set(config.layer_types) - {"linear_attention", "full_attention"}:
         return False
     silu = native_gate(ACT2FN[config.hidden_act]) is Prologue.SILU_GATE
-    return silu and Attention.supports(_head_size(config), dtype, device) and _delta_sizes(config).computed
-
-
-def _delta_sizes(config: Any) -> DeltaSizes:
-    return DeltaSizes(
-        config.linear_num_key_heads,
-        config.linear_num_value_heads,
-        config.linear_key_head_dim,
-        config.linear_value_head_dim,
-        config.linear_conv_kernel_dim,
-    )
+    return silu and Attention.supports(_head_size(config), dtype, device) and DeltaSizes.of(config).computed
 
 
 def _head_size(config: Any) -> int:
@@ -184,23 +184,6 @@ def _plain(model: PreTrainedModel) -> bool:
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return False
     return True
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """The feed-forward part, down(gate(gate_up(x))): the gate's, if it has one, and the up projection are one linear
-    layer."""
-
-    gate_up: PackedLinear
-    gate: Gate
-    down: PackedLinear
-
-
-def _mlp(module: Any, pack: Packing, factor: float = 1.0) -> Mlp:
-    act = module.act_fn if hasattr(module, "act_fn") else module.activation_fn
-    names = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if hasattr(module, name)]
-    gate_up = pack(*(getattr(module, name) for name in names))
-    return Mlp(gate_up, Gate(act, gated=names != ["up_proj"]), pack(module.down_proj, factor=factor))
 
 
 def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype]:
@@ -269,13 +252,14 @@ def _llama_like(
     def named(block: Any, name: str, out: torch.dtype = kind) -> RmsNorm | None:
         return norm(getattr(block, name), out) if name else None
 
-    layers, linears = [], []
+    layers: list[Layer] = []
+    linears: list[Packed] = []
     for block, rope, window in zip(base.layers, ropes.layers, _windows(model), strict=True):
-        attention, mlp = block.self_attn, _mlp(block.mlp, pack, residual)
+        attention, mlp = block.self_attn, feed_forward(block, pack, residual)
         qkv = pack(*_projections(attention), order=order)
         qk_norm, query_weight = _qk_norm(attention, norm, rotated, heads, key_heads)
         attention_output = pack(attention.o_proj, factor=residual)
-        linears += [qkv, attention_output, mlp.gate_up, mlp.down]
+        linears += [qkv, attention_output, *mlp.linears]
         layers.append(
             Layer(
                 attention_norm=named(block, norms.attention),
@@ -291,6 +275,7 @@ def _llama_like(
                 window=window,
                 softcap=_attention_softcap(config),
                 query_weight=query_weight,
+                sinks=attention.sinks.to(dtype) if hasattr(attention, "sinks") else None,
             )
         )
     lm_head = pack(model.lm_head, factor=1 / getattr(config, "logits_scaling", 1.0))
@@ -344,12 +329,13 @@ def _qk_norm(
 
 
 def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
-    """Gated delta nets, and between them attention whose queries have a gate, rotated in a part of each head."""
+    """Gated delta nets, and between them attention whose queries have a gate, rotated in a part of each head: Qwen 3.5
+    and Qwen 3-Next, dense or mixtures."""
     config = model.config
     base: Any = model.model
     dtype, kind = _dtypes(model, pack.int8)
     sizes, size, heads, key_heads = (
-        _delta_sizes(config),
+        DeltaSizes.of(config),
         _head_size(config),
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -366,19 +352,23 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
     def norm(module: nn.Module) -> RmsNorm:
         return RmsNorm(module, dtype, kind, plus_one=True)
 
-    layers, linears = [], []
+    layers: list[Layer] = []
+    linears: list[Packed] = []
     for block in base.layers:
-        mlp = _mlp(block.mlp, pack)
+        mlp = feed_forward(block, pack)
         if block.block_type == "linear_attention":
             net = block.linear_attn
-            mixed = pack(net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
+            if hasattr(net, "in_proj_qkvz"):
+                mixed = pack(net.in_proj_qkvz, net.in_proj_ba, order=sizes.by_key_head())
+            else:
+                mixed = pack(net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
             output, delta, heads_norm = pack(net.out_proj), DeltaNet(net, sizes), None
         else:
             attention = block.self_attn
             mixed = pack(attention.q_proj, attention.k_proj, attention.v_proj, order=order)
             output, delta = pack(attention.o_proj), None
             heads_norm, _ = _qk_norm(attention, norm, turned, heads, key_heads)
-        linears += [mixed, output, mlp.gate_up, mlp.down]
+        linears += [mixed, output, *mlp.linears]
         layers.append(
             Layer(
                 attention_norm=norm(block.input_layernorm),
@@ -418,12 +408,13 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
     )
 
 
-RECURRENT = {"Qwen3_5ForCausalLM"}
+RECURRENT = {"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"}
 # Those whose feed-forward part has no gate.
 UNGATED = {"ArceeForCausalLM"}
 FAMILIES: dict[str, Callable[[PreTrainedModel, Packing], Plan]] = {
     "ArceeForCausalLM": _llama_like,
     "CwmForCausalLM": _llama_like,
+    "Dots1ForCausalLM": _llama_like,
     "Ernie4_5ForCausalLM": partial(_llama_like, side_by_side=True),
     "Exaone4ForCausalLM": partial(_llama_like, norms=AFTER),
     "GemmaForCausalLM": partial(_llama_like, plus_one=True),
@@ -431,19 +422,29 @@ FAMILIES: dict[str, Callable[[PreTrainedModel, Packing], Plan]] = {
     "Gemma3ForCausalLM": partial(_llama_like, norms=GEMMA, plus_one=True),
     "GlmForCausalLM": partial(_llama_like, side_by_side=True),
     "Glm4ForCausalLM": partial(_llama_like, norms=GLM4, side_by_side=True),
+    "Glm4MoeForCausalLM": _llama_like,
+    "GptOssForCausalLM": _llama_like,
     "GraniteForCausalLM": _llama_like,
+    "GraniteMoeForCausalLM": _llama_like,
     "HeliumForCausalLM": partial(_llama_like, side_by_side=True),
     "HunYuanDenseV1ForCausalLM": _llama_like,
     "LlamaForCausalLM": _llama_like,
     "MinistralForCausalLM": _llama_like,
     "Ministral3ForCausalLM": _llama_like,
+    "MiniMaxM2ForCausalLM": _llama_like,
     "MistralForCausalLM": _llama_like,
+    "MixtralForCausalLM": _llama_like,
+    "OlmoeForCausalLM": _llama_like,
     "Olmo2ForCausalLM": partial(_llama_like, norms=AFTER),
     "Olmo3ForCausalLM": partial(_llama_like, norms=AFTER),
     "Phi3ForCausalLM": _llama_like,
     "Qwen2ForCausalLM": _llama_like,
+    "Qwen2MoeForCausalLM": _llama_like,
     "Qwen3ForCausalLM": _llama_like,
+    "Qwen3MoeForCausalLM": _llama_like,
     "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5MoeForCausalLM": _qwen3_5,
+    "Qwen3NextForCausalLM": _qwen3_5,
     "SeedOssForCausalLM": _llama_like,
     "SmolLM3ForCausalLM": _llama_like,
 }

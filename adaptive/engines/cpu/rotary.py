@@ -105,6 +105,8 @@ def _cos_sin(
     """As transformers has them: (1, n, rotated) both, the second half like the first."""
     like = torch.empty(1, dtype=dtype, device=positions.device)
     cos, sin = module(like, positions) if kind is None else module(like, positions, kind)
+    if type(module).__name__ == "GptOssRotaryEmbedding":  # which says the first half alone
+        cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
     return cos.to(dtype), sin.to(dtype)
 
 

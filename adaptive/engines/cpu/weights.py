@@ -103,7 +103,7 @@ class PackedLinear:
     def refresh(self) -> None:
         """Read the modules' weights again."""
         weight, self.bias = self._assemble()
-        self.nbytes, (self.outputs, self.inputs) = weight.nbytes, weight.shape
+        self.nbytes, (self.outputs, self.inputs), self.dtype = weight.nbytes, weight.shape, weight.dtype
         self._reordered: torch.Tensor | None = None
         self.kernel: NativeLinear | None = None
         self.amx = False  # whether torch computes many rows nevertheless
@@ -137,7 +137,7 @@ class PackedLinear:
             if isinstance(prologue, RmsNorm):
                 return self.kernel(x, out, add, Prologue.RMS_NORM, prologue.weight, prologue.eps_sum)
             if isinstance(prologue, Gate) and prologue.prologue is not None:
-                return self.kernel(x, out, add, prologue.prologue)
+                return self.kernel(x, out, add, prologue.prologue, prologue.limits)
             return self.kernel(x if prologue is None else prologue(x), out, add)
         if prologue is not None:
             x = prologue(x)
@@ -157,6 +157,12 @@ class PackedLinear:
             result: torch.Tensor = y
             return result
         return out.add_(y) if add else out.copy_(y)
+
+
+def native_linear(linear: PackedLinear) -> Any:
+    """A native linear layer as it is now, for the kernels."""
+    assert linear.kernel is not None
+    return linear.kernel.native
 
 
 @torch.inference_mode()

@@ -37,7 +37,7 @@ def make_workspace(p: Plan, count: int) -> Workspace:
     """For a pass of the model over so many tokens."""
     size, group, key_heads = p.head_size, p.heads // p.key_heads, p.key_heads
     # A key head's queries are the rows of one product; for many tokens the mask would be too large.
-    grouped = count <= FEW or group == 1 or any(layer.softcap is not None for layer in p.layers)
+    grouped = count <= FEW or group == 1 or any(layer.odd for layer in p.layers)
     several = p.heads * (2 if p.gated else 1) + 2 * key_heads
     qkv = torch.empty(count, several * size, dtype=p.dtype, device=p.device)
     pairs = torch.view_as_complex(qkv.view(count, several, size // 2, 2))

@@ -20,6 +20,7 @@ from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import CpuForward, Given
 from adaptive.engines.cpu.fused import fits
 from adaptive.engines.cpu.layers import Embedding, RmsNorm
+from adaptive.engines.cpu.packing import Packed
 from adaptive.engines.cpu.plan import Fuse, Plan, read_plan
 from adaptive.engines.cpu.weights import PackedLinear, of_module
 from adaptive.engines.head.kinds import HeadModule
@@ -321,7 +322,7 @@ class HeadEngine:
         self.cpu_forward.use(plan)
 
 
-def _forward(head: Head, int8: bool, packed: Iterable[PackedLinear]) -> CpuForward | None:
+def _forward(head: Head, int8: bool, packed: Iterable[Packed]) -> CpuForward | None:
     """Our forward of a head where a pass is one native call, else None."""
     plan = _plan(head, int8, packed)
     # One with a recurrent state is computed by transformers' forward of its layer.
@@ -329,7 +330,7 @@ def _forward(head: Head, int8: bool, packed: Iterable[PackedLinear]) -> CpuForwa
 
 
 @torch.inference_mode()
-def _plan(head: Head, int8: bool, packed: Iterable[PackedLinear]) -> Plan | None:
+def _plan(head: Head, int8: bool, packed: Iterable[Packed]) -> Plan | None:
     """A head's layer and what stands before it. Weights that are ``packed`` already are not packed again."""
     packed = tuple(packed)
     body = read_plan(head.body, int8, packed)
@@ -337,6 +338,7 @@ def _plan(head: Head, int8: bool, packed: Iterable[PackedLinear]) -> Plan | None
         return None
     # What a decoder multiplies an embedding by (Granite), it multiplies what a head hands it by.
     factor, embed = body.embed.multiplier, Embedding(head.body.get_input_embeddings(), body.dtype)
-    linear = next((one for one in packed if one.modules == (head.fuse,)), None) or of_module(head.fuse, int8, factor)
+    found = (one for one in packed if isinstance(one, PackedLinear) and one.modules == (head.fuse,))
+    linear = next(found, None) or of_module(head.fuse, int8, factor)
     norms = [RmsNorm(norm, body.dtype, body.weight_dtype) for norm in (head.token_norm, head.feature_norm)]
     return dataclasses.replace(body, embed=embed, fuse=Fuse(linear, *norms), linears=(*body.linears, linear))

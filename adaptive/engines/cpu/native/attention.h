@@ -40,6 +40,7 @@ struct Pass {
   int64_t capacity;
   int start, count, window;  // tokens before the first new one; a query sees the last `window` (0: all)
   float scale;
+  const float* sinks;  // (heads,): a score of each that takes its share and has no value; or null
   const Tree* tree;  // whose last `count` nodes are the new tokens, or null where each follows the one before it
 
   int before() const { return tree ? int(tree->parents.size()) - count : 0; }  // nodes that lie between `start` and the new ones
@@ -64,20 +65,21 @@ void multiply_all(int rows, const float* w, int step, const float* x, int stride
     });
 }
 
-// Scores of the keys from `from` to `until` to weights that add up to 1, and to zero for all others that have a place in w (end,), which
-// has room for a vector more.
-void softmax(float* w, int low, int from, int until, int end) {
+// Scores of the keys from `from` to `until` to weights that add up to 1, with that of a sink if there is one, and to zero for all
+// others that have a place in w (end,), which has room for a vector more.
+void softmax(float* w, int low, int from, int until, int end, const float* sink) {
   for (int lane = 0; lane < LANES; lane++) w[until + lane] = -INFINITY;  // so that whole vectors can be taken
   Vector most = Vector{} - INFINITY, sum = {};
   for (int key = from; key < until; key += LANES) most = higher(most, at(w + key));
   float top = most[0];
   for (int lane = 1; lane < LANES; lane++) top = std::max(top, most[lane]);
+  if (sink) top = std::max(top, *sink);
   for (int key = from; key < until; key += LANES) {
     const Vector x = at(w + key);
     at(w + key) = x == -INFINITY ? Vector{} : exponential(x - top);
     sum += at(w + key);
   }
-  const float factor = 1 / total(sum);
+  const float factor = 1 / (total(sum) + (sink ? std::exp(*sink - top) : 0.0f));
   for (int key = from; key < until; key += LANES) at(w + key) *= factor;
   std::fill(w + low, w + from, 0.0f);
   if (until < end) std::fill(w + until, w + end, 0.0f);
@@ -96,8 +98,10 @@ void hide_others(const Tree& tree, int node, int window, float* w) {
   followed([&](int at) { w[at] = seen[count++]; });
 }
 
-// What `count` queries of a key head see, of which the first is `row`; one after the other, each (size,).
-void see(const Pass& p, int row, int count, const float* queries, const float* keys, const float* values, float* sums) {
+// What `count` queries of a key head see, of which the first is `row`; one after the other, each (size,). `sinks` are those of
+// its queries, if there are any.
+void see(const Pass& p, int row, int count, const float* sinks, const float* queries, const float* keys, const float* values,
+         float* sums) {
   const int size = p.model->size, group = p.model->heads / p.model->key_heads, before = p.before();
   const auto node = [&](int i) { return before + (row + i) / group; };
   const auto last = [&](int i) { return p.start + node(i) + 1; };
@@ -117,7 +121,7 @@ void see(const Pass& p, int row, int count, const float* queries, const float* k
   for (int i = 0; i < count; i++) {
     float* own = weights + size_t(i) * stride;
     if (p.tree) hide_others(*p.tree, node(i), p.window, own + p.start);
-    softmax(own, low, first(i), last(i), end);
+    softmax(own, low, first(i), last(i), end, sinks ? sinks + (row + i) % group : nullptr);
   }
   for (int key = low, block = std::max(1, VALUES / size); key < end; key += block) {
     const int some = std::min(block, end - key);
@@ -153,8 +157,9 @@ void key_head(const Pass& p, int head) {
       for (int k = 0; p.query_weight && k < size; k++) query[k] *= p.query_weight[k];
     }
   }
+  const float* sinks = p.sinks ? p.sinks + head * group : nullptr;
   for (int row = 0; row < rows; row += QUERIES)
-    see(p, row, std::min(QUERIES, rows - row), queries + size_t(row) * size, keys, values, sums + size_t(row) * size);
+    see(p, row, std::min(QUERIES, rows - row), sinks, queries + size_t(row) * size, keys, values, sums + size_t(row) * size);
   for (int row = 0; row < rows; row++) {
     const int query = head * group + row % group;
     float *out = p.out + (size_t(row / group) * m.heads + query) * size, *seen = sums + size_t(row) * size;

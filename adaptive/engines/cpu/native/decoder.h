@@ -1,24 +1,17 @@
 // A whole pass of a decoder made of the usual parts (FAMILIES of plan.py says whose they are): RMS norms, rotary attention or
-// gated delta nets, a feed-forward part. One call, so that nothing else runs between two layers.
+// gated delta nets, a feed-forward part or a mixture of experts. One call, so that nothing else runs between two layers.
 
 #pragma once
 
 #include "attention.h"
 #include "delta.h"
-#include "linear.h"
+#include "mixture.h"
 
 namespace {
 
-// An RMS norm of `width` numbers as in Prologue, or none where there is no weight.
-struct Norm {
-  const float* weight;
-  float eps;
-  int32_t width;
-};
-
 // `query_norm` and `key_norm` are of a head, or of all queries and all keys of a token; the `after` ones of what is added
-// to the residual. `query_weight` as in Pass. With a delta net `qkv` is its projection, and what says how to attend does
-// not count.
+// to the residual. `query_weight` and `sinks` as in Pass. With a delta net `qkv` is its projection, and what says how to attend
+// does not count. With a mixture there are no `up`, `down` and `after_mlp`.
 struct Layer {
   const Linear *qkv, *output, *up, *down;
   Norm attention_norm, mlp_norm, query_norm, key_norm, after_attention, after_mlp;
@@ -27,6 +20,8 @@ struct Layer {
   const float* query_weight;
   int32_t window;
   const DeltaNet* delta;
+  const Mixture* mixture;
+  const float* sinks;
 };
 
 // How a head reads: linear([token_norm(embedding of a token), feature_norm(feature of the token before it)]), or not at all
@@ -92,11 +87,6 @@ inline void embed(const Decoder& d, int64_t token, float* x) {
   }
 }
 
-void normalise(const float* x, const Norm& norm, float* out) {
-  const float factor = rms_factor(x, norm.width, norm.eps);
-  for (int k = 0; k < norm.width; k++) out[k] = x[k] * factor * norm.weight[k];
-}
-
 // As many numbers as the norm has after one another, in place.
 void normalise_each(float* x, int count, const Norm& norm) {
   for (const float* end = x + count; x < end; x += norm.width) {
@@ -154,7 +144,7 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
   const int width = d.head->in;
   int inner = 0, inputs = 0, mixed = 0;
   for (const Layer& layer : d.layers) {
-    inner = std::max(inner, layer.up->out);
+    if (layer.up) inner = std::max(inner, layer.up->out);
     inputs = std::max(inputs, layer.qkv->out);
     mixed = std::max(mixed, layer.output->in);
   }
@@ -187,7 +177,7 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
       else
         passes[t] = {&a, from, text.cos_sin + size_t(layer.key_rope) * a.size, text.cos_sin + size_t(layer.query_rope) * a.size,
                      layer.query_weight, text.caches[attending], to, text.capacity, text.start, text.count, layer.window,
-                     layer.scale, text.tree};
+                     layer.scale, layer.sinks, text.tree};
     }
     if (layer.delta) {
       recur(scans, count, threads);
@@ -197,6 +187,10 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
       attending++;
     }
     add(layer.output, attended, x, n, threads, NONE, layer.after_attention);
+    if (layer.mixture) {
+      mix(*layer.mixture, layer.mlp_norm, x, n, threads);
+      continue;
+    }
     apply_normed(layer.up, x, both, n, threads, layer.mlp_norm);
     add(layer.down, both, x, n, threads, d.gate, layer.after_mlp);
   }

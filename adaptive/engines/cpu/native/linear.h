@@ -42,8 +42,9 @@ enum DType { FLOAT32, BFLOAT16, INT8 };
 
 // What is done to a row of x before it is multiplied. RMS_NORM: divided by sqrt(sum(x ** 2) + eps) and multiplied by `norm` (in,).
 // SILU_GATE: its first half, x * sigmoid(x), times its second. GELU_GATE: the same, with GELU as approximated by tanh.
-// SQUARED_RELU: max(x, 0) ** 2, without a gate.
-enum Prologue { NONE, RMS_NORM, SILU_GATE, GELU_GATE, SQUARED_RELU };
+// SQUARED_RELU: max(x, 0) ** 2, without a gate. CLAMPED_GATE: `norm` is alpha and a limit; the first half, at most the limit,
+// x * sigmoid(alpha * x), times the second, within plus and minus the limit, plus 1.
+enum Prologue { NONE, RMS_NORM, SILU_GATE, GELU_GATE, SQUARED_RELU, CLAMPED_GATE };
 
 struct Call {
   const Linear& linear;
@@ -89,6 +90,17 @@ const float* after_prologue(const Call& call, int row, float* out) {
   if (call.prologue == SILU_GATE) {
     for (; k + LANES <= in; k += LANES) at(out + k) = at(gate + k) * at(up + k) / (1.0f + exponential(-at(gate + k)));
     for (; k < in; k++) out[k] = gate[k] * up[k] / (1.0f + std::exp(-gate[k]));
+  } else if (call.prologue == CLAMPED_GATE) {
+    const float alpha = call.norm[0], limit = call.norm[1];
+    const Vector most = Vector{} + limit;
+    for (; k + LANES <= in; k += LANES) {
+      const Vector x = lower(at(gate + k), most);
+      at(out + k) = x / (1.0f + exponential(-x * alpha)) * (lower(higher(at(up + k), -most), most) + 1.0f);
+    }
+    for (; k < in; k++) {
+      const float x = std::min(gate[k], limit);
+      out[k] = x / (1 + std::exp(-x * alpha)) * (std::min(std::max(up[k], -limit), limit) + 1);
+    }
   } else {
     for (; k + LANES <= in; k += LANES)
       at(out + k) = at(gate + k) * at(up + k) / (1.0f + exponential(-gelu_argument<Vector>(at(gate + k))));
@@ -297,9 +309,11 @@ inline int tile_of(int rows, const Tile& tile) {
   return ROWS;
 }
 
-// Part `number` of `count` of the panels.
+inline int64_t panels_of(const Linear& p) { return (p.out + PANEL - 1) / PANEL; }
+
+// The panels from `first` to `last`.
 template <class Weight, class Input, class Sum>
-void multiply_panels(const Call& call, int64_t number, int64_t count) {
+void multiply_panels(const Call& call, int64_t first, int64_t last) {
   const Linear& p = call.linear;
   constexpr int STEP = 4 / sizeof(Weight);  // inputs that lie together
   const int padded = (p.in + STEP - 1) / STEP * STEP;
@@ -309,8 +323,7 @@ void multiply_panels(const Call& call, int64_t number, int64_t count) {
   float* factors = scratch<float, 2>(call.rows);
   const Input* x = prepare<Input>(call, padded, stride, factors);
   Sum* sums = scratch<Sum, 3>(size_t(call.rows) * PANEL);
-  const int64_t panels = (p.out + PANEL - 1) / PANEL;
-  for (int64_t panel = panels * number / count; panel < panels * (number + 1) / count; panel++) {
+  for (int64_t panel = first; panel < last; panel++) {
     const Weight* w = (const Weight*)p.weight + size_t(panel) * padded * PANEL;
     for (int k = 0; k < padded; k += block) {
       const int inputs = std::min(block, padded - k);
@@ -333,6 +346,13 @@ void multiply_panels(const Call& call, int64_t number, int64_t count) {
   }
 }
 
+void multiply_panels(const Call& call, int64_t first, int64_t last) {
+  if (first >= last) return;
+  if (call.linear.dtype == FLOAT32) multiply_panels<float, float, float>(call, first, last);
+  if (call.linear.dtype == BFLOAT16) multiply_panels<uint16_t, Narrow, float>(call, first, last);
+  if (call.linear.dtype == INT8) multiply_panels<int8_t, Whole, int32_t>(call, first, last);
+}
+
 // A weight (rows, words) of 4 bytes, rows a multiple of PANEL, in the order in which the kernels read it.
 void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, int threads) {
   constexpr int64_t CORNER = 16;  // words of every row that are turned at once, a line of the cache
@@ -353,11 +373,8 @@ void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, in
 void apply(const Linear* linear, const float* x, float* y, int rows, int add, int threads, int prologue,
            const float* norm, float eps) {
   const Call call{*linear, x, y, rows, add, prologue, norm, eps};
-  run(threads, [&](int number, int count) {
-    if (linear->dtype == FLOAT32) multiply_panels<float, float, float>(call, number, count);
-    if (linear->dtype == BFLOAT16) multiply_panels<uint16_t, Narrow, float>(call, number, count);
-    if (linear->dtype == INT8) multiply_panels<int8_t, Whole, int32_t>(call, number, count);
-  });
+  const int64_t panels = panels_of(*linear);
+  run(threads, [&](int64_t number, int64_t count) { multiply_panels(call, panels * number / count, panels * (number + 1) / count); });
 }
 
 }  // namespace

@@ -214,13 +214,13 @@ void bind(nb::module_& m) {
       })
       .def("__call__", [](const Attention& self, Address qkv, Address key_cos_sin, Address query_cos_sin, Address query_weight,
                           Address cache, Address out, int64_t capacity, int start, int count, int window, float scale,
-                          const Tree* tree, int threads) {
+                          Address sinks, const Tree* tree, int threads) {
         if (tree && int(tree->parents.size()) < count) throw nb::value_error("more tokens than nodes");
         const Pass pass{&self, to<float>(qkv), to<float>(key_cos_sin), to<float>(query_cos_sin), to<float>(query_weight),
-                        to<float>(cache), to<float>(out), capacity, start, count, window, scale, tree};
+                        to<float>(cache), to<float>(out), capacity, start, count, window, scale, to<float>(sinks), tree};
         attend(&pass, 1, threads);
       }, Unlocked(), arg("qkv"), arg("key_cos_sin"), arg("query_cos_sin"), arg("query_weight"), arg("cache"), arg("out"),
-      arg("capacity"), arg("start"), arg("count"), arg("window"), arg("scale"), arg("tree").none(), arg("threads"));
+      arg("capacity"), arg("start"), arg("count"), arg("window"), arg("scale"), arg("sinks"), arg("tree").none(), arg("threads"));
 
   nb::class_<Recall>(m, "Recall")
       .def("__init__", [](Recall* self, Address memory, int held, bool current, bool commit, bool store, bool log) {
@@ -244,17 +244,32 @@ void bind(nb::module_& m) {
         new (self) Norm{to<float>(weight), eps, width};
       }, arg("weight") = 0, arg("eps") = 0.0f, arg("width") = 0);
 
+  nb::class_<Mixture>(m, "Mixture")
+      .def("__init__", [](Mixture* self, const Linear& router, std::vector<const Linear*> up, std::vector<const Linear*> down,
+                          int top_k, bool sigmoid, bool normalised, bool shared, float factor, Address bias, int gate,
+                          Address limits) {
+        const int count = int(up.size()) - shared;
+        if (up.size() != down.size() || top_k < 1 || count < top_k || router.out < count || router.out > count + shared)
+          throw nb::value_error("experts that their router does not choose among");
+        new (self) Mixture{&router, std::move(up), std::move(down), top_k, sigmoid, normalised, shared, factor,
+                           to<float>(bias), gate, to<float>(limits)};
+      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), arg("router"), arg("up"), arg("down"),
+      arg("top_k"), arg("sigmoid"), arg("normalised"), arg("shared"), arg("factor"), arg("bias"), arg("gate"), arg("limits"));
+
   nb::class_<Layer>(m, "Layer")
-      .def("__init__", [](Layer* self, const Linear& qkv, const Linear& output, const Linear& up, const Linear& down,
-                          Norm attention_norm, Norm mlp_norm, Norm query_norm, Norm key_norm, Norm after_attention,
-                          Norm after_mlp, float scale, int key_rope, int query_rope, Address query_weight, int window,
-                          const DeltaNet* delta) {
-        new (self) Layer{&qkv, &output, &up, &down, attention_norm, mlp_norm, query_norm, key_norm, after_attention, after_mlp,
-                         scale, key_rope, query_rope, to<float>(query_weight), window, delta};
+      .def("__init__", [](Layer* self, const Linear& qkv, const Linear& output, const Linear* up, const Linear* down,
+                          const Mixture* mixture, Norm attention_norm, Norm mlp_norm, Norm query_norm, Norm key_norm,
+                          Norm after_attention, Norm after_mlp, float scale, int key_rope, int query_rope, Address query_weight,
+                          int window, const DeltaNet* delta, Address sinks) {
+        if (mixture ? up || down || after_mlp.weight || !mlp_norm.weight : !up || !down)
+          throw nb::value_error("a layer has a feed-forward part or a mixture");
+        new (self) Layer{&qkv, &output, up, down, attention_norm, mlp_norm, query_norm, key_norm, after_attention, after_mlp,
+                         scale, key_rope, query_rope, to<float>(query_weight), window, delta, mixture, to<float>(sinks)};
       }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-      nb::keep_alive<1, 17>(), arg("qkv"), arg("output"), arg("up"), arg("down"), arg("attention_norm"), arg("mlp_norm"),
-      arg("query_norm"), arg("key_norm"), arg("after_attention"), arg("after_mlp"), arg("scale"), arg("key_rope"),
-      arg("query_rope"), arg("query_weight"), arg("window"), arg("delta").none());
+      nb::keep_alive<1, 6>(), nb::keep_alive<1, 18>(), arg("qkv"), arg("output"), arg("up").none(), arg("down").none(),
+      arg("mixture").none(), arg("attention_norm"), arg("mlp_norm"), arg("query_norm"), arg("key_norm"), arg("after_attention"),
+      arg("after_mlp"), arg("scale"), arg("key_rope"), arg("query_rope"), arg("query_weight"), arg("window"),
+      arg("delta").none(), arg("sinks"));
 
   nb::class_<Text>(m, "Text")
       .def("__init__", [](Text* self, int count, int rows, Address cos_sin, Address caches, int64_t capacity, int start,

@@ -1,0 +1,172 @@
+"""The feed-forward parts of our forward, dense and mixtures of experts, read from transformers' modules; and mixtures
+computed where a pass goes by layers.
+
+In: a layer's module of a loaded model. Out: an ``Mlp``, or a ``Mixture`` of packed linear layers, two for each expert,
+of which a pass reads those that its tokens choose. In one native call that is ``native/mixture.h``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adaptive.engines.cpu.kernels import Prologue, library
+from adaptive.engines.cpu.layers import Gate, RmsNorm, TensorFunction
+from adaptive.engines.cpu.packing import Packed, PackedExperts, Packing
+from adaptive.engines.cpu.weights import PackedLinear, native_linear
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """The dense part, down(gate(gate_up(x))): the gate's, if it has one, and the up projection are one linear layer."""
+
+    gate_up: PackedLinear
+    gate: Gate
+    down: PackedLinear
+
+    @property
+    def linears(self) -> list[Packed]:
+        """All that is packed."""
+        return [self.gate_up, self.down]
+
+    def add_to(self, x: torch.Tensor, norm: RmsNorm | None, after: RmsNorm | None) -> None:
+        """Add to x (n, width) what comes of it between the norms."""
+        add(x, self.down, self.gate_up(x, norm), self.gate, after)
+
+
+def add(
+    x: torch.Tensor, linear: PackedLinear, y: torch.Tensor, prologue: TensorFunction | None, norm: RmsNorm | None
+) -> None:
+    """Add ``norm(linear(prologue(y)))`` to x."""
+    if norm is None:
+        linear(y, prologue, out=x, add=True)
+    else:
+        x += norm(linear(y, prologue))
+
+
+class ClampedGate(Gate):
+    """That of gpt-oss: ``CLAMPED_GATE`` of ``native/linear.h``."""
+
+    def __init__(self, alpha: float, limit: float) -> None:
+        self.prologue, self.limits, self.gated = Prologue.CLAMPED_GATE, torch.tensor([alpha, limit]), True
+        self.alpha, self.limit = alpha, limit
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(gate * self.alpha) * (up.clamp(-self.limit, self.limit) + 1)
+
+
+class Mixture:
+    """A router's choice among experts, and an expert that all tokens have, if there is one: ``Mixture`` of
+    ``native/mixture.h``. The router computes in the activations' dtype, whatever the weights are: a rounded score is
+    another expert."""
+
+    def __init__(self, module: Any, pack: Packing, factor: float = 1.0) -> None:
+        """``module`` is transformers'; what comes of it is multiplied by ``factor``."""
+        router = module.gate if hasattr(module, "gate") else module.router
+        self.top_k: int = router.top_k
+        self.normalised = bool(getattr(router, "norm_topk_prob", True))
+        # What is added to sigmoids to choose by them; a softmax has none.
+        holder = module if hasattr(module, "e_score_correction_bias") else router
+        bias = getattr(holder, "e_score_correction_bias", None)
+        self.bias: torch.Tensor | None = None if bias is None else bias.float()
+        self.factor = factor * float(getattr(router, "routed_scaling_factor", 1.0))
+        self.experts: PackedExperts = pack.experts(module.experts)
+        shared = getattr(module, "shared_expert", None) or getattr(module, "shared_experts", None)
+        gated = hasattr(module, "shared_expert_gate")
+        self.router: PackedLinear = pack.exact(router, module.shared_expert_gate) if gated else pack.exact(router)
+        self.shared: tuple[PackedLinear, PackedLinear] | None = None
+        if shared is not None:
+            assert factor == 1, "no architecture here has both"
+            self.shared = pack(shared.gate_proj, shared.up_proj), pack(shared.down_proj)
+        self.gate = _gate(module.experts)
+
+    @property
+    def linears(self) -> list[Packed]:
+        """All that is packed."""
+        return [self.router, self.experts, *(self.shared or ())]
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of normalised x (n, width) the experts of each token, their shares, (n, top_k) both, and that of the shared
+        one (n, 1), or (n, 0) where it is 1."""
+        scores = self.router(x.to(self.router.dtype))
+        count = len(self.experts.up)
+        if self.bias is None:
+            shares, chosen = scores[:, :count].softmax(-1).topk(self.top_k)
+        else:
+            every = scores[:, :count].sigmoid()
+            chosen = (every + self.bias).topk(self.top_k).indices
+            shares = every.gather(1, chosen)
+        if self.normalised:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return chosen, shares * self.factor, scores[:, count:].sigmoid()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """What the experts make of normalised x (n, width), in the dtype of the router."""
+        chosen, shares, of_shared = self.choose(x)
+        y = torch.zeros(len(x), x.shape[1], dtype=shares.dtype)
+        for number in chosen.unique().tolist():
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            found = self._expert(self.experts.up[number], self.experts.down[number], x[rows])
+            y.index_add_(0, rows, found.to(y.dtype) * shares[rows, places, None])
+        if self.shared is not None:
+            found = self._expert(*self.shared, x)
+            y += found * of_shared if of_shared.numel() else found
+        return y
+
+    def add_to(self, x: torch.Tensor, norm: RmsNorm | None, after: RmsNorm | None) -> None:
+        """As of an ``Mlp``."""
+        y = self(x if norm is None else norm(x))
+        x += y if after is None else after(y)
+
+    def _expert(self, up: PackedLinear, down: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        return down(up(x), self.gate)
+
+    @property
+    def native(self) -> Any:
+        """The same for the kernels, where all of it is native, as its linear layers are now; stands as long as they and
+        the gate do."""
+        found = library()
+        assert found is not None
+        up, down = [*self.experts.up], [*self.experts.down]
+        if self.shared is not None:
+            up.append(self.shared[0])
+            down.append(self.shared[1])
+        limits = self.gate.limits
+        assert self.gate.prologue is not None
+        return found.module.Mixture(
+            router=native_linear(self.router),
+            up=[native_linear(linear) for linear in up],
+            down=[native_linear(linear) for linear in down],
+            top_k=self.top_k,
+            sigmoid=self.bias is not None,
+            normalised=self.normalised,
+            shared=self.shared is not None,
+            factor=self.factor,
+            bias=0 if self.bias is None else self.bias.data_ptr(),
+            gate=int(self.gate.prologue),
+            limits=0 if limits is None else limits.data_ptr(),
+        )
+
+
+def _gate(experts: Any) -> Gate:
+    return ClampedGate(experts.alpha, experts.limit) if hasattr(experts, "limit") else Gate(experts.act_fn)
+
+
+def feed_forward(block: Any, pack: Packing, factor: float = 1.0) -> Mlp | Mixture:
+    """What the feed-forward module of a layer of transformers computes, times a ``factor``."""
+    module = block.mlp if hasattr(block, "mlp") else block.block_sparse_moe
+    if hasattr(module, "experts"):
+        return Mixture(module, pack, factor)
+    act = module.act_fn if hasattr(module, "act_fn") else module.activation_fn
+    names = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if hasattr(module, name)]
+    gate_up = pack(*(getattr(module, name) for name in names))
+    return Mlp(gate_up, Gate(act, gated=names != ["up_proj"]), pack(module.down_proj, factor=factor))
+
+
+def known_router(config: Any) -> bool:
+    """Whether a router, if there is one, chooses among all experts at once, and not among groups of them first."""
+    return (getattr(config, "topk_group", None) or 1) >= (getattr(config, "n_group", None) or 1)
