@@ -60,12 +60,12 @@ def quantisation(kind: Quantisation, dtype: torch.dtype, skip: Sequence[str] | N
     )
 
 
-def cure() -> str:
-    """What helps where bitsandbytes does not: to install one that is missing; nothing where it is there."""
+def cure(otherwise: str = "leave --quantize out") -> str:
+    """What helps where bitsandbytes does not: to install one that is missing; ``otherwise`` where it is there."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         found = version("bitsandbytes")
     except PackageNotFoundError:
         return f"install it: {install_command(requirement('bitsandbytes'))}"
-    return f"version {found} is installed and does not work on this machine: leave --quantize out"
+    return f"version {found} is installed and does not work on this machine: {otherwise}"

@@ -18,6 +18,7 @@ from adaptive.engines.head.kinds import HeadKind, head_kind, mtp_weights
 from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
 from adaptive.engines.load import (
     Source,
+    check_readable,
     lacks_kernels,
     load_engine,
     load_head,
@@ -331,6 +332,9 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     if grows:
         refused = _refused(target, settings)
     tokenizer = _tokenizer(target, draft, trained, settings.trust_remote_code)
+    check_readable(target, settings, settings.device)
+    if draft is not None:
+        check_readable(draft, settings, settings.draft_device or settings.device, draft=True)
     sizes = [weight_bytes(source) for source in (target, draft)]
     border = sizes[0] / max(1, sum(sizes))
     target_engine = load_engine(target, settings, settings.device, lambda share: tell("target", border * share))
@@ -354,7 +358,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     tell("ready", 1.0)
     warnings = [] if refused is None or alone is not None else [f"{refused}; the target decodes alone"]
     if alone is not None:
-        warnings.append(f"{target.id} {alone}; it decodes plainly, and nothing is drafted")
+        warnings.append(f"{target.id} {alone}; it decodes plainly, and nothing is drafted; {instead(target)}")
     if draft is not None and draft_engine is not None and draft_engine.undraftable is not None:
         warnings.append(f"the draft {draft.id} {draft_engine.undraftable}; the target decodes alone")
         draft_engine = None
@@ -372,6 +376,12 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     if problem is not None:
         warnings.append(problem)
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings))
+
+
+def instead(source: Source) -> str:
+    """What can be done where a model decodes plainly, for people."""
+    file = "" if source.gguf is not None else ", or its GGUF file, if llama.cpp takes its states back"
+    return f"to draft, take another model{file}"
 
 
 def _refused(target: Source, settings: Settings) -> str | None:

@@ -11,6 +11,7 @@ from cli.finding import Finding, size
 
 if TYPE_CHECKING:
     from adaptive.engines.hf.kinds import Kinds
+    from adaptive.engines.hf.quantised import Quantised
     from adaptive.engines.hf.tried import Tried
     from adaptive.engines.load import Forward, Source
     from adaptive.settings import Settings
@@ -132,6 +133,8 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
             chosen = choose_forward(source, settings, device, draft=is_draft)
         if chosen.dtype is not None and not is_draft:
             yield Finding("used", "dtype", "ok", f"{str(chosen.dtype).removeprefix('torch.')}{measured}")
+        if chosen.held is not None:
+            yield _weights(role, chosen.held, source)
         quantised = f", {chosen.quantize} by bitsandbytes" if chosen.quantize != "none" else ""
         yield Finding("used", f"{role} forward", "ok", f"{chosen.forward.value} ({chosen.weights}{quantised})")
         if not is_draft:
@@ -141,7 +144,15 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
         if source.gguf is None and not source.head:
             kinds = Kinds.of(read_config(source, settings).get_text_config())
             found = tried.Tried(None) if chosen.forward.own else None
-            yield _layers(role, kinds, found or tried.kept(settings.state_dir, source.folder, chosen.how))
+            yield _layers(role, source, kinds, found or tried.kept(settings.state_dir, source.folder, chosen.how))
+
+
+def _weights(role: str, held: Quantised, source: Source) -> Finding:
+    """How weights that come quantised are held, and what they take so."""
+    from adaptive.engines.hf.quantised import float32_bytes
+
+    advice = f"{size(float32_bytes(source.folder))} in float32, half of that in 16 bits" if held.dense else ""
+    return Finding("used", f"{role} weights", "ok", held.text, advice)
 
 
 def _at_once(forward: Forward) -> Finding:
@@ -170,12 +181,14 @@ def _four_bits(role: str, source: Source, settings: Settings) -> Finding:
     return Finding("used", name, "ok", fit.text)
 
 
-def _layers(role: str, kinds: Kinds, found: Tried | None) -> Finding:
+def _layers(role: str, source: Source, kinds: Kinds, found: Tried | None) -> Finding:
     """What the layers of a model hold, and whether it can be drafted for (or draft), as was found at loading."""
+    from adaptive.pair import instead
+
     name = f"{role} layers"
     problem = kinds.problem or (found.problem if found else None)
     if problem is not None:
-        advice = "it decodes plainly, without a draft" if role == "target" else "name another draft"
+        advice = f"it decodes plainly; {instead(source)}" if role == "target" else "name another draft"
         return Finding("used", name, "note", f"no drafting: it {problem}", advice)
     held = f"{kinds.recurrent} with a recurrent state, " * bool(kinds.recurrent) + f"{kinds.attention} of attention"
     can = "drafting is possible" if found else "whether drafting is possible is tried when it is loaded"

@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.load import Source, forward_of, load_engine
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.pair import instead
 from adaptive.settings import Settings, load_settings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -92,7 +93,7 @@ class Result:
         if self.problems:
             return f"wrong: {'; '.join(self.problems)}"
         if self.plain:
-            return f"plain only: it {self.plain_reason}"
+            return f"plain only: it {self.plain_reason}; {instead(Source(self.name, Path(), 'none'))}"
         return "exact"
 
 
@@ -213,6 +214,8 @@ serves yours says `adaptive doctor`.
 
 Of `deepseek_v3`, `glm4_moe`, `qwen3_5`, `qwen3_5_moe` (also their text alone) and `qwen3_next` the multi-token head in
 the checkpoint drafts where no other draft is named, if the checkpoint has it: [heads.md](heads.md).
+
+Checkpoints that come quantised: [quantised.md](quantised.md).
 """
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from adaptive.engines.head.kinds import HeadModule
     from adaptive.engines.hf.blocks import Fit
     from adaptive.engines.hf.engine import TransformersEngine
+    from adaptive.engines.hf.quantised import Quantised
     from adaptive.engines.protocol import Engine, SamplingKernels
 
 logger = logging.getLogger("adaptive.engines")
@@ -72,13 +73,14 @@ OWN = {"fused": Forward.CPU_FUSED, "native": Forward.CPU_NATIVE, "torch": Forwar
 @dataclass(frozen=True)
 class Choice:
     """How a model is to run. ``dtype`` is None for a GGUF file; ``int8`` is that of our own linear layers, ``quantize``
-    what bitsandbytes does."""
+    what bitsandbytes does as it is loaded, ``held`` how weights that come quantised are held."""
 
     forward: Forward
     device: str
     dtype: torch.dtype | None = None
     int8: bool = False
     quantize: Quantisation = "none"
+    held: Quantised | None = None
 
     @property
     def weights(self) -> str:
@@ -90,7 +92,7 @@ class Choice:
     @property
     def how(self) -> str:
         """On what and in what numbers transformers' own forward computes."""
-        return f"{self.device} {self.dtype} {self.quantize}"
+        return f"{self.device} {self.dtype} {self.quantize}{f' {self.held.text}' if self.held else ''}"
 
 
 def choose_forward(source: Source, settings: Settings, device: str, draft: bool = False) -> Choice:
@@ -98,7 +100,7 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
 
     Where memory is short for the packed copy of the weights that our own forwards keep, and for a model that is hooked
     or whose weights differ in dtype, it is transformers' own instead (``forward_of`` says what it became). Raises
-    AdaptiveError for a device that is not there or a config that cannot be read.
+    AdaptiveError for a device that is not there, a config that cannot be read, or weights in a format that cannot be.
     """
     if source.gguf is not None:
         return Choice(Forward.LLAMA_CPP, device)
@@ -112,21 +114,52 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
     graphs = settings.cuda_graphs == "auto" and where.startswith("cuda")
     if source.head not in (None, HeadKind.GROWN):
         return Choice(Forward.CUDA_GRAPHS if graphs else Forward.TRANSFORMERS, where, dtype)
+    held = held_as(source, config, where, draft)
     small = draft and where == "cpu" and settings.draft_quantize in ("auto", "int8")
     if small and (settings.draft_quantize == "int8" or (settings.dtype == "auto" and fast_int8())):
         # A draft's int8 is our own: bitsandbytes' is for the memory it saves, not for speed.
         kind = forward_kind(name, config, dtype, torch.device(where), int8=True)
         if kind == "fused" or (kind is not None and not source.head):
-            return Choice(OWN[kind], where, dtype, int8=True)
-    if small or source.quantize == "none":
+            return Choice(OWN[kind], where, dtype, int8=True, held=held)
+    if (small or source.quantize == "none") and (held is None or held.dense):
         kind = forward_kind(name, config, dtype, torch.device(where))
         if kind == "fused" or (kind is not None and not source.head):
-            return Choice(OWN[kind], where, dtype)
+            return Choice(OWN[kind], where, dtype, held=held)
     # bitsandbytes' int8 waits for the device within a pass, which cannot be captured.
-    forward = Forward.CUDA_GRAPHS if graphs and source.quantize != "int8" else Forward.TRANSFORMERS
+    eight = source.quantize == "int8" or (held is not None and not held.dense and bool(held.said.get("load_in_8bit")))
+    forward = Forward.CUDA_GRAPHS if graphs and not eight else Forward.TRANSFORMERS
     if source.head:
         return Choice(forward, where, dtype)
-    return Choice(forward, where, dtype, quantize=source.quantize)
+    return Choice(forward, where, dtype, quantize=source.quantize, held=held)
+
+
+def held_as(source: Source, config: Any, device: str, draft: bool = False) -> Quantised | None:
+    """How the weights of a checkpoint that comes quantised are held on ``device``, as ``choose_device`` calls it; None
+    for others, and for a head.
+
+    A draft's are dequantised wherever that can be, but on a GPU for bitsandbytes', beside which an adapter can lie.
+    Raises AdaptiveError where they cannot be read there, and for one that is asked to be quantised anew.
+    """
+    from adaptive.engines.hf.quantised import BITSANDBYTES, method_of, quantised, settings_of
+
+    if source.head:
+        return None
+    method = method_of(settings_of(config), source.folder)
+    small = draft and device == "cpu" and source.quantize == "int8"
+    if method is not None and source.quantize != "none" and not small:
+        option = "--draft-quantize" if draft else "--quantize"
+        raise AdaptiveError(f"{option} {source.quantize}: {source.id} is quantised already ({method}); leave it out")
+    try:
+        return quantised(config, source.folder, device, draft and (device == "cpu" or method != BITSANDBYTES))
+    except AdaptiveError as error:
+        raise AdaptiveError(f"model {source.id} {error}") from error
+
+
+def check_readable(source: Source, settings: Settings, device: str, draft: bool = False) -> None:
+    """Raise AdaptiveError where a checkpoint's weights are in a format that cannot be read on that device; it is known
+    without reading them."""
+    if source.gguf is None:
+        held_as(source, read_config(source, settings), choose_device(device), draft)
 
 
 def beside_eagle(chosen: Choice) -> tuple[Choice, Choice]:
@@ -236,9 +269,9 @@ def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[
     from adaptive.engines.hf.engine import TransformersEngine
 
     with weights_progress(tell):
-        plain = dataclasses.replace(source, quantize=chosen.quantize)
-        engine = TransformersEngine(load_model(plain, settings, chosen.device, chosen.dtype), int8=chosen.int8)
-        if engine.cpu_forward is None and source.quantize != chosen.quantize:  # no memory for our own
+        plain, held = dataclasses.replace(source, quantize=chosen.quantize), chosen.held
+        engine = TransformersEngine(load_model(plain, settings, chosen.device, chosen.dtype, held), int8=chosen.int8)
+        if engine.cpu_forward is None and source.quantize != chosen.quantize and held is None:  # no memory for our own
             engine = TransformersEngine(load_model(source, settings, chosen.device, chosen.dtype))
     engine.check()
     if engine.cpu_forward is None:
@@ -366,12 +399,15 @@ def _four_bits(source: Source, config: Any, settings: Settings, dtype: torch.dty
     return fit.skip
 
 
-def load_model(source: Source, settings: Settings, device: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A checkpoint on the device asked for, in ``dtype`` or else the one that the settings name. Raises AdaptiveError
-    where it cannot be loaded."""
+def load_model(
+    source: Source, settings: Settings, device: str, dtype: torch.dtype | None = None, held: Quantised | None = None
+) -> PreTrainedModel:
+    """A checkpoint on the device asked for, in ``dtype`` or else the one that the settings name. Weights that come
+    quantised are held as ``held`` says, without it dequantised. Raises AdaptiveError where it cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from adaptive.engines.hf.language import has_projection, is_part, text_weights, weight_names
+    from adaptive.engines.hf.quantised import made_dense, quantised, tell
 
     where, config = choose_device(device), read_config(source, settings)
     dtype = choose_dtype(settings, where, config) if dtype is None else dtype
@@ -380,6 +416,12 @@ def load_model(source: Source, settings: Settings, device: str, dtype: torch.dty
         names = weight_names(source.folder)
         renamed = text_weights(names, "model")
         config.tie_word_embeddings = not has_projection(names)
+    try:
+        held = quantised(config, source.folder, where, dense=True) if held is None else held
+    except AdaptiveError as error:
+        raise AdaptiveError(f"model {source.id} {error}") from error
+    if held is not None:
+        tell(config, held, renamed, dtype)
     language = bool(class_name(config)) or settings.trust_remote_code
     loader: Any = AutoModelForCausalLM if language else AutoModelForImageTextToText
     skip = _four_bits(source, config, settings, dtype) if source.quantize == "nf4" else None
@@ -394,6 +436,8 @@ def load_model(source: Source, settings: Settings, device: str, dtype: torch.dty
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
         )
+        if held is not None and held.dense:
+            made_dense(model, held, dtype)
     except AdaptiveError:
         raise
     except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say

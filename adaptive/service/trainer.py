@@ -20,6 +20,7 @@ from adaptive.control.costs import CostTable
 from adaptive.control.memory import last_costs
 from adaptive.devices import free_bytes
 from adaptive.engines.head.parts import parts_bytes
+from adaptive.engines.hf.quantised import float32_bytes
 from adaptive.errors import AdaptiveError
 from adaptive.hub import resolved
 from adaptive.pair import grows_on, sources, trained_draft
@@ -385,8 +386,7 @@ def _trained_bytes(settings: Settings) -> int:
         with contextlib.suppress(AdaptiveError):  # of a kind on which none can be grown: said when it is loaded
             return parts_bytes(sources(settings)[0].folder, settings.trust_remote_code)
         return 0
-    # Weights on disk are mostly in 16 bit.
-    return 2 * sum(file.stat().st_size for file in draft.folder.glob("*.safetensors")) if draft else 0
+    return float32_bytes(draft.folder) if draft else 0
 
 
 @contextlib.contextmanager

@@ -29,6 +29,10 @@ HAVE_MTP = frozenset(
 )
 
 
+# Ends of names of weights that are packed in a way in which a head's are not read.
+PACKED = (".qweight", ".weight_packed", ".weight.absmax", ".SCB", "_blocks")
+
+
 class HeadKind(Enum):
     """Where a head comes from. The value is what rounds and records call it."""
 
@@ -119,7 +123,8 @@ def raw_config(folder: Path) -> dict[str, Any]:
 
 def mtp_weights(folder: Path) -> re.Pattern[str] | None:
     """The names of the first multi-token layer's weights in the target's checkpoint in ``folder``; None where there is
-    none that is known here. Published checkpoints number it behind the model's layers, or have it under ``mtp``."""
+    none that is known here, or it is packed in four bits. Published checkpoints number it behind the model's layers, or
+    have it under ``mtp``."""
     config = raw_config(folder)
     if config.get("model_type") not in HAVE_MTP:
         return None
@@ -132,5 +137,7 @@ def mtp_weights(folder: Path) -> re.Pattern[str] | None:
         (rf"^model\.layers\.{layers}\.", f"model.layers.{layers}.eh_proj.weight"),
     ):
         if fuse in names:
-            return re.compile(pattern)
+            found = re.compile(pattern)
+            packed = any(found.search(name) and name.endswith(PACKED) for name in names)
+            return None if packed else found
     return None

@@ -17,14 +17,18 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from adaptive.engines.head.kinds import HeadKind, mtp_weights
+from adaptive.engines.head.parts import opened
 from adaptive.engines.hf.cache import ATTENTION, layer_kinds
 from adaptive.engines.hf.features import final_norm
+from adaptive.engines.hf.quantised import multiplied
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.installation import install_command, requirement
 
@@ -109,13 +113,30 @@ def _loaded(target: PreTrainedModel, folder: Path, pattern: re.Pattern[str]) -> 
         ) from error
     device = torch.device(str(target.get_input_embeddings().weight.device))
     try:
-        with _described(target, folder, pattern):
+        with _readable(folder, pattern) as readable, _described(target, readable, pattern):
             return MtpModel.from_pretrained(target, device_map={"": device}).eval()
     except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
         raise AdaptiveError(
             f"the multi-token head in {folder} cannot be loaded ({first_line(error)}); name another draft, or "
             "--draft none"
         ) from error
+
+
+@contextmanager
+def _readable(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+    """A folder with the layer's weights as ``MtpModel`` reads them: the checkpoint's, or where they have eight bits,
+    which it would take without their scales, one with the numbers that they stand for."""
+    with opened(folder) as files:
+        mine = [(file, name) for file in files for name in file.keys() if pattern.search(name)]  # noqa: SIM118
+        if not any(file.get_slice(name).get_dtype().startswith("F8") for file, name in mine):
+            yield folder
+            return
+        tensors = multiplied({name: file.get_tensor(name) for file, name in mine})
+    if tensors is None:
+        raise AdaptiveError("its weights are quantised in a way that is not known here")
+    with TemporaryDirectory(prefix="adaptive-mtp-") as place:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, Path(place) / "model.safetensors")
+        yield Path(place)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from adaptive.engines.hf.quantised import multiplied
 from adaptive.errors import AdaptiveError, first_line
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ Tensors = Mapping[str, torch.Tensor]
 @dataclass(frozen=True)
 class Parts:
     """``config`` is the target's text config. Tensors by their names in the module they belong to; ``embedding`` has
-    ``weight`` (vocab, width). ``layer`` is the target's last one, empty where its weights are quantised."""
+    ``weight`` (vocab, width). ``layer`` is the target's last one, empty where its weights are packed in fewer than
+    eight bits."""
 
     config: Any
     embedding: Tensors
@@ -46,7 +48,7 @@ def parts_of_model(target: PreTrainedModel) -> Parts:
     decoder = decoder_of(target)
     embedding, projection = target.get_input_embeddings(), target.get_output_embeddings()
     layer = dict(decoder.layers[-1].state_dict())
-    if not all(tensor.is_floating_point() for tensor in layer.values()):  # quantised
+    if not all(tensor.is_floating_point() and tensor.element_size() > 1 for tensor in layer.values()):  # quantised
         layer = {}
     return Parts(
         target.config.get_text_config(),
@@ -66,9 +68,9 @@ def parts_of_folder(folder: Path, trust_remote_code: bool = False) -> Parts:
         embedding, norm, projection, layer = (
             {short: where[name].get_tensor(name) for short, name in part.items()} for part in names
         )
-    if not all(tensor.is_floating_point() for tensor in layer.values()):
-        layer = {}
-    return Parts(config, embedding, norm, projection or embedding, layer)
+    if any(not tensor.is_floating_point() for part in (embedding, norm, projection) for tensor in part.values()):
+        raise AdaptiveError(f"no head can be grown on the target in {folder}: its embedding is quantised")
+    return Parts(config, embedding, norm, projection or embedding, multiplied(layer) or {})
 
 
 def parts_bytes(folder: Path, trust_remote_code: bool = False) -> int:
@@ -86,10 +88,14 @@ def _parts(folder: Path, trust_remote_code: bool) -> Iterator[tuple[Any, dict[st
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
-        with _opened(folder) as files:
+        with opened(folder) as files:
             where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
             prefix = _prefix(where, folder)
             heads = [name for name in where if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
+            if not heads and any(".lm_head." in f".{name}" for name in where):
+                raise AdaptiveError(
+                    f"no head can be grown on the target in {folder}: its vocabulary projection is quantised"
+                )
             before = [f"{prefix}embed_tokens.", f"{prefix}norm.", f"{prefix}layers.{config.num_hidden_layers - 1}."]
             before.insert(2, "/" if config.tie_word_embeddings or not heads else heads[0].removesuffix("weight"))
             yield config, where, [{name.removeprefix(p): name for name in where if name.startswith(p)} for p in before]
@@ -114,7 +120,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[list[Any]]:
+def opened(folder: Path) -> Iterator[list[Any]]:
     """The safetensors files of a checkpoint, those that its index names where it has one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():

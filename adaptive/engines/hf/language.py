@@ -82,5 +82,6 @@ def text_weights(names: set[str], base: str) -> dict[str, str]:
 
 
 def has_projection(names: set[str]) -> bool:
-    """Whether a vocabulary projection is among the weights, and not the embedding's own."""
-    return any(name == "lm_head.weight" or name.endswith(".lm_head.weight") for name in names)
+    """Whether a vocabulary projection is among the weights, and not the embedding's own. A quantised one has other
+    names than ``weight``."""
+    return any(".lm_head." in f".{name}" for name in names)

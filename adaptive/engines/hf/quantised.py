@@ -1,0 +1,241 @@
+"""Checkpoints whose weights come quantised (fp8, mxfp4, compressed-tensors, GPTQ, AWQ, bitsandbytes, ...), known from
+their config alone.
+
+In: a config and a device. Out: how the weights are held there, or why they cannot be, before any weight is read. Where
+transformers can dequantise them as it reads, a processor gets them so: it multiplies none of these formats itself but
+bitsandbytes', and our own forward then serves them. A draft gets them so wherever it can, because it learns.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from adaptive.devices import cure
+from adaptive.errors import AdaptiveError, first_line
+from adaptive.installation import install_command
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BITSANDBYTES = "bitsandbytes"
+# Formats that transformers dequantises as it reads them if their config says so.
+AS_READ = frozenset({"compressed-tensors", "fp8", "metal", "mxfp4", "mxfp8"})
+# Distributions that transformers asks for to read a format.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "aqlm": ("aqlm[cpu]",),
+    "auto-round": ("auto-round>=0.5",),
+    "awq": ("gptqmodel",),
+    "compressed-tensors": ("compressed-tensors>=0.15",),
+    "eetq": ("kernels",),
+    "fbgemm_fp8": ("fbgemm-gpu",),
+    "gptq": ("optimum>=1.24", "gptqmodel>=1.4.3"),
+    "hqq": ("hqq",),
+    "quanto": ("optimum-quanto",),
+    "quark": ("amd-quark",),
+    "torchao": ("torchao",),
+}
+# Those of which transformers runs none without a GPU.
+ON_CUDA = frozenset({"eetq", "fbgemm_fp8", "fp_quant", "higgs", "hqq", "spqr", "vptq"})
+# What configs call the modules whose weights are not quantised.
+KEPT = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules")
+ELSE = "name another checkpoint of the model, not quantised or a GGUF file"
+# What stands behind the name of a weight of eight bits in that of its scales.
+SCALES = ("_scale_inv", "_scale")
+# Bytes of float32 for a byte of a file, by the kind of number: of two numbers of four bits in a byte, and so on. Whole
+# numbers of 32 bits hold packed weights; the few other ones (indices) count for nothing.
+FLOAT32_BYTES = {"F64": 0.5, "F32": 1, "BF16": 2, "F16": 2, "F8_E4M3": 4, "F8_E5M2": 4, "I8": 4, "U8": 8, "I32": 8}
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """How a checkpoint's quantised weights are held: ``dense`` where they are dequantised as they are read. ``method``
+    is the format, ``said`` the config's own settings of it, as the loader gets them."""
+
+    method: str
+    dense: bool
+    said: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """In words, for people."""
+        return f"{self.method} in the checkpoint, {'dequantised as it is read' if self.dense else 'kept so'}"
+
+
+def quantised(config: Any, folder: Path, device: str, dense: bool) -> Quantised | None:
+    """How a checkpoint of this config is held on ``device``, asked to be ``dense`` or not; None where its weights are
+    not quantised.
+
+    Raises AdaptiveError, in words that follow the model's name, where transformers cannot read them here, or cannot
+    give them ``dense``.
+    """
+    said = settings_of(config)
+    method = method_of(said, folder)
+    if method is None:
+        return None
+    if not said or not _known(said):
+        raise AdaptiveError(f"is quantised as {method}, which transformers does not read; {ELSE}")
+    possible = method in AS_READ or method == BITSANDBYTES
+    if dense and not possible:
+        raise AdaptiveError(
+            f"is quantised as {method}, which is not dequantised here, as it must be to draft, learn or be exported; "
+            "name the checkpoint that it was made from"
+        )
+    if possible and method != BITSANDBYTES:
+        dense = dense or not _multiplies(method, device)
+    if method in AS_READ:
+        said["dequantize"] = dense
+        if method == "compressed-tensors":
+            said["use_optimized_inference"] = not dense
+    _try(method, said, device)
+    return Quantised(method, dense, said)
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """A copy of what a config says of its weights' quantisation; empty for nothing."""
+    said = getattr(config, "quantization_config", None) or {}
+    return copy.deepcopy(dict(said if isinstance(said, dict) else said.to_dict()))
+
+
+def method_of(said: Mapping[str, Any], folder: Path) -> str | None:
+    """The format of a checkpoint's weights; None where they are not quantised. NVIDIA's older checkpoints say it in a
+    file of their own."""
+    if said.get("load_in_8bit") or said.get("load_in_4bit"):
+        return BITSANDBYTES
+    if said:
+        return str(said.get("quant_method", "a format without a name"))
+    return "modelopt" if (folder / "hf_quant_config.json").is_file() else None
+
+
+def _known(said: Mapping[str, Any]) -> bool:
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    in_bits = said.get("load_in_8bit") or said.get("load_in_4bit")
+    return bool(in_bits or said.get("quant_method") in AUTO_QUANTIZATION_CONFIG_MAPPING)
+
+
+def _multiplies(method: str, device: str) -> bool:
+    """Whether transformers multiplies this format as it is, on the device: on a GPU, with kernels that it fetches by
+    the package of that name, or for compressed-tensors' eight bits torch's own."""
+    from transformers.utils.import_utils import is_kernels_available
+
+    if method == "metal":
+        return device.startswith("mps") and bool(is_kernels_available())
+    if not device.startswith("cuda"):
+        return False
+    if method == "compressed-tensors":
+        return torch.cuda.get_device_capability(device) >= (8, 9)
+    return bool(is_kernels_available())
+
+
+def _try(method: str, said: Mapping[str, Any], device: str) -> None:
+    """Raise AdaptiveError where transformers refuses these settings on the device: it says so before it reads
+    weights."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    if method in ON_CUDA and not device.startswith("cuda"):
+        raise AdaptiveError(f"is quantised as {method}, which runs on CUDA alone; take --device cuda, or {ELSE}")
+    missing = [package for package in PACKAGES.get(method, ()) if not _installed(package)]
+    if missing:
+        raise AdaptiveError(
+            f"is quantised as {method}, and what reads that is not installed; install it: "
+            f"{install_command(*missing)}, or {ELSE}"
+        )
+    try:
+        made: Any = AutoHfQuantizer.from_config(dict(said), pre_quantized=True)
+        made.validate_environment(device_map={"": device}, weights_only=True)
+    except Exception as error:  # whatever a package that is missing, old or broken makes transformers say
+        advice = cure(ELSE) if method == BITSANDBYTES else ELSE
+        raise AdaptiveError(
+            f"is quantised as {method}, which cannot be read here ({first_line(error)}); {advice}"
+        ) from error
+
+
+def _installed(package: str) -> bool:
+    """Whether the distribution of a requirement is there, in whichever version."""
+    try:
+        version(re.split(r"[^\w.-]", package, maxsplit=1)[0])
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def tell(config: Any, held: Quantised, renamed: Mapping[str, str], dtype: torch.dtype) -> None:
+    """Have ``config`` say how its weights are to be held, the modules that are not quantised by the names that
+    ``renamed`` (patterns of weights' names and what they become) gives them; bitsandbytes computes in ``dtype``."""
+    said = copy.deepcopy(dict(held.said))
+    for name in KEPT:
+        if said.get(name):
+            said[name] = [_renamed(module, renamed) for module in said[name]]
+    if held.method == BITSANDBYTES:
+        said["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
+    config.quantization_config = said
+
+
+def _renamed(module: str, renamed: Mapping[str, str]) -> str:
+    for pattern, name in renamed.items():
+        module = re.sub(pattern, name, module)
+    return module
+
+
+def made_dense(model: PreTrainedModel, held: Quantised, dtype: torch.dtype) -> None:
+    """Finish dequantising a loaded model: bitsandbytes' layers, and weights that were not quantised and came in the
+    file's own numbers."""
+    if held.method == BITSANDBYTES:
+        model.dequantize(dtype)
+    kept: set[str] = set()
+    for names in (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict):
+        kept |= set(names or ())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and not any(part in name for part in kept):
+                parameter.data = parameter.data.to(dtype)
+
+
+def multiplied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """Tensors as a checkpoint names them, those of eight bits multiplied by their scales (float32), of which there is
+    one for each row, each block or the whole of a weight. None where some are packed in another way."""
+    found: dict[str, torch.Tensor] = {}
+    scales = {f"{name}{ending}" for name in tensors for ending in SCALES}
+    for name, tensor in tensors.items():
+        if name in scales or name.endswith(("activation_scale", "input_scale")):
+            continue
+        if not tensor.is_floating_point():
+            return None
+        if tensor.element_size() == 1:
+            scale = next((tensors[f"{name}{ending}"] for ending in SCALES if f"{name}{ending}" in tensors), None)
+            if scale is None or tensor.ndim != 2:
+                return None
+            grid = scale.float() if scale.ndim == 2 else scale.float().reshape(1, 1)
+            if tensor.shape[0] % grid.shape[0] or tensor.shape[1] % grid.shape[1]:
+                return None
+            block = tensor.shape[0] // grid.shape[0], tensor.shape[1] // grid.shape[1]
+            found[name] = tensor.float() * grid.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        else:
+            found[name] = tensor
+    return found
+
+
+def float32_bytes(folder: Path) -> int:
+    """What the weights of a checkpoint take in float32, by the headers of its files; at most a few percent too much,
+    for the scales of quantised ones."""
+    total = 0.0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        except (OSError, ValueError):  # whoever loads it says what is wrong
+            continue
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                total += (end - begin) * FLOAT32_BYTES.get(tensor["dtype"], 0)
+    return int(total)
