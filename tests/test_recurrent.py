@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from adaptive.engines.hf import engine
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.hf.recurrent import State
+from trainers.lora import Recipe, attach
 
 TOKENS = 20
 RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -71,25 +74,37 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*TYPES, *OTHERS, "qwen3_5_moe_text", "mamba2"])
-def test_ten_prompts_of_two_hundred_tokens(name: str) -> None:
-    """Each said, said again and gone on with after an edit, at every length."""
+def test_ten_prompts_of_two_hundred_tokens(name: str, tmp_path: Path) -> None:
+    """Each said, said again and gone on with after an edit, at every length, without an adapter on the draft and with
+    one, which changes what it drafts."""
     ours = name.endswith(OURS)
     model = tiny_model(name.removesuffix(OURS), **{**TYPES, **OTHERS}.get(name, {}))
     target, draft = engine_of(model, ours), engine_of(noisy(model), ours)
+    trained = attach(noisy(model), Recipe(rank=4))
+    with torch.no_grad():
+        for title, weight in trained.named_parameters():
+            if "lora_B" in title:
+                weight.normal_(std=0.02, generator=torch.Generator().manual_seed(1))
+    trained.save_pretrained(tmp_path)
     target.check()
     assert target.undraftable is None
+    drafted: tuple[list[float], list[float]] = ([], [])
     for seed in range(10):
         prompt, edited = prompt_of(40, seed=seed), prompt_of(30, seed=seed + 100)
         expected = alone(model, prompt, 200)
         turn = [*prompt, *expected[:50], *edited]
         after = alone(model, turn, 40)
-        for length in (1, 4, 9, None):
+        for adapter, length in itertools.product((None, tmp_path), (1, 4, 9, None)):
+            draft.apply_adapter(adapter)
             greedy = Greedy(target, draft, length)
             assert greedy.say(prompt, 200) == expected
+            drafted[adapter is not None].append(greedy.accepted)
             greedy.again(len(prompt) - 1)
             assert greedy.say(prompt, 200) == expected
             greedy.again(len(prompt) + 50)
             assert greedy.say(turn, 40) == after
+    assert all(sum(shares) for shares in drafted)
+    assert drafted[0] != drafted[1]
 
 
 @pytest.mark.parametrize("model_type", OTHERS)

@@ -158,7 +158,7 @@ def held_as(source: Source, config: Any, device: str, draft: bool = False) -> Qu
 def check_readable(source: Source, settings: Settings, device: str, draft: bool = False) -> None:
     """Raise AdaptiveError where a checkpoint's weights are in a format that cannot be read on that device; it is known
     without reading them."""
-    if source.gguf is None:
+    if source.gguf is None and not source.head:
         held_as(source, read_config(source, settings), choose_device(device), draft)
 
 
