@@ -114,18 +114,22 @@ def _loaded(target: PreTrainedModel, folder: Path, pattern: re.Pattern[str]) -> 
     device = torch.device(str(target.get_input_embeddings().weight.device))
     try:
         with _readable(folder, pattern) as readable, _described(target, readable, pattern):
-            return MtpModel.from_pretrained(target, device_map={"": device}).eval()
+            body = MtpModel.from_pretrained(target, device_map={"": device}).eval()
     except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
         raise AdaptiveError(
             f"the multi-token head in {folder} cannot be loaded ({first_line(error)}); name another draft, or "
             "--draft none"
         ) from error
+    for parameter in body.parameters():  # of a quantised checkpoint they may come in the file's own numbers
+        parameter.data = parameter.data.to(target.get_input_embeddings().weight.dtype)
+    return body
 
 
 @contextmanager
 def _readable(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
     """A folder with the layer's weights as ``MtpModel`` reads them: the checkpoint's, or where they have eight bits,
-    which it would take without their scales, one with the numbers that they stand for."""
+    one with the numbers that they stand for. On a target that keeps its eight bits it would take them without scales.
+    """
     with opened(folder) as files:
         mine = [(file, name) for file in files for name in file.keys() if pattern.search(name)]  # noqa: SIM118
         if not any(file.get_slice(name).get_dtype().startswith("F8") for file, name in mine):
