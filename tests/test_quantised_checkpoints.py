@@ -64,7 +64,7 @@ def test_it_decodes_drafts_and_learns_as_the_weights_it_stands_for(name: str, tm
         model.save_pretrained(tmp_path / f"dense {title}")
         quantise(tmp_path / f"dense {title}", tmp_path / title, made, config)
     target, draft = loaded(tmp_path / "target"), loaded(tmp_path / "draft", draft=True)
-    assert (target.cpu_forward is not None) == (kind == "llama")
+    assert target.cpu_forward is not None or kind != "llama"
     assert not target.quantised
     prompt = prompt_of(30)
     expected = alone(dense(tmp_path / "dense target"), prompt, TOKENS)
