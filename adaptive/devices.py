@@ -27,14 +27,27 @@ def choose_device(name: str) -> str:
 
 
 def free_bytes(device: str) -> int:
-    """What a program could still have of the machine's memory, and of the GPU's where ``device`` (``choose_device``) is
-    one."""
+    """What another program could still have of the machine's memory, and of the GPU's where ``device``
+    (``choose_device``) is one."""
     import psutil
     import torch
 
     free = int(psutil.virtual_memory().available)
     where = choose_device(device)
     return min(free, int(torch.cuda.mem_get_info(where)[0])) if where.startswith("cuda") else free
+
+
+def device_bytes(device: str) -> int:
+    """What this program can still have of the memory of ``device`` (``choose_device``), with what torch holds of a
+    GPU's and does not use."""
+    import psutil
+    import torch
+
+    where = choose_device(device)
+    if where.startswith("cuda"):
+        held = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+        return int(torch.cuda.mem_get_info(where)[0]) + held
+    return int(psutil.virtual_memory().available)
 
 
 def quantisation(kind: Quantisation, dtype: torch.dtype, skip: Sequence[str] | None = None) -> Any:

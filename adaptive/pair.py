@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adaptive.engines import budget
 from adaptive.engines.head.kinds import HeadKind, head_kind, mtp_weights
 from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
 from adaptive.engines.load import (
@@ -321,7 +322,7 @@ def tokenizer_difference(target: PreTrainedTokenizerBase, draft: PreTrainedToken
 def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | None = None) -> Pair:
     """Load both models. ``on_progress(what, share done)`` is told what is happening.
 
-    Raises AdaptiveError for anything missing, broken or incompatible, before any weights are read.
+    Raises AdaptiveError for anything missing, broken, incompatible or too large, before any weights are read.
     """
     tell = on_progress or (lambda what, share: None)
     tell("tokenizers", 0.0)
@@ -335,6 +336,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     check_readable(target, settings, settings.device)
     if draft is not None:
         check_readable(draft, settings, settings.draft_device or settings.device, draft=True)
+    budget.check(target, draft, grows and refused is None, settings)
     sizes = [weight_bytes(source) for source in (target, draft)]
     border = sizes[0] / max(1, sum(sizes))
     target_engine = load_engine(target, settings, settings.device, lambda share: tell("target", border * share))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from adaptive.errors import AdaptiveError
 from cli.finding import Finding, size
@@ -63,6 +63,7 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
     try:
         yield Finding("used", "pair", "ok", pair_identity(settings).id)
         yield from _forwards(settings)
+        yield from _memory(settings)
     except AdaptiveError as error:
         yield Finding("used", "pair", "broken", str(error), "choose other models with --target and --draft")
 
@@ -153,6 +154,21 @@ def _weights(role: str, held: Quantised, source: Source) -> Finding:
 
     advice = f"{size(float32_bytes(source.folder))} in float32, half of that in 16 bits" if held.dense else ""
     return Finding("used", f"{role} weights", "ok", held.text, advice)
+
+
+def _memory(settings: Settings) -> Iterator[Finding]:
+    """What fits into the memory of each device: weights, text, training."""
+    from adaptive.engines.budget import budgets, ways_out
+    from adaptive.pair import grows_on, sources
+
+    (target, draft), grows = sources(settings), grows_on(settings) is not None
+    for found in budgets(target, draft, grows, settings):
+        trains = found.tokens(training=True) != 0
+        status: Literal["ok", "note", "broken"] = "broken" if not found.fits else "ok" if trains else "note"
+        advice = "training waits until there is memory for it: a smaller draft, or --distill off" * (not trains)
+        if not found.fits:
+            advice = ", or ".join(ways_out(target, draft, grows, settings))
+        yield Finding("used", f"memory of {found.device}", status, found.text, advice)
 
 
 def _at_once(forward: Forward) -> Finding:

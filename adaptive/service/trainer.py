@@ -19,6 +19,7 @@ from typing import Literal
 from adaptive.control.costs import CostTable
 from adaptive.control.memory import last_costs
 from adaptive.devices import free_bytes
+from adaptive.engines.budget import TRAINING_LIBRARIES, TRAINING_PER_BYTE
 from adaptive.engines.head.parts import parts_bytes
 from adaptive.engines.hf.quantised import float32_bytes
 from adaptive.errors import AdaptiveError
@@ -46,10 +47,6 @@ REMEMBERED = 200
 # Answers, since a draft that was rolled back came into use, on which it is judged once more. Fewer say
 # nothing for certain, more leave the worse draft in use for longer if the rollback was wrong.
 RECONSIDERED = 30
-# Memory of a round beyond the machine's spare: the libraries, and per byte of draft weights in float32
-# the weights, a layer's gradients, the adapter with its optimiser and the logits of a batch.
-LIBRARY_BYTES = 600 << 20
-PER_WEIGHT_BYTE = 4
 # Seconds for a worker to end after being told to stop: a pass of a large draft, and writing a candidate.
 STOP_S = 5.0
 
@@ -82,7 +79,7 @@ class Trainer:
         self.state = state
         self.store = AdapterStore(state.adapters)
         self.runs = self.crashes = 0
-        self._need = LIBRARY_BYTES + PER_WEIGHT_BYTE * draft_bytes
+        self._need = TRAINING_LIBRARIES + TRAINING_PER_BYTE * draft_bytes
         self._has_draft = draft_bytes > 0
         self.costs: Callable[[], CostTable | None] = lambda: last_costs(state.controller)  # of a round, as last known
         self._gains = Gains(state)

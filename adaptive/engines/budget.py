@@ -1,0 +1,238 @@
+"""What a pair will take of a device's memory, known from its configs before any weight is read, and what fits.
+
+In: where the models come from and the settings. Out: a ``Budget`` for each device, whose ``text`` people read; or an
+error that says what to do where not even the weights and a short text fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from adaptive.devices import choose_device, device_bytes
+from adaptive.engines.load import Choice, Source, choose_forward, class_name, read_config, weight_bytes
+from adaptive.errors import AdaptiveError, first_line
+from adaptive.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Tokens of text that have to fit beside the weights: a short chat. Fewer load a pair that is of no use, more refuse one
+# that would do.
+LEAST_TOKENS = 1024
+# Bytes of passes beside weights and caches: activations of a piece of a prompt, logits, workspaces of libraries.
+PASSES = 256 << 20
+# Weights that take less of the free memory than this share are loaded without a look at their config, which takes a
+# tenth of a second. Training and caches of any use fit beside.
+SMALL = 0.2
+# Bytes of a weight in bitsandbytes' nf4 with the scale of every 64, and in int8.
+NF4, INT8 = 0.5 + 4 / 64, 1.0
+# Bytes of a training run: the libraries; and per byte of draft weights in float32 the weights, a layer's gradients, the
+# adapter with its optimiser and the logits of a batch.
+TRAINING_LIBRARIES = 600 << 20
+TRAINING_PER_BYTE = 4
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one model takes of its ``device``: bytes of ``weights``, and of a ``token`` in its cache, None where that is
+    not known before it is loaded. ``numbers``: of its weights."""
+
+    device: str
+    weights: int
+    token: int | None
+    numbers: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes on one ``device``: ``free``, of all ``weights``, of a ``token`` in all caches, of a ``training`` run beside
+    decoding (0 for none). ``context``: tokens that the target takes at most."""
+
+    device: str
+    free: int
+    weights: int
+    token: int | None
+    training: int
+    context: int
+
+    @property
+    def left(self) -> int:
+        """For caches and training."""
+        return self.free - self.weights - PASSES
+
+    @property
+    def fits(self) -> bool:
+        """Whether the models can be loaded, and a short text decoded."""
+        return self.left >= LEAST_TOKENS * (self.token or 0)
+
+    def tokens(self, training: bool) -> int | None:
+        """Tokens of text that fit beside the weights, and with a ``training`` run beside; None where that is not
+        known."""
+        if not self.token:
+            return None
+        return min(self.context, max(0, self.left - training * self.training) // self.token)
+
+    @property
+    def text(self) -> str:
+        """All of it in one line."""
+        said = f"{_size(self.weights)} of weights"
+        said += f", {self.token / 1e3:.0f} kB a token of text" if self.token else ""
+        said += f", {_size(self.training)} to train" if self.training else ""
+        said += f"; {_size(self.free)} are free on {self.device}"
+        if not self.fits:
+            return f"{said}, which is not enough"
+        alone, beside = self.tokens(False), self.tokens(True)
+        if alone is None or beside is None:
+            return f"{said}, and {'training fits' if self.training <= self.left else 'training does not fit'} beside"
+        room = f"{said}: texts of {alone:,} tokens fit"
+        if not self.training:
+            return room
+        return f"{room}, {beside:,} while it trains" if beside >= LEAST_TOKENS else f"{room}, and no training beside"
+
+
+def budgets(target: Source, draft: Source | None, grows: bool, settings: Settings) -> list[Budget]:
+    """What a pair takes of each device that it runs on. Raises AdaptiveError for a config that cannot be read."""
+    needs = [need(target, settings, settings.device)]
+    if draft is not None:
+        where = settings.device if draft.head else settings.draft_device or settings.device
+        needs.append(need(draft, settings, where, draft=True))
+    learns = 4 * needs[-1].numbers if draft is not None and not draft.head else 0
+    if grows:  # a layer, with the target's embedding and projection
+        learns = 4 * _layer_of(target, settings)
+    if settings.distill == "off":
+        learns = 0
+    trains_on = needs[-1].device
+    found = []
+    for device in dict.fromkeys(one.device for one in needs):
+        here = [one for one in needs if one.device == device]
+        known = [one.token for one in here if one.token is not None]
+        training = TRAINING_LIBRARIES + TRAINING_PER_BYTE * learns if learns and device == trains_on else 0
+        token = sum(known) if len(known) == len(here) else None
+        weights = sum(one.weights for one in here)
+        found.append(Budget(device, device_bytes(device), weights, token, training, _context(target, settings)))
+    return found
+
+
+def check(target: Source, draft: Source | None, grows: bool, settings: Settings) -> None:
+    """Raises AdaptiveError with the way out where a pair does not fit into memory."""
+    where = choose_device(settings.device)
+    if (weight_bytes(target) + weight_bytes(draft)) < SMALL * device_bytes(where) and not settings.draft_device:
+        return
+    short = next((one for one in budgets(target, draft, grows, settings) if not one.fits), None)
+    if short is None:
+        return
+    least = short.weights + PASSES + LEAST_TOKENS * (short.token or 0)
+    raise AdaptiveError(
+        f"{target.id} does not fit{f' beside {draft.id}' if draft else ''}: weights, passes and a text of "
+        f"{LEAST_TOKENS} tokens take {_size(least)}, and {_size(short.free)} are free on {short.device}; "
+        f"{', or '.join(ways_out(target, draft, grows, settings))}"
+    )
+
+
+def ways_out(target: Source, draft: Source | None, grows: bool, settings: Settings) -> Iterator[str]:
+    """What would make it fit, as far as that is known."""
+    for said, changed in _changes(target, draft, settings):
+        other, without = changed
+        try:
+            if all(one.fits for one in budgets(*other, grows and draft is None, without)):
+                yield said
+        except AdaptiveError:  # what cannot be quantised so
+            continue
+    yield "take a smaller target, or free memory"
+
+
+def _changes(
+    target: Source, draft: Source | None, settings: Settings
+) -> Iterator[tuple[str, tuple[tuple[Source, Source | None], Settings]]]:
+    if draft is not None and not draft.head:
+        if choose_device(settings.device) != "cpu" and settings.draft_device is None:
+            cpu = settings.model_copy(update={"draft_device": "cpu"})
+            yield "give --draft-device cpu", ((target, draft), cpu)
+        yield "give --draft none", ((target, None), settings)
+    if target.gguf is None and target.quantize == "none":
+        quantised = dataclasses.replace(target, quantize="nf4")
+        yield "give --quantize nf4", ((quantised, draft), settings)
+        if draft is not None:
+            yield "give --quantize nf4 with --draft none", ((quantised, None), settings)
+
+
+def need(source: Source, settings: Settings, device: str, draft: bool = False) -> Need:
+    """What one model takes. Raises AdaptiveError for a config that cannot be read."""
+    chosen = choose_forward(source, settings, device, draft)
+    where = "cuda:0" if chosen.device == "cuda" else chosen.device
+    if source.gguf is not None or source.head:
+        return Need(where, weight_bytes(source), None if source.gguf else 0, 0)
+    assert chosen.dtype is not None
+    config = read_config(source, settings)
+    keys = 4 if chosen.forward.own else chosen.dtype.itemsize  # our own forward keeps them in float32
+    token = keys * _cached(config.get_text_config())
+    model = _skeleton(source, config, settings)
+    parameters = {id(one): one for one in model.parameters()}.values()
+    numbers = sum(one.numel() for one in parameters)
+    weights = sum(int(one.numel() * _bytes(name, one, chosen, model)) for name, one in model.named_parameters())
+    if getattr(config, "quantization_config", None) is not None:  # it came so, and is about as large as its files
+        weights = weight_bytes(source)
+    return Need(where, weights, token, numbers)
+
+
+def _skeleton(source: Source, config: Any, settings: Settings) -> nn.Module:
+    """The model without its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    language = bool(class_name(config)) or settings.trust_remote_code
+    loader: Any = AutoModelForCausalLM if language else AutoModelForImageTextToText
+    try:
+        with torch.device("meta"):
+            model: nn.Module = loader.from_config(config, trust_remote_code=settings.trust_remote_code)
+    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
+        raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
+    return model
+
+
+def _bytes(name: str, parameter: nn.Parameter, chosen: Choice, model: nn.Module) -> float:
+    """Of one of a parameter's numbers."""
+    import torch
+
+    assert chosen.dtype is not None
+    module = model.get_submodule(name.rpartition(".")[0])
+    projection: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if type(module) is not torch.nn.Linear or parameter.ndim != 2:
+        return chosen.dtype.itemsize
+    if chosen.int8:
+        return INT8
+    if chosen.quantize == "none" or module is projection:
+        return chosen.dtype.itemsize
+    return NF4 if chosen.quantize == "nf4" else INT8
+
+
+def _cached(config: Any) -> int:
+    """Numbers that a token takes in a cache: keys and values of each layer of attention."""
+    from adaptive.engines.hf.kinds import Kinds
+
+    heads = int(config.num_attention_heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return 2 * Kinds.of(config).attention * int(getattr(config, "num_key_value_heads", None) or heads) * size
+
+
+def _layer_of(target: Source, settings: Settings) -> int:
+    """Numbers of a head that is grown on the target: a layer of its own, with its embedding and projection."""
+    config = read_config(target, settings).get_text_config()
+    width, vocab = int(config.hidden_size), int(config.vocab_size)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * width)
+    return width * (2 * vocab + 4 * width + 3 * inner)
+
+
+def _context(target: Source, settings: Settings) -> int:
+    """Tokens of the longest text that a target takes, as far as its config says."""
+    if target.gguf is not None:
+        return 2**31
+    config = read_config(target, settings).get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or 2**31)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"

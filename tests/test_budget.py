@@ -1,0 +1,110 @@
+"""What a pair takes of memory is known before its weights are read, and said; what cannot fit is refused with the way
+out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import BUNDLED, Command, save_random_pair
+from test_cpu_forward import CONFIGS, made
+from transformers import LlamaConfig
+
+from adaptive.engines.budget import LEAST_TOKENS, PASSES, Budget, need
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.load import Source, load_engine
+from adaptive.pair import sources
+from adaptive.settings import load_settings
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "q": "nf4"}])
+def test_what_is_expected_of_a_model_is_what_it_takes(options: dict[str, str], tmp_path: Path) -> None:
+    target, draft = save_random_pair(tmp_path, "qwen2")
+    named = {"target": str(target), "draft": str(draft), "device": "cpu", "dtype": options["dtype"]}
+    settings = load_settings({**named, "quantize": options.get("q", "none")})
+    source, _ = sources(settings)
+    expected, engine = need(source, settings, "cpu"), load_engine(source, settings, "cpu", lambda share: None)
+    assert isinstance(engine, TransformersEngine)
+    parameters = {id(one): one for one in engine.model.parameters()}.values()
+    assert expected.weights == pytest.approx(sum(one.nbytes for one in parameters), rel=0.02)
+    sequence = engine.sequence()
+    sequence.reserve(512)
+    sequence.extend([1, 2, 3], 1)
+    assert expected.token == sequence.memory.keys // 512  # of 512 tokens or panels of them
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_what_a_token_takes_is_known_of_every_architecture(name: str, tmp_path: Path) -> None:
+    model = made(name)
+    model.save_pretrained(tmp_path)
+    settings = load_settings({"target": str(tmp_path), "draft": "none", "device": "cpu", "dtype": "float64"})
+    expected = need(Source("it", tmp_path, "none"), settings, "cpu")
+    engine = TransformersEngine(model)
+    engine.cpu_forward = None
+    sequence = engine.sequence()
+    sequence.reserve(512)
+    sequence.extend([1, 2, 3], 1)
+    own = 2 if expected.token != sequence.memory.keys // 512 else 1  # which keeps them in float32
+    assert own * (expected.token or 0) == sequence.memory.keys // 512
+    assert expected.numbers == model.num_parameters()
+
+
+def too_large(folder: Path) -> Path:
+    """A checkpoint whose weights in bfloat16 are half as large again as the memory that is free: its file has no
+    content, which takes no place on the disk, and reading it would fail."""
+    width, numbers = 8192, int(0.75 * psutil.virtual_memory().available)
+    layer = 4 * width * width + 3 * width * 4 * width
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=width, intermediate_size=4 * width, num_attention_heads=64,
+        num_key_value_heads=8, num_hidden_layers=-(-numbers // layer), max_position_embeddings=4096,
+    )  # fmt: skip
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    for name in TOKENIZER:
+        if (BUNDLED / "target" / name).exists():
+            shutil.copy(BUNDLED / "target" / name, folder)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(2 * numbers)
+    return folder
+
+
+def test_a_pair_that_cannot_fit_is_refused_before_its_weights_are_read(tmp_path: Path, adaptive: Command) -> None:
+    named = ["--target", str(too_large(tmp_path / "large")), "--draft", str(BUNDLED / "draft"), "--dtype", "bfloat16"]
+    code, out, said = adaptive("generate", "hello", "--device", "cpu", *named)
+    assert (code, out) == (2, "")
+    assert said.count("\n") == 1
+    assert "does not fit" in said
+    assert "are free on cpu; give --quantize nf4" in said
+    code, out, _ = adaptive("doctor", "--json", "--device", "cpu", *named)
+    found = {one["name"]: one for one in json.loads(out)["findings"]}["memory of cpu"]
+    assert (code, found["status"]) == (1, "broken")
+    assert "which is not enough" in found["value"]
+    assert "--quantize nf4" in found["advice"]
+
+
+def test_what_fits_is_said_of_a_pair_that_does(adaptive: Command) -> None:
+    code, out, _ = adaptive("doctor", "--json", "--device", "cpu")
+    found = {one["name"]: one for one in json.loads(out)["findings"]}["memory of cpu"]
+    assert code == 0
+    assert found["status"] in ("ok", "note")
+    for said in ("of weights", "kB a token of text", "to train", "are free on cpu", "tokens fit"):
+        assert said in found["value"]
+
+
+def test_a_budget_says_what_fits_with_training_and_without() -> None:
+    budget = Budget("cuda:0", 24_000_000_000, 16_000_000_000, 100_000, 4_000_000_000, 131_072)
+    assert budget.fits
+    assert budget.tokens(training=False) == (8_000_000_000 - PASSES) // 100_000
+    assert budget.tokens(training=True) == (4_000_000_000 - PASSES) // 100_000
+    assert budget.text == (
+        "16.0 GB of weights, 100 kB a token of text, 4.0 GB to train; 24.0 GB are free on cuda:0: "
+        f"texts of {budget.tokens(False):,} tokens fit, {budget.tokens(True):,} while it trains"
+    )
+    tight = Budget("cuda:0", 16_000_000_000 + PASSES + LEAST_TOKENS * 100_000, 16_000_000_000, 100_000, 0, 131_072)
+    assert tight.fits
+    assert not Budget("cuda:0", tight.free - 1, tight.weights, tight.token, 0, 131_072).fits
