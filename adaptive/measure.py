@@ -75,9 +75,9 @@ def where_it_runs(pair: Pair) -> str:
 
 
 def attentive_on(pair: Pair) -> bool:
-    """Whether asking the draft for its confidence at every token is cheap: it waits for the device, which
-    on a GPU keeps the next step from being queued."""
-    return pair.draft is not None and pair.draft.device.type == "cpu"
+    """Whether asking the draft for its confidence at every token is cheap: on the processor, and where a device asks
+    itself (``drafting/queued.py``); elsewhere it is waited for before the next step is queued."""
+    return pair.draft is not None and pair.draft.device.type in ("cpu", "cuda")
 
 
 def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Measured:

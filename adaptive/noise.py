@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import torch
 
+from adaptive.tokens import uploaded
+
 WORD, DOUBLE_WORD = 2**32 - 1, 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -44,10 +46,14 @@ def _mix_words(x: torch.Tensor) -> torch.Tensor:
 
 def noise(seed: int, position: int, rows: int, vocab: int, device: torch.device) -> torch.Tensor:
     """The noise (rows, vocab) of positions ``position`` on: exponential random numbers."""
-    keys = [keys_of(seed, position + row) for row in range(rows)]
-    low, high = (torch.tensor(part, device=device)[:, None] for part in zip(*keys, strict=True))
+    return _noise(uploaded([keys_of(seed, position + row) for row in range(rows)], torch.long, device), vocab)
+
+
+def _noise(keys: torch.Tensor, vocab: int) -> torch.Tensor:
+    """The noise (rows, vocab) of the positions of which these are the ``keys_of`` (rows, 2)."""
+    device = keys.device
     tokens = torch.arange(vocab, device=device) * (GOLDEN >> 32) & WORD
-    bits = _mix_words(_mix_words((tokens + low) & WORD) ^ high)
+    bits = _mix_words(_mix_words((tokens + keys[:, :1]) & WORD) ^ keys[:, 1:])
     # Below 1 by as little as a number of 32 bits can be.
     x = (bits.float() * 2.0**-32 + 2.0**-33).clamp_(max=1 - 2.0**-24)
     return -torch.log1p(-(x if device.type == "mps" else x.double()))  # one kind of device has no float64
@@ -56,6 +62,11 @@ def noise(seed: int, position: int, rows: int, vocab: int, device: torch.device)
 def race(probs: torch.Tensor, seed: int, position: int) -> torch.Tensor:
     """The winners (n,) int64 under probs (n, vocab), not necessarily normalised, of positions ``position`` on. Of
     what are no numbers any token."""
-    rows, vocab = probs.shape
-    times = noise(seed, position, rows, vocab, probs.device) / probs
-    return torch.where(probs > 0, times, torch.inf).argmin(-1)
+    keys = [keys_of(seed, position + row) for row in range(len(probs))]
+    return winner(probs, uploaded(keys, torch.long, probs.device))
+
+
+def winner(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The same of the positions of which these are the ``keys_of`` (n, 2), where the device has them."""
+    times = _noise(keys, probs.shape[1]) / probs
+    return times.masked_fill(~(probs > 0), torch.inf).argmin(-1)

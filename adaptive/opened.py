@@ -16,6 +16,8 @@ from adaptive.assistant import Assistant, length_policy, sampling_params
 from adaptive.control.memory import keeping
 from adaptive.control.policy import FixedLength
 from adaptive.drafting.archive import Archive, History
+from adaptive.drafting.model import warm_up
+from adaptive.engines.load import Forward, forward_of
 from adaptive.measure import attentive_on
 from adaptive.pair import Pair
 from adaptive.records.features import spool_of
@@ -81,9 +83,12 @@ def opened(
         assistant.policy = policy
         if assistant.adapter != memory.adapter:
             policy.swapped(swapper.expected)
+        sampling = sampling_params(settings, pair)
+        if forward_of(pair.target) is Forward.CUDA_GRAPHS:
+            warm_up(pair.target, pair.draft, sampling, policy.adviser)
         with keeping(state.controller) as mine:
             with measuring or nullcontext():  # where nothing is known of it
-                upkeep = Upkeep(pair, policy, memory, sampling_params(settings, pair))
+                upkeep = Upkeep(pair, policy, memory, sampling)
             try:
                 yield OpenedPair(assistant, pair, state, store, swapper, upkeep)
             finally:

@@ -8,7 +8,7 @@ import torch
 
 from adaptive.engines.load import sampling_kernels
 from adaptive.grammar import Constraint
-from adaptive.tokens import Rows
+from adaptive.tokens import Rows, uploaded
 from adaptive.types import SamplingParams
 
 # Numbers from which the work on a few distributions is shared by threads. torch would share five rows of any length,
@@ -109,10 +109,21 @@ class Uniform:
 
     def column(self, count: int) -> torch.Tensor:
         """Numbers (count, 1) on the generator's device."""
-        if count > len(self._column):
-            self._column = self._drawn(count)
-        taken, self._column = self._column[:count], self._column[count:]
+        taken = self.column_ahead(count)
+        self.skip_column(count)
         return taken
+
+    def column_ahead(self, count: int) -> torch.Tensor:
+        """The numbers (count, 1) that the next calls of ``column`` give, which ``skip_column`` takes."""
+        left = self._column
+        if count > len(left):
+            drawn = self._drawn(count)
+            self._column = torch.cat([left, drawn]) if len(left) else drawn
+        return self._column[:count]
+
+    def skip_column(self, count: int) -> None:
+        """Leave out so many of the numbers that were looked at."""
+        self._column = self._column[count:]
 
     def _drawn(self, least: int = 0) -> torch.Tensor:
         device = self.generator.device
@@ -129,7 +140,11 @@ def draw_on_device(probs: torch.Tensor, uniform: Uniform) -> torch.Tensor:
     random number a row, where an exponential race takes one a token. A token of probability 0 adds nothing and
     is never the first.
     """
-    share = uniform.column(len(probs))
+    return draw_at(probs, uniform.column(len(probs)))
+
+
+def draw_at(probs: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """The same by these random numbers (n, 1)."""
     mass = probs.cumsum(-1, dtype=share.dtype)
     # Of what are no numbers any token: an id that is none would end the device's work for good.
     return torch.searchsorted(mass, share * mass[:, -1:], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
@@ -179,7 +194,8 @@ class LogitsProcessor:
         bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
         if bias:
             self.bias = torch.zeros(vocab_size, device=device)
-            self.bias[torch.tensor(list(bias), device=device)] = torch.tensor(list(bias.values()), device=device)
+            places = uploaded(list(bias), torch.long, device)
+            self.bias[places] = uploaded(list(bias.values()), self.bias.dtype, device)
         self.active = self.penalised or self.bias is not None or constraint is not None
         if self.penalised:
             self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -195,7 +211,7 @@ class LogitsProcessor:
         if self.constraint is not None:
             self.constraint.commit(tokens)
         if self.penalised:
-            counted = torch.tensor(tokens, dtype=torch.long, device=self.output.device)
+            counted = uploaded(tokens, torch.long, self.output.device)
             self.output.index_add_(0, counted, torch.ones(len(tokens), device=self.output.device))
 
     def apply(self, logits: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from adaptive.decoding.loop import Decoding, Request, speculative_round
 from adaptive.decoding.supervision import BATCH
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verifier import Verifier
-from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.model import ModelDrafter, prepare
 from adaptive.engines.protocol import sequences
 from adaptive.pair import Pair
 from adaptive.sampling import LogitsProcessor
@@ -133,6 +133,7 @@ class TimedRounds:
         self._processor = processor
         self.verifier = Verifier(params, processor, torch.Generator(pair.target.device))
         self.advise = Stopping(LONGEST) if attentive else None  # which never stops
+        self._prepare()
         self._choices = [engine.threads for engine in (pair.target, pair.draft) if engine.threads is not None]
         self._own_clock, self._given = pair.clock, torch.get_num_threads()
         self._threads, self._ended = ALL, 0.0
@@ -147,6 +148,7 @@ class TimedRounds:
     def round(self, length: int, threads: int, waiting: int = 0) -> Round:
         """A round of ``length`` drafted tokens on so many ``threads``, undone again."""
         clock = self._own_clock if threads == 1 else time.perf_counter
+        self._prepare()  # what was recorded may have gone to another text meanwhile
         self._hold(threads)
         try:
             if threads != self._threads or time.perf_counter() - self._ended > PAUSE_S:
@@ -155,6 +157,9 @@ class TimedRounds:
         finally:
             self._hold(None)
             self._threads, self._ended = threads, time.perf_counter()
+
+    def _prepare(self) -> None:
+        prepare(self.target, self.drafter, len(self.committed), LONGEST + 2, self.advise)
 
     def _hold(self, threads: int | None) -> None:
         """Have passes use so many threads, and all other operations with them; None lets them choose again."""

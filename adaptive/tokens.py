@@ -36,10 +36,18 @@ def as_list(ids: Ids) -> list[int]:
 
 
 def moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On ``device``, without waiting for it where that is safe. CUDA has what it copies from the program's memory
-    before it goes on; another device may read that later, when it is something else's, and a copy to the processor
-    may be read before it has come."""
-    return ids.to(device, non_blocking=device.type == "cuda" and ids.device.type == "cpu")
+    """On ``device``, without waiting for it where that is safe: to CUDA through memory that the system cannot move,
+    which torch keeps until it has been read. Another device may read the program's memory later, when it is something
+    else's, and a copy to the processor may be read before it has come."""
+    if device.type == "cuda" and ids.device.type == "cpu" and ids.numel():
+        return ids.pin_memory().to(device, non_blocking=True)
+    return ids.to(device)
+
+
+def uploaded(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the program's as a tensor on ``device``. ``torch.tensor(numbers, device=device)`` waits for all that
+    the device has been given to do."""
+    return moved(torch.tensor(numbers, dtype=dtype), device)
 
 
 def join(parts: Sequence[Ids]) -> Ids:

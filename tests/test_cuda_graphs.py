@@ -14,22 +14,35 @@ from test_cpu_forward import CONFIGS, SIZES, made, text
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
 
 from adaptive.assistant import Assistant
+from adaptive.control.confidence import CENTRES
+from adaptive.control.costs import LONGEST
 from adaptive.control.policy import FixedLength
+from adaptive.control.stopping import Stopping
+from adaptive.drafting.model import ModelDrafter, prepare, warm_up
+from adaptive.drafting.queued import Choice
+from adaptive.engines.hf import graphs
 from adaptive.engines.hf.cache import GROWTH
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
-from adaptive.engines.hf.graphs import LEAST_KEYS
+from adaptive.engines.hf.graphs import SIZES as TOKENS
 from adaptive.pair import load_pair
+from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+QUEUED = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9),
+    SamplingParams(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02),
+    SamplingParams(temperature=0.9, seed=5),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def engines(model: PreTrainedModel, device: str) -> tuple[TransformersEngine, TransformersEngine]:
+def engines(model: PreTrainedModel) -> tuple[TransformersEngine, TransformersEngine]:
     """The same model with recorded passes and without."""
     found = []
     for _ in range(2):
-        engine = TransformersEngine(model.to(device))
+        engine = TransformersEngine(model.to(DEVICE))
         engine.cpu_forward = None
         found.append(engine)
     found[0].record()
@@ -43,18 +56,17 @@ def same(one: TransformersSequence, other: TransformersSequence, tokens: torch.T
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [*CONFIGS, "gpt-neox"])
-def test_recorded_passes_equal_the_models_own(name: str, device: str) -> None:
+def test_recorded_passes_equal_the_models_own(name: str) -> None:
     if name == "gpt-neox":
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SIZES, rotary_pct=0.5)).double()
     else:
         model = made(name)
-    recorded, plain = engines(model, device)
+    recorded, plain = engines(model)
     one, other = recorded.sequence(), plain.sequence()
     for sequence in (one, other):
-        sequence.reserve(100)
+        sequence.prepare(100)
         sequence.extend(text(20), 1)
     for count, rows in ((1, 1), (4, 4), (2, 1), (9, 9), (1, 1), (3, 3)):  # windows are 7 tokens
         same(one, other, text(count), rows)
@@ -62,15 +74,17 @@ def test_recorded_passes_equal_the_models_own(name: str, device: str) -> None:
         sequence.rollback(25)
     same(one, other, text(5), 5)
     same(one, other, text(1), 1)
-    assert recorded.recorded is not None
-    assert recorded.recorded.problem is None
-    assert {which[0] for which in one.cache.recordings} == {1, 2, 3, 5, 9}
+    passes = recorded.recorded
+    assert passes is not None
+    assert passes.problem is None
+    assert passes.replayed == 8
+    assert {which.size for which in passes.recordings} == set(TOKENS)
 
 
 def test_a_cache_that_cannot_grow_stays_as_it_is() -> None:
     model = made("llama")
     model.config.max_position_embeddings = 2 * GROWTH
-    sequence = engines(model, "cpu")[1].sequence()
+    sequence = engines(model)[1].sequence()
     sequence.extend(text(20), 1)
     cache = sequence.cache
     before = cache.capacity
@@ -81,32 +95,156 @@ def test_a_cache_that_cannot_grow_stays_as_it_is() -> None:
     assert sequence.length == 20 + before
 
 
-def test_a_cache_that_grows_or_is_full_stays_right() -> None:
+def test_what_was_not_prepared_is_eager_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is recorded once a text is under way: not over buffers that grew, nor past the keys that passes see."""
+    monkeypatch.setattr(graphs, "LEAST_KEYS", GROWTH)
     model = made("llama")
     model.config.max_position_embeddings = 2 * GROWTH + 4
-    recorded, plain = engines(model, "cpu")
+    recorded, plain = engines(model)
+    passes = recorded.recorded
+    assert passes is not None
     one, other = recorded.sequence(), plain.sequence()
     for sequence in (one, other):
-        sequence.extend(text(LEAST_KEYS - 6), 1)
-    for count in (1, 3, 5, 2, 1, 4):  # past the first buffer's end, and past the keys that a pass sees
+        sequence.extend(text(3), 1)
+        sequence.prepare(GROWTH)
+        sequence.extend(text(GROWTH - 9), 1)
+    made_of = dict(passes.recordings)
+    for count, replayed in ((1, 1), (3, 2), (5, 2), (2, 2), (1, 2)):  # past the buffer's end
         same(one, other, text(count), count)
-    assert len({which[2] for which in one.cache.recordings}) == 1, "recordings over a buffer that is gone are kept"
+        assert passes.replayed == replayed
+    assert passes.recordings == made_of
+    one.prepare(2 * GROWTH + 4)  # the next answer's
+    for count in (1, 4):
+        same(one, other, text(count), count)
+    assert passes.replayed == 4
     for sequence in (one, other):
         sequence.extend(text(2 * GROWTH - sequence.length), 1)
-    for count in (3, 1):  # a pass filled up to five tokens would go beyond the context
-        same(one, other, text(count), count)
-    assert recorded.recorded is not None
-    assert recorded.recorded.problem is None
+    same(one, other, text(4), 4)  # a pass filled up to five tokens would go beyond the context
+    assert passes.replayed == 4
+    assert passes.problem is None
+
+
+def test_every_conversation_is_replayed_by_the_same_recordings() -> None:
+    recorded, plain = engines(made("gemma3"))
+    passes = recorded.recorded
+    assert passes is not None
+    ours, theirs = [recorded.sequence() for _ in range(3)], [plain.sequence() for _ in range(3)]
+    held: dict[graphs.Which, graphs.RecordedPass] = {}
+    for turn in range(6):
+        number = (turn * 2) % 3
+        one, other = ours[number], theirs[number]
+        one.prepare(100)
+        held = held or dict(passes.recordings)
+        assert passes.recordings == held
+        before = passes.replayed
+        for count in (20 if turn < 3 else 2, 1, 4):
+            same(one, other, text(count), 1)
+        assert passes.replayed == before + 2 + (turn > 2)
+        for sequence in (one, other):
+            sequence.rollback(sequence.length - 2)
+    one, other = recorded.sequence(), plain.sequence()
+    del ours[:]  # a cache that is gone takes nothing along
+    for sequence in (one, other):
+        sequence.copy_prefix(theirs[0], 15)
+        sequence.prepare(100)
+    same(one, other, text(1), 1)
+    assert passes.recordings == held
+
+
+@pytest.mark.parametrize("params", QUEUED, ids=["greedy", "sampled", "cut", "seeded"])
+def test_a_proposal_over_recorded_steps_is_the_one_over_eager_steps(params: SamplingParams) -> None:
+    """A step is the pass and the choice behind it, in one recording; under other parameters another is made."""
+    made_of = [drafting(engine, params) for engine in engines(made("qwen3").float())]
+    committed = text(20).tolist()
+    for drafter in made_of:
+        drafter.prepare(100, Stopping(LONGEST))
+    passes = made_of[0].engine.recorded  # type: ignore[attr-defined]
+    assert {which.size for which in passes.recordings} == set(graphs.CHOSEN)
+    held, lengths = dict(passes.recordings), set()
+    for turn in range(12):
+        found = [d.propose(committed, 1 + turn % 6, stops(0.1 * (turn % 3))) for d in made_of]
+        one, other = (None if proposal is None else proposal.closed() for proposal in found)
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.tokens == other.tokens
+            if one.probs is not None and other.probs is not None:
+                torch.testing.assert_close(one.probs, other.probs, rtol=1e-4, atol=1e-5)
+        tokens = [] if one is None else one.tokens
+        lengths.add(len(tokens))
+        for drafter in made_of:
+            drafter.rollback(len(committed) + len(tokens) // 2)
+        committed += [*tokens[: len(tokens) // 2], turn]  # type: ignore[list-item]
+    assert len(lengths) > 1
+    assert passes.replayed > 15
+    assert passes.recordings == held
+    assert passes.problem is None
+
+
+def test_answers_find_recorded_what_was_warmed_up() -> None:
+    target, draft = engines(made("qwen3").float())[0], engines(made("llama").float())[0]
+    warm_up(target, draft, QUEUED[0], None)
+    held = [dict(engine.recorded.recordings) for engine in (target, draft) if engine.recorded is not None]
+    queues = DEVICE == "cuda"
+    assert [len(one) for one in held] == [len(TOKENS), len(graphs.CHOSEN if queues else TOKENS)]
+    for _ in range(2):
+        sequence, drafter = target.sequence(), drafting(draft, QUEUED[0])
+        drafter.queues = queues
+        prepare(sequence, drafter, 30, 50, None)
+    assert held == [engine.recorded.recordings for engine in (target, draft) if engine.recorded is not None]
+
+
+def test_recordings_under_sampling_parameters_that_are_out_of_use_go() -> None:
+    engine = engines(made("llama").float())[0]
+    assert engine.recorded is not None
+    for number in range(graphs.CHOOSERS + 3):
+        drafting(engine, SamplingParams(temperature=0.5 + 0.1 * number)).prepare(100, None)
+        assert len(engine.recorded.recordings) <= graphs.CHOOSERS * len(graphs.CHOSEN)
+    assert len(engine.recorded.recordings) == graphs.CHOOSERS * len(graphs.CHOSEN)
+
+
+def stops(below: float) -> Stopping:
+    """Ends proposals where their tokens are unlikely to stand."""
+    found = Stopping(LONGEST)
+    found.decide(CENTRES, CENTRES, [below] * LONGEST, [below / 2] * (LONGEST - 1))
+    return found
+
+
+def drafting(engine: TransformersEngine, params: SamplingParams) -> ModelDrafter:
+    """Steps queued, with the same random numbers each time."""
+    processor = LogitsProcessor(params, engine.vocab_size, engine.device)
+    generator = torch.Generator(engine.device).manual_seed(7)
+    drafter = ModelDrafter(engine.sequence(), engine, engine.vocab_size, params, processor, generator)
+    drafter.queues = True
+    return drafter
+
+
+def test_a_choice_that_is_recorded_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engines(made("llama").float())[0]
+    drafter = drafting(engine, QUEUED[0])
+    own = Choice.__call__
+    calls: list[int] = []
+
+    def once_wrong(self: Choice, logits: torch.Tensor) -> None:
+        calls.append(1)
+        own(self, logits.flip(-1) if len(calls) == 1 else logits)
+
+    monkeypatch.setattr(Choice, "__call__", once_wrong)
+    drafter.prepare(100, None)
+    assert engine.recorded is not None
+    assert "another choice" in str(engine.recorded.problem)
 
 
 def test_other_texts_and_adapters_reuse_the_recordings(tmp_path: Path) -> None:
-    recorded, plain = engines(made("qwen3"), "cpu")
+    recorded, plain = engines(made("qwen3"))
     recorded.model.save_pretrained(tmp_path / "model")
     one, other = recorded.sequence(), plain.sequence()
     for sequence in (one, other):
+        sequence.prepare(100)
         sequence.extend(text(20), 1)
     same(one, other, text(2), 2)
-    held = dict(one.cache.recordings)
+    passes = recorded.recorded
+    assert passes is not None
+    held = dict(passes.recordings)
     adapter = save_random_adapter(tmp_path / "model", tmp_path / "adapter")
     for sequence in (one, other):
         sequence.rollback(3)
@@ -115,7 +253,7 @@ def test_other_texts_and_adapters_reuse_the_recordings(tmp_path: Path) -> None:
     recorded.apply_adapter(adapter)  # both engines run one model
     assert not torch.allclose(plain.sequence().extend(text(22), 1), before)
     same(one, other, text(2), 2)
-    assert one.cache.recordings == held
+    assert (passes.recordings, passes.replayed) == (held, 2)
     recorded.apply_adapter(None)
 
 
@@ -131,7 +269,7 @@ def unable(output: Any) -> Any:
 def test_a_model_that_cannot_be_recorded_stays_eager(
     fault: Callable[[Any], Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorded, plain = engines(made("llama"), "cpu")
+    recorded, plain = engines(made("llama"))
     own = recorded.model.forward
 
     def forward(*args: Any, **named: Any) -> Any:
@@ -141,6 +279,7 @@ def test_a_model_that_cannot_be_recorded_stays_eager(
     recorded.model.forward = forward  # type: ignore[method-assign]
     one, other = recorded.sequence(), plain.sequence()
     for sequence in (one, other):
+        sequence.prepare(100)
         sequence.extend(text(20), 1)
     for count in (1, 4, 1):
         same(one, other, text(count), count)
@@ -169,5 +308,7 @@ def test_answers_are_the_same_with_recorded_passes(prompts: list[str]) -> None:
                 assert assistant.last is not None
                 answers.append(assistant.last.output)
     assert answers[0:2] == answers[2:4] == answers[4:6] == answers[6:8]
-    assert target.recorded is not None
-    assert target.recorded.problem is None
+    for engine in (target, draft):
+        assert engine.recorded is not None
+        assert engine.recorded.problem is None
+        assert engine.recorded.replayed > 20

@@ -88,6 +88,7 @@ def test_features_are_what_the_last_layer_gives(name: str, forward: str, monkeyp
     engine = engine_of(model, forward)
     assert engine.feature_width == SIZES["hidden_size"]
     sequence = engine.sequence(features=True)
+    sequence.prepare(len(tokens))
     grow(sequence, tokens, (9, 1, 5, 2, FEW + 4, 1, MANY + 60))
     close(sequence, right)
     sequence.rollback(30)
@@ -100,6 +101,7 @@ def test_features_are_what_the_last_layer_gives(name: str, forward: str, monkeyp
     copied = engine.sequence(features=True)
     copied.extend(text(12).tolist(), 1)
     copied.copy_prefix(sequence, 100)
+    copied.prepare(len(tokens))
     assert copied.length == 100
     close(copied, right)
     grow(copied, tokens, (1, 6, 1))
@@ -112,8 +114,11 @@ def test_features_are_what_the_last_layer_gives(name: str, forward: str, monkeyp
 def test_features_of_models_that_only_transformers_knows(name: str, forward: str) -> None:
     model, tokens = model_of(name), text(60)
     right = truth(model, tokens)
-    sequence = engine_of(model, forward).sequence(features=True)
+    engine = engine_of(model, forward)
+    sequence = engine.sequence(features=True)
+    sequence.prepare(len(tokens))
     grow(sequence, tokens, (9, 1, 5, 2, FEW + 4))
+    assert engine.recorded is None or engine.recorded.replayed == 3
     close(sequence, right)
 
 

@@ -208,7 +208,7 @@ def test_a_rule_that_accepts_everything_fails_the_chi_square(monkeypatch: pytest
 
     from adaptive.control.policy import FixedLength
 
-    def accepts(logits: Any, transform: Any, drafted: Any, q: Any, uniform: Any, position: int) -> Verdict:
+    def accepts(logits: Any, transform: Any, drafted: Any, q: Any, uniform: Any, *others: Any) -> Verdict:
         p, tokens = transform(logits), torch.as_tensor(drafted).tolist()
         extra = pick(p[-1].numpy(), uniform.next())
         assert extra is not None

@@ -34,6 +34,7 @@ def pairs(engine: TransformersEngine) -> list[tuple[TransformersSequence, Transf
     for number, held in enumerate(HELD):
         pair = engine.sequence(features=number % 2 == 0), engine.sequence(features=number % 2 == 0)
         for sequence in pair:
+            sequence.prepare(100)
             if held:
                 sequence.extend(text(held).tolist(), 1)
         found.append(pair)

@@ -250,7 +250,7 @@ def test_a_broken_acceptance_rule_fails_the_same_test(
 ) -> None:
 
     def instead(
-        logits: torch.Tensor, transform: Transform, drafted: list[int], q: Any, uniform: Uniform, position: int
+        logits: torch.Tensor, transform: Transform, drafted: list[int], q: Any, uniform: Uniform, *others: Any
     ) -> Verdict:
         return broken(transform(logits), drafted, [] if q is None else q, uniform)
 

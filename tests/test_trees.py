@@ -62,6 +62,7 @@ def check(engine: TransformersEngine, tolerance: float, features: bool = True) -
     assert engine.trees
     dice = random.Random(3)
     sequence, held = engine.sequence(features=features), text(9).tolist()
+    sequence.prepare(200)
     sequence.extend(held, 1)
     for turn, count in enumerate((1, 7, 24, 12, 5)):
         parents, tokens = random_parents(dice, count), random_tokens(dice, count)

@@ -21,6 +21,7 @@ from adaptive.decoding.verify import Verdict
 from adaptive.drafting.forced import ForcedDrafter
 from adaptive.drafting.grafting import Grafting
 from adaptive.drafting.history import HistoryDrafter
+from adaptive.drafting.model import prepare
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import Drafter
 from adaptive.engines.protocol import ExtendCall, Sequence
@@ -123,10 +124,12 @@ def commit(
 
 
 def outcome_of(proposal: Proposal | None, verdict: Verdict, draft_s: float, verify_s: float) -> Round:
-    """A round that has ended, in seconds of drafting and of the rest."""
-    if proposal is None:
+    """A round that has ended, in seconds of drafting and of the rest; of what was queued a device says what it took."""
+    if proposal is not None and proposal.queued is not None:
+        draft_s, verify_s = proposal.queued.split(draft_s, verify_s)
+    if proposal is None or not proposal.drafted:
         return Round("none", 0, verdict.accepted, draft_s, verify_s)
-    return Round(proposal.drafter, len(proposal.tokens), verdict.accepted, draft_s, verify_s, proposal.first)
+    return Round(proposal.drafter, proposal.drafted, verdict.accepted, draft_s, verify_s, proposal.first)
 
 
 def stretch(seconds: float, own: float) -> float:
@@ -225,6 +228,7 @@ class Decoding:
 
     def begin(self) -> None:
         """Reserve what is needed at first. Raises AdaptiveError where there is no memory for it."""
+        prepare(self.target, self.drafter, len(self.committed), self.most_tokens + AHEAD, self.policy.adviser)
         self._reserve(0)
         self.verifier.processor.start(torch.tensor(self.committed))
         self.buffer = SupervisionBuffer() if self.request.record else None

@@ -10,7 +10,7 @@ from adaptive.decoding.verify import Verdict, verify_fused, verify_greedy, verif
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.protocol import Sequence
 from adaptive.sampling import LogitsProcessor, Transform, Uniform
-from adaptive.tokens import Ids, as_tensor, join
+from adaptive.tokens import Ids, as_tensor, join, moved, uploaded
 from adaptive.types import SamplingParams
 
 
@@ -28,7 +28,10 @@ class Verifier:
         """Feed the target ``fed`` and the K tokens of a proposal in one pass. What stands of them, and the target's raw
         logits (K + 1, vocab) after the last token of ``fed`` and after each of the K, or of a tree, of which the target
         then holds the path that stands, after each of that."""
-        fused, drafted = target.fused, [] if proposal is None else proposal.tokens
+        fused = target.fused
+        if fused is not None and proposal is not None:
+            proposal = proposal.closed()  # made on another device than this engine's
+        drafted = [] if proposal is None else proposal.tokens
         chain = proposal is None or proposal.parents is None
         if fused is not None and chain and isinstance(drafted, list) and not self.adjusts:
             return verify_fused(fused, self.params, fed, proposal, self.uniform)
@@ -44,14 +47,15 @@ class Verifier:
         if proposal is not None and proposal.parents is not None:
             verdict, path = verify_tree(raw, proposal, self.transform, self.uniform, held)
             target.keep([*range(fed), *(fed + node for node in path)])
-            return verdict, raw[[0, *(1 + node for node in path)]]
+            return verdict, raw.index_select(0, uploaded([0, *(1 + node for node in path)], torch.long, raw.device))
         logits = raw
         if self.adjusts:
-            logits = self.processor.apply(logits, as_tensor(drafted).to(logits.device))
+            logits = self.processor.apply(logits, moved(as_tensor(drafted), logits.device))
+        queued = None if proposal is None else proposal.queued
         if self.params.greedy:
-            return verify_greedy(logits, drafted), raw
+            return verify_greedy(logits, drafted, queued), raw
         q = None if proposal is None else proposal.probs
-        return verify_logits(logits, self.transform, drafted, q, self.uniform, held), raw
+        return verify_logits(logits, self.transform, drafted, q, self.uniform, held, queued), raw
 
 
 def asked(fed: list[int], proposal: Proposal | None) -> tuple[Ids, int, list[int] | None]:

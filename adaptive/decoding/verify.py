@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from adaptive.drafting.proposal import Proposal, point_masses
+from adaptive.drafting.queued import Queued
 from adaptive.engines.protocol import FusedCalls, Judgement, VerificationCall
 from adaptive.errors import AdaptiveError
 from adaptive.noise import race
-from adaptive.sampling import Transform, Uniform, draw_on_device, pick
-from adaptive.tokens import Distributions, Ids, as_array, as_tensor
+from adaptive.sampling import Transform, Uniform, draw_at, draw_on_device, pick
+from adaptive.tokens import Distributions, Ids, as_array, as_tensor, moved
 from adaptive.types import SamplingParams
 
 # Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
@@ -42,24 +43,26 @@ class Verdict:
     chosen: torch.Tensor | list[float] | None
 
 
-def verify_greedy(logits: torch.Tensor, drafted: Ids) -> Verdict:
-    """logits (K + 1, vocab) of the target, K drafted tokens. Raises AdaptiveError where the logits of a row that is
-    reached are not numbers."""
+def verify_greedy(logits: torch.Tensor, drafted: Ids, queued: Queued | None = None) -> Verdict:
+    """logits (K + 1, vocab) of the target, K drafted tokens, of which those of a ``queued`` proposal may not all count.
+    Raises AdaptiveError where the logits of a row that is reached are not numbers."""
     rows = as_array(logits)
-    if rows is None:
-        return verify_greedy_on_device(logits, as_tensor(drafted).to(logits.device))
+    if rows is None or queued is not None:
+        return verify_greedy_on_device(logits, moved(as_tensor(drafted), logits.device), queued)
     proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
     best = rows.argmax(-1)
     tops = rows[np.arange(len(best)), best].tolist()  # no number where any of the row is none
     return _greedy_verdict(best.tolist(), proposed, map(math.isfinite, tops))
 
 
-def verify_greedy_on_device(logits: torch.Tensor, drafted: torch.Tensor) -> Verdict:
-    """The same where the logits and the drafted tokens are on a device, which is waited for once."""
+def verify_greedy_on_device(logits: torch.Tensor, drafted: torch.Tensor, queued: Queued | None = None) -> Verdict:
+    """The same where the logits and the drafted tokens are on a device, which is waited for once. Of a proposal that is
+    ``queued`` not all tokens may count."""
     top = logits.max(-1)
     count = len(drafted)
     known: list[int] = torch.cat([drafted, top.indices, top.values.isfinite()]).tolist()
-    return _greedy_verdict(known[count : 2 * count + 1], known[:count], known[2 * count + 1 :])
+    proposed = known[: count if queued is None else queued.drafted]
+    return _greedy_verdict(known[count : 2 * count + 1], proposed, known[2 * count + 1 :])
 
 
 def _greedy_verdict(best: list[int], drafted: list[int], sound: Iterable[object]) -> Verdict:
@@ -78,16 +81,19 @@ def verify_logits(
     q: Distributions | None,
     uniform: Uniform,
     position: int,
+    queued: Queued | None = None,
 ) -> Verdict:
     """The quickest way from the target's logits (K + 1, vocab), for the tokens at ``position`` of the text and behind
     it, to a verdict under ``transform``, which is not greedy; the rest as below."""
     kernels, params = transform.kernels, transform.params
-    if kernels is None or as_array(logits) is None:
+    if kernels is None or queued is not None or as_array(logits) is None:
         probs = transform(logits)
         if params.seed is not None:
-            return verify_seeded(probs, drafted, params.seed, position)
+            return verify_seeded(probs, drafted, params.seed, position, queued)
         if q is None:
-            q = point_masses(as_tensor(drafted).to(probs.device), probs.shape[1])
+            q = point_masses(moved(as_tensor(drafted), probs.device), probs.shape[1])
+        if queued is not None:
+            return verify_on_device(probs, moved(as_tensor(drafted), probs.device), _like(probs, q), uniform, queued)
         return verify_sampled(probs, drafted, q, uniform)
     proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
     random = [] if params.seeded else uniform.ahead(len(proposed) + 2)
@@ -114,17 +120,18 @@ def verdict(judgement: Judgement, proposed: list[int], uniform: Uniform) -> Verd
     return Verdict(accepted, [*proposed[:accepted], extra], chosen)
 
 
-def verify_seeded(p: torch.Tensor, drafted: Ids, seed: int, position: int) -> Verdict:
+def verify_seeded(p: torch.Tensor, drafted: Ids, seed: int, position: int, queued: Queued | None = None) -> Verdict:
     """The rule under a seed: a drafted token stands if it is the target's own choice, by the noise of its place in the
     text. Target probabilities p (K + 1, vocab), the first of them at ``position``; K drafted tokens. Waits for a device
     once. Raises AdaptiveError where the p of a row that is reached are not numbers."""
     count = len(drafted)
     choice = race(p, seed, position)
     likely = p.gather(1, choice[:, None])[:, 0]
-    ids = as_tensor(drafted).to(p.device)
+    ids = moved(as_tensor(drafted), p.device)
     known: list[int] = torch.cat([ids, choice, likely.isfinite() & (likely > 0)]).tolist()
-    proposed, ours, sound = known[:count], known[count : 2 * count + 1], known[2 * count + 1 :]
-    accepted = next((i for i, (a, b) in enumerate(zip(ours, proposed, strict=False)) if a != b), count)
+    proposed = known[: count if queued is None else queued.drafted]
+    ours, sound = known[count : 2 * count + 1], known[2 * count + 1 :]
+    accepted = next((i for i, (a, b) in enumerate(zip(ours, proposed, strict=False)) if a != b), len(proposed))
     if not all(sound[: accepted + 1]):
         raise AdaptiveError(NO_NUMBERS)
     return Verdict(accepted, ours[: accepted + 1], likely[: accepted + 1].log())
@@ -145,7 +152,7 @@ def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uni
     """
     ours = as_array(p)
     if ours is None:
-        return verify_on_device(p, as_tensor(drafted).to(p.device), _like(p, q), uniform)
+        return verify_on_device(p, moved(as_tensor(drafted), p.device), _like(p, q), uniform)
     theirs = q.cpu().numpy() if isinstance(q, torch.Tensor) else q
     proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
     chosen: list[float] = []
@@ -166,32 +173,44 @@ def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uni
     return Verdict(accepted, [*proposed[:accepted], extra], chosen)
 
 
-def verify_on_device(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, uniform: Uniform) -> Verdict:
-    """The same in tensor operations, which wait for the device once; q (K, vocab)."""
-    count = drafted.shape[0]
-    if not count:
+def verify_on_device(
+    p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, uniform: Uniform, queued: Queued | None = None
+) -> Verdict:
+    """The same in tensor operations, which wait for the device once; q (K, vocab). Of the K tokens of a ``queued``
+    proposal those count that it says."""
+    most = drafted.shape[0]
+    if not most:
         extra = draw_on_device(p, uniform)
         probability = p.index_select(1, extra)[0]
         token, sound = torch.cat([extra, probability.isfinite()]).tolist()
         if not sound:
             raise AdaptiveError(NO_NUMBERS)
         return Verdict(0, [token], probability.log())
-    at = drafted[:, None]
+    at, places = drafted[:, None], torch.arange(most, device=p.device)
+    count = _count(most, p.device) if queued is None or queued.count is None else queued.count.to(p.device)[None]
     p_x, q_x = p[:-1].gather(1, at)[:, 0], q.gather(1, at)[:, 0]
-    reached = (uniform.column(count)[:, 0] * q_x < p_x).int().cumprod(0).sum(0, keepdim=True)
+    numbers = uniform.column_ahead(most + 1)
+    stands = (numbers[:-1, 0] * q_x < p_x) & (places < count)
+    reached = stands.int().cumprod(0).sum(0, keepdim=True)
     p_n = p.index_select(0, reached)
     # Where all are accepted there is no q to take away, and the draw is from p itself.
-    q_n = q.index_select(0, reached.clamp(max=count - 1)).mul_(reached < count)
+    q_n = q.index_select(0, reached.clamp(max=most - 1)).mul_(reached < count)
     residual = (p_n - q_n).nan_to_num_(nan=0.0).clamp_(min=0)  # a draft that gives no numbers costs guesses only
     # p == q up to rounding leaves nothing to draw from; then p is the right distribution.
-    extra = draw_on_device(residual.add_(p_n, alpha=NOTHING), uniform)
+    extra = draw_at(residual.add_(p_n, alpha=NOTHING), numbers.index_select(0, count))
     probability = p_n.index_select(1, extra)[0]
     # The round's one synchronisation.
     *tokens, accepted, sound = torch.cat([drafted, extra, reached, probability.isfinite()]).tolist()
+    uniform.skip_column(1 + (most if queued is None else queued.drafted))
     if not sound:
         raise AdaptiveError(NO_NUMBERS)
     chosen = torch.cat([p_x[:accepted], probability]).log()
-    return Verdict(accepted, [*tokens[:accepted], tokens[count]], chosen)
+    return Verdict(accepted, [*tokens[:accepted], tokens[most]], chosen)
+
+
+def _count(number: int, device: torch.device) -> torch.Tensor:
+    """A number as a tensor (1,)."""
+    return torch.full((1,), number, dtype=torch.long, device=device)
 
 
 def _like(p: torch.Tensor, q: Distributions) -> torch.Tensor:

@@ -50,7 +50,7 @@ class Grafting:
         if front is None or not lead.model or self._goes_on is None:
             return front
         adviser = self.policy.adviser_behind(lead.history, self._reach[lead.history - 1])
-        back = self._goes_on.go_on(committed, as_list(front.tokens), lead.model, adviser)
+        back = _closed(self._goes_on.go_on(committed, as_list(front.tokens), lead.model, adviser))
         return front if back is None else grafted(front, back)
 
     def _with_tail(self, committed: list[int], draft: Proposal | None) -> Proposal | None:
@@ -60,6 +60,9 @@ class Grafting:
         tree = draft is not None and draft.parents is not None
         if room <= 0 or tree or not policy.tail_may_pay(drafted, 1.0):
             return draft
+        draft = _closed(draft)  # what is looked up behind it has to be known
+        drafted = 0 if draft is None else len(draft.tokens)
+        room = self._limit - drafted
         tokens = [] if draft is None else as_list(draft.tokens)
         sure = policy.sure_of_draft(drafted, self.history.agreed(tokens))
         if not policy.tail_may_pay(drafted, sure):
@@ -96,3 +99,8 @@ class Grafting:
         """As of the model; history takes in nothing before it is committed."""
         if self.model is not None and self._lead.model:
             self.model.rollback(length)
+
+
+def _closed(draft: Proposal | None) -> Proposal | None:
+    """A draft whose end is known."""
+    return None if draft is None else draft.closed()

@@ -1,5 +1,5 @@
-"""A small model, or a head on the target's hidden states, as the drafter: token by token, or a whole proposal in one
-call."""
+"""A small model, or a head on the target's hidden states, as the drafter: token by token, a whole proposal in one call,
+or queued on a device (``queued.py``)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,53 @@ import torch
 
 from adaptive.control.policy import Advice, Adviser
 from adaptive.drafting.proposal import Proposal
-from adaptive.engines.protocol import Engine, FusedCalls, ProposalCall, ReadsFeatures, Sequence
+from adaptive.drafting.protocol import Drafter
+from adaptive.drafting.queued import Choice, Queued, choice_of, kind_of
+from adaptive.engines.protocol import (
+    Chooses,
+    Engine,
+    FusedCalls,
+    Prepares,
+    ProposalCall,
+    ReadsFeatures,
+    Sequence,
+    Thresholds,
+    sequences,
+)
 from adaptive.noise import race
 from adaptive.sampling import LogitsProcessor, Transform, Uniform, draw_on_device, pick
 from adaptive.tokens import Ids, argmax, as_array, as_tensor, join, known, likeliest
 from adaptive.types import MODEL, SamplingParams
 
+# Tokens of an answer for which passes are prepared at most. Those behind are computed as they come; more would take
+# memory for answers that are hardly ever so long.
+PREPARED = 8192
+
 
 def drafter_name(engine: Engine) -> str:
     """What a draft is called in rounds, records and figures."""
     return engine.name if isinstance(engine, ReadsFeatures) else MODEL
+
+
+def prepare(target: Sequence, drafter: Drafter | None, prompt: int, most: int, advise: Adviser | None) -> None:
+    """Before an answer of at most ``most`` tokens to so many of a prompt, in which ``advise`` is asked: have both
+    models prepare their passes."""
+    length = prompt + min(most, PREPARED)
+    if isinstance(target, Prepares):
+        target.prepare(length)
+    if isinstance(drafter, ModelDrafter):
+        drafter.prepare(length, advise)
+
+
+def warm_up(target: Engine, draft: Engine | None, params: SamplingParams, advise: Adviser | None) -> None:
+    """Have the passes of answers under these parameters prepared when the models have been loaded, so that not even the
+    first one waits for that."""
+    held, other = sequences(target, draft)
+    drafter = None
+    if draft is not None and other is not None:
+        processor = LogitsProcessor(params, target.vocab_size, target.device)
+        drafter = ModelDrafter(other, draft, target.vocab_size, params, processor, torch.Generator(draft.device))
+    prepare(held, drafter, 0, 1, advise)
 
 
 class ModelDrafter:
@@ -48,6 +85,10 @@ class ModelDrafter:
         self._vocab = min(engine.vocab_size, target_vocab)
         # The engine's own way of making a whole proposal in one call, where it has one for this.
         self._fused = None if self._adjusts else sequence.fused
+        # Whether the device works through a queue while the program goes on. What a grammar allows is known to the
+        # program alone.
+        self._chooses = sequence if isinstance(sequence, Chooses) else None
+        self.queues = engine.device.type == "cuda" and processor.constraint is None
 
     def limit(self, committed: int) -> int:
         """The last drafted token is never fed back, so it may stand just past the context. Of a head that has not been
@@ -76,6 +117,8 @@ class ModelDrafter:
         feed = self._unseen([*committed, *proposed] if proposed else committed)
         if self._fused is not None:
             return self._propose_fused(self._fused, feed, length, advise)
+        if self.queues and (advise is None or isinstance(advise, Thresholds)):
+            return self._propose_queued(held, proposed, feed, length, advise)
         return self._propose_by_token(held, proposed, feed, length, advise)
 
     def feed(self, committed: list[int], most: int) -> None:
@@ -98,6 +141,51 @@ class ModelDrafter:
         if drawn:
             self.uniform.skip(len(tokens))
         return Proposal(self.name, tokens, probs) if tokens else None
+
+    def prepare(self, length: int, advise: Adviser | None) -> None:
+        """As ``prepare`` of both."""
+        if not isinstance(self.sequence, Prepares):
+            return
+        chooser = None
+        if self.queues and not self._adjusts and (advise is None or isinstance(advise, Thresholds)):
+            with torch.inference_mode():
+                kind = kind_of(self.params, self._vocab, 1, advise)
+                chooser = choice_of(self.engine, kind, self.params)
+                chooser.begin(advise)
+        self.sequence.prepare(length, chooser)
+
+    @torch.inference_mode()
+    def _propose_queued(
+        self, held: int, proposed: list[int], feed: Ids, length: int, thresholds: Thresholds | None
+    ) -> Proposal | None:
+        params, place = self.params, held + len(proposed)
+        kind = kind_of(params, self._vocab, length, thresholds)
+        choice = choice_of(self.engine, kind, params)
+        numbers = self.uniform.column_ahead(length) if kind.draws else None
+        choice.begin(thresholds, numbers, params.seed if kind.seeded else None, range(place, place + length))
+        queued = Queued(choice, thresholds, self.uniform)
+        for step in range(length):
+            self._step(feed, choice, proposed, step)
+            feed = choice.token
+            queued.stepped()
+            if step + 1 < length and not queued.goes_on():
+                break
+        count = queued.close()
+        if not count:
+            self.sequence.rollback(place)
+            return None
+        probs = choice.probs[:count].clone() if kind.draws else None
+        return Proposal(self.name, choice.tokens[:count].clone(), probs, queued=queued)
+
+    def _step(self, feed: Ids, choice: Choice, proposed: list[int], step: int) -> None:
+        """Queue the pass over ``feed`` and the choice behind it, after ``step`` others."""
+        if self._adjusts:
+            logits = self.sequence.extend(feed, 1)[:, : self.target_vocab]
+            choice(self.processor.apply(logits, as_tensor(join([proposed, choice.tokens[:step]]))))
+        elif self._chooses is not None:
+            self._chooses.choose(feed, choice)
+        else:
+            choice(self.sequence.extend(feed, 1))
 
     def _propose_by_token(
         self, held: int, proposed: list[int], feed: Ids, length: int, advise: Adviser | None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from adaptive.drafting.queued import Queued
 from adaptive.tokens import Distributions, Ids, as_list, as_tensor
 from adaptive.types import GRAFT
 
@@ -23,6 +24,8 @@ class Proposal(NamedTuple):
     drawn there come in their order and without replacement, or None where it was not drawn. A chain has no ``parents``.
 
     Of a chain that two drafters made, one behind the other, the first made ``first`` tokens; else that is 0.
+
+    Of one that is ``queued`` a device is still to find how many of its tokens count; the others are nobody's proposal.
     """
 
     drafter: str
@@ -30,6 +33,20 @@ class Proposal(NamedTuple):
     probs: Distributions | None
     parents: list[int] | None = None
     first: int = 0
+    queued: Queued | None = None
+
+    @property
+    def drafted(self) -> int:
+        """How many tokens there are; waits for a device that is still to find that."""
+        return len(self.tokens) if self.queued is None else self.queued.drafted
+
+    def closed(self) -> Proposal | None:
+        """The same without what does not count, once a device has found that; None where nothing does."""
+        if self.queued is None:
+            return self
+        count = self.queued.drafted
+        probs = None if self.probs is None else self.probs[:count]
+        return Proposal(self.drafter, as_list(self.tokens[:count]), probs) if count else None
 
     def first_path(self) -> Proposal:
         """Of a tree the chain of the first token that follows each, for who verifies chains only. It is a proposal as

@@ -7,6 +7,7 @@ it: transformers here, others beside it.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Numbers
@@ -50,6 +51,15 @@ class Thresholds:
     asked: array[int]
     drafts: array[int]
     reach: array[float]
+
+    def told(self, bins: Numbers[int]) -> None:
+        """Write what is written: somebody has applied them to a draft, and asked about positions of these ``bins``."""
+        longest = len(self.drop_below)
+        row = self.drafts[0] % len(self.asked)
+        self.drafts[0] += 1
+        self.asked[row] = len(bins)
+        self.bins[row * longest : row * longest + len(bins)] = array("i", bins)
+        self.reach[0] = math.prod(self.accepted[b] for b in bins)
 
 
 @dataclass(slots=True)
@@ -137,6 +147,37 @@ class FusedCalls(Protocol):
     def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
         """Append all tokens of ``call``; what stands of the K drafted ones, and the logits (K + 1, vocab) as from
         ``extend``."""
+
+
+class Chooser(Protocol):
+    """What chooses a token from the logits (1, vocab) of a pass by tensor operations that wait for no device, over
+    tensors of its own; it may be recorded with the pass. ``outcome`` is what its calls have left in these."""
+
+    def __call__(self, logits: torch.Tensor) -> None:
+        """Choose, and remember what."""
+
+    def reset(self) -> None:
+        """Forget what was chosen."""
+
+    def outcome(self) -> tuple[torch.Tensor, ...]:
+        """See above."""
+
+
+@runtime_checkable
+class Chooses(Protocol):
+    """A sequence of an engine that makes a pass and the choice behind it as one, where that has been recorded."""
+
+    def choose(self, tokens: Ids, chooser: Chooser) -> None:
+        """``Sequence.extend`` by ``tokens``, and then the ``chooser`` on the logits (1, vocab) of the last."""
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A sequence whose engine has passes to prepare, which takes a while the first time."""
+
+    def prepare(self, length: int, chooser: Chooser | None = None) -> None:
+        """Before an answer: a text of ``length`` tokens in all is to be decoded, with that ``chooser`` behind passes
+        where they are proposals'. What can be prepared for that is; what cannot be is done without."""
 
 
 @dataclass(frozen=True)
@@ -240,10 +281,12 @@ def distinct(calls: Numbers[ExtendCall]) -> None:
         raise ValueError("a pass over several sequences appends to each of them once")
 
 
-def one_after_another(calls: Numbers[ExtendCall]) -> list[torch.Tensor]:
-    """``Engine.extend_together`` as a pass for each sequence."""
+def one_after_another(calls: Numbers[ExtendCall], shared: bool = False) -> list[torch.Tensor]:
+    """``Engine.extend_together`` as a pass for each sequence. ``shared``: logits of one may lie where the next
+    computes, as those of recorded passes do."""
     distinct(calls)
-    return [call.sequence.extend(call.tokens, call.rows, call.parents) for call in calls]
+    each = (call.sequence.extend(call.tokens, call.rows, call.parents) for call in calls)
+    return [logits.clone() for logits in each] if shared and len(calls) > 1 else list(each)
 
 
 def no_trees(who: str) -> AdaptiveError:

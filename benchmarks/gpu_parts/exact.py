@@ -11,10 +11,11 @@ import torch
 from tiny_models import Greedy, alone, noisy, prompt_of, tiny_model
 
 from adaptive.control.policy import FixedLength
-from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.engine import TransformersEngine, reserve
+from adaptive.engines.hf.graphs import RecordedPasses
 from adaptive.engines.protocol import Engine
 from adaptive.errors import AdaptiveError
+from adaptive.pair import Pair
 from gpu_parts.saying import Speaker, continued, controller, model_of, prompts, text
 from gpu_parts.work import Bench, Figures, Wrong
 from trainers import lora
@@ -83,24 +84,21 @@ def graphs(bench: Bench, kind: str) -> Figures:
         for turn in range(2):
             said = speaker.say(prompt, scale.tokens).output
             ties += compare(pair.target, prompt, answer, said, "decoding over recorded passes")
-            count = sum(len(cache.recordings) for cache in _caches(speaker))
+            count = sum(len(passes.recordings) for passes in _passes(pair))
             new, held = (new + count - held if turn else new), count
-    problems = {name: model_of(engine).recorded for name, engine in (("target", pair.target), ("draft", pair.draft))}
-    for name, recorded in problems.items():
-        if recorded is None or recorded.problem is not None:
-            raise Wrong(f"passes of the {name} stay eager: {'not recorded' if recorded is None else recorded.problem}")
+    for name, passes in zip(("target", "draft"), _passes(pair), strict=True):
+        if passes.problem is not None or not passes.replayed:
+            raise Wrong(f"passes of the {name} stay eager: {passes.problem or 'none was replayed'}")
     if new:
         raise Wrong(f"{new} passes were recorded in the second answer to a prompt")
     return {"answers": len(expected), "recordings": held, "recorded again": new, "parted at a tie": ties}
 
 
-def _caches(speaker: Speaker) -> list[RollbackCache]:
-    answering = speaker.assistant.latest
-    assert answering is not None
-    both = (answering.conversation.target, answering.conversation.draft)
-    found = [part.sequence.cache for part in both if part is not None]  # type: ignore[attr-defined]
-    assert all(isinstance(cache, RollbackCache) for cache in found)
-    return found
+def _passes(pair: Pair) -> list[RecordedPasses]:
+    """Of the target and of the draft."""
+    found = [model_of(engine).recorded for engine in (pair.target, pair.draft)]
+    assert all(found)
+    return [passes for passes in found if passes is not None]
 
 
 def adapter(draft: TransformersEngine, folder: Path) -> Path:

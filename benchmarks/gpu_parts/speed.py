@@ -13,7 +13,7 @@ import torch
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import FixedLength
 from adaptive.engines.load import forward_of
-from adaptive.engines.protocol import Engine
+from adaptive.engines.protocol import Engine, Prepares
 from adaptive.measure import attentive_on, measure
 from adaptive.pair import Pair
 from adaptive.types import SamplingParams
@@ -87,6 +87,8 @@ def passes(bench: Bench, pair: Pair, engine: Engine, counts: tuple[int, ...], bu
     words = text(bench, pair, CONTEXT + max(counts))
     sequence = engine.sequence()
     sequence.reserve(CONTEXT + max(counts) + 32)
+    if isinstance(sequence, Prepares):
+        sequence.prepare(CONTEXT + max(counts) + 32)
     sequence.extend(words[:CONTEXT], 1)
 
     def a_pass(count: int) -> Callable[[], object]:

@@ -28,13 +28,14 @@ from adaptive.engines.head.module import Head
 from adaptive.engines.head.passes import HeadPasses
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.engine import (
-    FALLBACK_SAMPLING,
     PREFILL_CHUNK,
     TransformersEngine,
     TransformersSequence,
     reserve,
 )
+from adaptive.engines.hf.generation import FALLBACK_SAMPLING
 from adaptive.engines.protocol import (
+    Chooser,
     ExtendCall,
     Judgement,
     Memory,
@@ -91,6 +92,22 @@ class HeadSequence:
     def reserve(self, length: int) -> None:
         """Reserve capacity for ``length`` tokens in all; see the protocol."""
         reserve(self.cache, min(length, self.engine.context_length))
+
+    def prepare(self, length: int, chooser: Chooser | None = None) -> None:
+        """Have passes recorded where they are; see the protocol."""
+        if isinstance(self.cache, RollbackCache):
+            self.engine.passes.ready(self.cache, min(length, self.engine.context_length), chooser)
+
+    def choose(self, tokens: Ids, chooser: Chooser) -> None:
+        """Extend, and choose the next token; see the protocol."""
+        start, count = self.length, len(tokens)
+        if isinstance(self.cache, RollbackCache) and start >= self.engine.head.begins and count <= self._together:
+            with torch.inference_mode():
+                given = moved(as_tensor(tokens), self.engine.device)
+                if self.engine.passes.choose(given, self._before(start, count), self.cache, chooser):
+                    self._passed(start)
+                    return
+        chooser(self.extend(tokens, 1))
 
     def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol. A token whose feature is
@@ -270,7 +287,7 @@ class HeadEngine:
 
     def extend_together(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
         """One after the other, since a text's tokens may take several passes; see the protocol."""
-        return one_after_another(calls)
+        return one_after_another(calls, self.passes.recorded is not None)
 
     def sequence(self, features: bool = False) -> HeadSequence:
         """A new empty sequence of its own; it always keeps its features."""

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from adaptive.engines.head.kinds import HeadModule
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.graphs import SIZES, RecordedPasses
+from adaptive.engines.protocol import Chooser
 
 
 class HeadPasses:
@@ -19,6 +20,7 @@ class HeadPasses:
         self.head = head
         self.model: PreTrainedModel = head.body
         self.context_length = context_length
+        self.vocab_size = head.vocab_size
         self.device = head.device
         self.recorded: RecordedPasses | None = None
         # What recorded passes read; and what the next pass does.
@@ -32,14 +34,35 @@ class HeadPasses:
     def __call__(self, tokens: torch.Tensor, features: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
         """Append tokens (n,) that read ``features`` (n, width); logits (rows, vocab) of the last ones, which may be
         overwritten by the next pass."""
-        if self.recorded is not None and len(tokens) <= len(self._place):
-            self._place[: len(tokens)] = features
-            self._read = self._place
-            logits = self.recorded(tokens, rows, cache)
-            if logits is not None:
-                return logits
+        logits = self._replayed(tokens, features, rows, cache)
+        if logits is not None:
+            return logits
         self._read = features
         return self.eager(tokens, rows, cache)
+
+    def choose(self, tokens: torch.Tensor, features: torch.Tensor, cache: RollbackCache, chooser: Chooser) -> bool:
+        """The same with the ``chooser`` behind it, where that has been recorded; False where nothing was done."""
+        return self._replayed(tokens, features, 1, cache, chooser) is not None
+
+    def _replayed(
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        rows: int,
+        cache: RollbackCache,
+        chooser: Chooser | None = None,
+    ) -> torch.Tensor | None:
+        if self.recorded is None or len(tokens) > len(self._place):
+            return None
+        self._place[: len(tokens)] = features
+        self._read = self._place
+        return self.recorded(tokens, rows, cache, chooser)
+
+    def ready(self, cache: RollbackCache, length: int, chooser: Chooser | None = None) -> None:
+        """Have passes recorded, where they are; see ``hf/graphs.py``."""
+        if self.recorded is not None:
+            self._read = self._place
+            self.recorded.ready(cache, length, chooser)
 
     def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
         """Append tokens (n,) to the cache; logits (rows, vocab) of the last ones."""

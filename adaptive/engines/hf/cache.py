@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_type
 from adaptive.engines.hf.calls import current_pass
 from adaptive.engines.hf.recurrent import RecurrentLayer, State, States
 from adaptive.engines.protocol import Memory
+from adaptive.tokens import uploaded
 
 # Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats.
 GROWTH = 512
@@ -37,6 +39,29 @@ class Recording:
     def places(self) -> torch.Tensor:
         """The places (size,) of the tokens."""
         return self.start + self._steps
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Where a cache's keys and values lie: those of each layer, (batch, heads, capacity, head size) each, and the
+    hidden states (capacity, width) where they are kept."""
+
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    hidden: torch.Tensor | None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that each of them holds."""
+        return min(keys.shape[2] for keys, _ in self.layers)
+
+    def suits(self, cache: RollbackCache) -> bool:
+        """Whether they hold what the cache holds."""
+        return (self.hidden is not None) == cache.keeps
+
+    def copied(self, capacity: int) -> Buffers:
+        """The same for fewer tokens, elsewhere."""
+        layers = tuple((keys[:, :, :capacity].clone(), values[:, :, :capacity].clone()) for keys, values in self.layers)
+        return Buffers(layers, None if self.hidden is None else self.hidden[:capacity].clone())
 
 
 class RollbackLayer(CacheLayerMixin):
@@ -79,6 +104,15 @@ class RollbackLayer(CacheLayerMixin):
                 new[:, :, : old.shape[2]] = old  # all of it: a tree may lie behind what is held
             self.keys, self.values = buffers
         self.capacity = capacity
+
+    def lie_in(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold what is held in these buffers."""
+        for new, old in ((keys, self.keys), (values, self.values)):
+            if old is not None:
+                held = min(new.shape[2], old.shape[2])
+                new[:, :, :held] = old[:, :, :held]  # all of it: a tree may lie behind what is held
+        self.keys, self.values, self.capacity = keys, values, keys.shape[2]
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def copy_prefix(self, other: RollbackLayer, length: int) -> None:
         """Hold the first ``length`` tokens of ``other``; the capacity suffices."""
@@ -197,7 +231,6 @@ class RollbackCache(Cache):
         self.states = States(states) if states else None
         self.keeps = keeps
         self._hidden: torch.Tensor | None = None  # (capacity, width), from the first pass on
-        self.recordings: dict[Any, Any] = {}  # passes that are recorded over these buffers
         self._room = 0  # tokens that were reserved for
 
     @property
@@ -277,10 +310,24 @@ class RollbackCache(Cache):
         """Tokens that the buffers of every layer hold."""
         return min((layer.capacity for layer in self._attention), default=self._room)
 
-    @property
-    def total_capacity(self) -> int:
-        """``capacity`` added up over the layers: another number where any layer has another buffer."""
-        return sum(layer.capacity for layer in self._attention)
+    def buffers(self) -> Buffers:
+        """Where it lies; behind its first pass."""
+        layers = ((layer.keys, layer.values) for layer in self._attention)
+        return Buffers(tuple((k, v) for k, v in layers if k is not None and v is not None), self._hidden)
+
+    def lies_in(self, buffers: Buffers) -> bool:
+        """Whether it lies there: it has not grown out of any of them."""
+        pairs = zip(self._attention, buffers.layers, strict=True)
+        return self._hidden is buffers.hidden and all(layer.keys is keys for layer, (keys, _) in pairs)
+
+    def lie_in(self, buffers: Buffers) -> None:
+        """Hold what is held there from now on; they are large enough, and nobody else's."""
+        for layer, (keys, values) in zip(self._attention, buffers.layers, strict=True):
+            layer.lie_in(keys, values)
+        if buffers.hidden is not None and self._hidden is not None:
+            held = min(len(buffers.hidden), len(self._hidden))
+            buffers.hidden[:held] = self._hidden[:held]
+        self._hidden = buffers.hidden
 
     def advance(self, count: int) -> None:
         """``count`` tokens have been written by a recorded or a joint pass."""
@@ -316,7 +363,7 @@ class RollbackCache(Cache):
             buffers.append((self._hidden, 0))
         for buffer, axis in buffers if moved < len(path) else ():
             assert buffer is not None
-            at = torch.tensor(path[moved:], device=buffer.device) + begin
+            at = uploaded(path[moved:], torch.long, buffer.device) + begin
             buffer.narrow(axis, begin + moved, len(at)).copy_(buffer.index_select(axis, at))
         self.advance(len(path))
 

@@ -21,6 +21,7 @@ from adaptive.engines.hf import joint as hf_joint
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.calls import recurrent_pass, watch
 from adaptive.engines.hf.features import FeatureHooks
+from adaptive.engines.hf.generation import end_tokens, recommended_sampling, weights
 from adaptive.engines.hf.graphs import SIZES, RecordedPasses
 from adaptive.engines.hf.guard import disagreement, unused_cache
 from adaptive.engines.hf.kinds import Kinds
@@ -28,6 +29,7 @@ from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.engines.hf.plain import PlainSequence
 from adaptive.engines.hf.switching import SwitchingSequence, rope_border
 from adaptive.engines.protocol import (
+    Chooser,
     ExtendCall,
     Judgement,
     Memory,
@@ -43,7 +45,6 @@ from adaptive.engines.threads import ThreadChoice
 from adaptive.engines.tree import NO_TREE, TokenTree
 from adaptive.errors import AdaptiveError
 from adaptive.tokens import Ids, Rows, as_tensor, moved
-from adaptive.types import SamplingParams
 
 # Tokens scored in one forward of a long prompt. Larger needs more memory for attention scores and
 # leaves a person waiting longer between two looks at ctrl-C; smaller reads the weights more often.
@@ -82,6 +83,22 @@ class TransformersSequence:
     def reserve(self, length: int) -> None:
         """Reserve capacity for ``length`` tokens in all; see the protocol."""
         reserve(self.cache, min(length, self.engine.context_length))
+
+    def prepare(self, length: int, chooser: Chooser | None = None) -> None:
+        """Have passes recorded where they are; see the protocol."""
+        if self.engine.recorded is not None and isinstance(self.cache, RollbackCache):
+            self.engine.recorded.ready(self.cache, min(length, self.engine.context_length), chooser)
+
+    def choose(self, tokens: Ids, chooser: Chooser) -> None:
+        """Extend, and choose the next token; see the protocol."""
+        engine = self.engine
+        if engine.records_at(self.cache):
+            with torch.inference_mode():
+                given = moved(as_tensor(tokens), engine.device)
+                if engine.recorded(given, 1, self.cache, chooser) is not None:  # type: ignore[misc, arg-type]
+                    self.tree = NO_TREE
+                    return
+        chooser(self.extend(tokens, 1))
 
     def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
@@ -208,14 +225,14 @@ class TransformersEngine:
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.context_length: int = getattr(config, "max_position_embeddings", None) or 2**31
         self.device = torch.device(str(model.get_input_embeddings().weight.device))
-        self.end_tokens = _end_tokens(model)
-        self.sampling = _recommended_sampling(model)
+        self.end_tokens = end_tokens(model)
+        self.sampling = recommended_sampling(model)
         self.adapter = MergedAdapter(model)
         self.cpu_forward = (cpu_forward(model, int8=True) if int8 else None) or cpu_forward(model)
         if self.cpu_forward is not None:
             self.adapter.listeners.append(self.cpu_forward.refresh)
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
-        self.weights = "int8" if rounded else _weights(model)
+        self.weights = "int8" if rounded else weights(model)
         self._features = FeatureHooks(self.model)
         gives = self.cpu_forward is not None or self._features.norm is not None
         self.feature_width: int = config.hidden_size if gives else 0
@@ -296,12 +313,16 @@ class TransformersEngine:
         if isinstance(cache, CpuCache):
             assert self.cpu_forward is not None
             return self.cpu_forward(tokens, rows, cache)
-        # A recorded pass is filled up with tokens, which must not take it behind a border.
-        if self.recorded is not None and not (self._border or 0) - SIZES[-1] <= cache.length < (self._border or -1):
+        if self.recorded is not None and self.records_at(cache):
             recorded = self.recorded(tokens, rows, cache)
             if recorded is not None:
                 return recorded
         return self.eager(tokens, rows, cache)
+
+    def records_at(self, cache: CpuCache | RollbackCache) -> bool:
+        """Whether a pass behind what the cache holds may be a recorded one: it is filled up with tokens, which must not
+        take it behind a border."""
+        return self.recorded is not None and not (self._border or 0) - SIZES[-1] <= cache.length < (self._border or -1)
 
     def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
         """The same by the model's own forward, as it comes."""
@@ -334,7 +355,7 @@ class TransformersEngine:
         distinct(calls)
         some = [call for call in calls if self._is_part(call)] if self.joint else []
         if len(some) < 2:
-            return one_after_another(calls)
+            return one_after_another(calls, self.recorded is not None)
         found = dict(zip(map(id, some), self.joint_pass(some), strict=True))
         return [found[id(c)] if id(c) in found else c.sequence.extend(c.tokens, c.rows, c.parents) for c in calls]
 
@@ -410,41 +431,3 @@ def _grown(call: ExtendCall) -> TokenTree | None:
     sequence: Any = call.sequence
     tree: TokenTree = sequence.tree.grown(call.parents)
     return tree
-
-
-def _weights(model: PreTrainedModel) -> str:
-    """In what kind of numbers a model's own forward has them."""
-    kind = getattr(model, "quantization_method", None) or model.dtype
-    eight = getattr(getattr(model.config, "quantization_config", None), "load_in_8bit", False)
-    return str(getattr(kind, "value", kind)).removeprefix("torch.") + ("-int8" if eight else "")
-
-
-def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """The checkpoint's end-of-sequence ids; a generation config may name several."""
-    ends = model.generation_config.eos_token_id if model.generation_config else None
-    if ends is None:
-        ends = model.config.get_text_config().eos_token_id
-    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-
-
-# Where a checkpoint recommends nothing: lively, and without the tail that small models get lost in.
-FALLBACK_SAMPLING = SamplingParams(temperature=0.7)
-
-
-def _recommended_sampling(model: PreTrainedModel) -> SamplingParams:
-    """The sampling defaults in ``generation_config.json``, if it asks for sampling at all."""
-    config = model.generation_config
-    if config is None or not config.do_sample:
-        return FALLBACK_SAMPLING
-
-    def said(name: str, default: float) -> float:
-        value = getattr(config, name, None)
-        return default if value is None else value
-
-    return SamplingParams(
-        temperature=said("temperature", FALLBACK_SAMPLING.temperature),
-        top_k=int(said("top_k", 0)),
-        top_p=said("top_p", 1.0),
-        min_p=said("min_p", 0.0),
-        repetition_penalty=said("repetition_penalty", 1.0),
-    )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from adaptive.engines.protocol import Memory, Sequence, no_trees
+from adaptive.engines.protocol import Chooser, Memory, Sequence, no_trees
 from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Ids, as_tensor
 
@@ -37,6 +37,9 @@ class OneCache(Sequence, Protocol):
 
     def extend_at_once(self, tokens: Ids, rows: int) -> torch.Tensor:
         """``extend`` in one pass, however many tokens they are."""
+
+    def prepare(self, length: int, chooser: Chooser | None = None) -> None:
+        """Of ``Prepares``."""
 
 
 class SwitchingSequence:
@@ -66,6 +69,11 @@ class SwitchingSequence:
         self._short.reserve(min(length, self.border))
         if self._long.length:
             self._long.reserve(length)
+
+    def prepare(self, length: int, chooser: Chooser | None = None) -> None:
+        """Of the cache that most of the text will be in; see the protocol."""
+        held = self._short if length <= self.border else self._long
+        held.prepare(length, chooser)
 
     def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""

@@ -1,0 +1,45 @@
+"""What a checkpoint says of its own use: what ends its answers, how to sample from it, in what numbers it is."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from adaptive.types import SamplingParams
+
+
+def weights(model: PreTrainedModel) -> str:
+    """In what kind of numbers a model's own forward has them."""
+    kind = getattr(model, "quantization_method", None) or model.dtype
+    eight = getattr(getattr(model.config, "quantization_config", None), "load_in_8bit", False)
+    return str(getattr(kind, "value", kind)).removeprefix("torch.") + ("-int8" if eight else "")
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """The checkpoint's end-of-sequence ids; a generation config may name several."""
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    if ends is None:
+        ends = model.config.get_text_config().eos_token_id
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+# Where a checkpoint recommends nothing: lively, and without the tail that small models get lost in.
+FALLBACK_SAMPLING = SamplingParams(temperature=0.7)
+
+
+def recommended_sampling(model: PreTrainedModel) -> SamplingParams:
+    """The sampling defaults in ``generation_config.json``, if it asks for sampling at all."""
+    config = model.generation_config
+    if config is None or not config.do_sample:
+        return FALLBACK_SAMPLING
+
+    def said(name: str, default: float) -> float:
+        value = getattr(config, name, None)
+        return default if value is None else value
+
+    return SamplingParams(
+        temperature=said("temperature", FALLBACK_SAMPLING.temperature),
+        top_k=int(said("top_k", 0)),
+        top_p=said("top_p", 1.0),
+        min_p=said("min_p", 0.0),
+        repetition_penalty=said("repetition_penalty", 1.0),
+    )
