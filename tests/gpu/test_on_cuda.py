@@ -1,0 +1,186 @@
+"""What decoding does on a CUDA device and nowhere else: recorded graphs, a queue that is waited for once a round,
+memory of its own. Exactness is held by the parts of ``benchmarks/gpu.py`` that check it, on tiny models."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BUNDLED, Command
+from gpu_parts import plan
+from gpu_parts.models import Workshop
+from gpu_parts.scale import TINY
+from gpu_parts.work import Bench, Budget
+from test_cpu_forward import CONFIGS, made, text
+from test_cuda_graphs import (  # noqa: F401 - which run here on the device
+    test_a_proposal_over_recorded_steps_is_the_one_over_eager_steps,
+    test_every_conversation_is_replayed_by_the_same_recordings,
+    test_other_texts_and_adapters_reuse_the_recordings,
+    test_recorded_passes_equal_the_models_own,
+    test_what_was_not_prepared_is_eager_and_right,
+)
+
+from adaptive.assistant import Assistant
+from adaptive.control.confidence import CENTRES
+from adaptive.control.costs import LONGEST
+from adaptive.control.policy import FixedLength
+from adaptive.control.stopping import Stopping
+from adaptive.decoding.loop import speculative_round
+from adaptive.decoding.verifier import Verifier
+from adaptive.devices import device_bytes
+from adaptive.drafting.model import ModelDrafter, prepare
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.hf.graphs import SIZES
+from adaptive.pair import load_pair
+from adaptive.sampling import LogitsProcessor
+from adaptive.settings import load_settings
+from adaptive.types import SamplingParams, StopParams
+from trainers.worker import memory_is_short
+
+# One process has the device to itself.
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that torch can use"),
+    pytest.mark.xdist_group("gpu"),
+]
+
+DEVICE = torch.device("cuda:0")
+EXACT = ("greedy-float32", "sampled", "graphs", "swap", "short-memory", "architectures", "greedy-bfloat16")
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9),
+    SamplingParams(temperature=1.1, top_k=20, top_p=0.9, min_p=0.02),
+    SamplingParams(temperature=0.9, seed=5),
+]
+IDS = ["greedy", "sampled", "cut", "seeded"]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    workshop = Workshop(TINY, DEVICE)
+    yield Bench(TINY, DEVICE, workshop, Budget(30.0), tmp_path)
+    workshop.clear()
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_decoding_is_exact(name: str, bench: Bench) -> None:
+    part = next(part for part in plan.PARTS if part.name == name)
+    assert part.run(bench)  # which raises where it is not
+
+
+def recorded(name: str, dtype: torch.dtype = torch.float32) -> tuple[TransformersEngine, TransformersEngine]:
+    """The same model with recorded passes and without."""
+    model = made(name, dtype).to(DEVICE)
+    engines = TransformersEngine(model), TransformersEngine(model)
+    for engine in engines:
+        engine.cpu_forward = None
+    engines[0].record()
+    return engines
+
+
+def drafting(engine: TransformersEngine, params: SamplingParams) -> ModelDrafter:
+    """With the same random numbers each time."""
+    processor = LogitsProcessor(params, engine.vocab_size, DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    return ModelDrafter(engine.sequence(), engine, engine.vocab_size, params, processor, generator)
+
+
+def stopping() -> Stopping:
+    """By which some proposals end early."""
+    found = Stopping(LONGEST)
+    found.decide(CENTRES, CENTRES, [0.02] * LONGEST, [0.04] * (LONGEST - 1))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_size_is_captured_and_gives_the_eager_logits(name: str, dtype: torch.dtype) -> None:
+    ours, eager = recorded(name, dtype)
+    one, other = ours.sequence(), eager.sequence()
+    one.prepare(100)
+    passes = ours.recorded
+    assert passes is not None
+    assert passes.problem is None
+    assert {which.size for which in passes.recordings} == set(SIZES)
+    assert all(recording._graph is not None for recording in passes.recordings.values())
+    for sequence in (one, other):
+        sequence.extend(text(30), 1)
+    tolerance = 1e-4 if dtype is torch.float32 else 0.05
+    for count in (1, 2, 4, 8, 16, 1):
+        found, right = one.extend(text(count), count).float(), other.extend(text(count), count).float()
+        assert float((found - right).norm() / right.norm()) < tolerance
+    assert passes.replayed == 6
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["by confidence", "of one length"])
+@pytest.mark.parametrize("params", PARAMS, ids=IDS)
+def test_the_device_is_waited_for_once_a_round(params: SamplingParams, asked: bool) -> None:
+    """By torch's own count of calls that wait: the verdict's transfer. (What a step found comes by an event, while the
+    next step is under way.)"""
+    target, draft = recorded("qwen3")[0], recorded("qwen3")[0]
+    processor = LogitsProcessor(params, target.vocab_size, DEVICE)
+    verifier = Verifier(params, processor, torch.Generator(DEVICE).manual_seed(1))
+    held, drafter, advise = target.sequence(), drafting(draft, params), stopping() if asked else None
+    prepare(held, drafter, 20, 80, advise)
+    committed = text(20).tolist()
+
+    def a_round() -> int:
+        return speculative_round(held, drafter, verifier, committed, 4, advise)[0].drafted
+
+    with torch.inference_mode():
+        for _ in range(3):  # random numbers come 256 at a time, libraries are loaded
+            a_round()
+        for _ in range(5):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    a_round()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            waited = [str(one.message) for one in said if "synchroniz" in str(one.message)]
+            assert len(waited) == 1, waited
+
+
+def test_nothing_is_recorded_while_an_answer_is_under_way(tmp_path: Path) -> None:
+    pair = load_pair(load_settings({"device": "cuda:0", "cuda_graphs": "auto", "state_dir": str(tmp_path)}))
+    target, draft = pair.target, pair.draft
+    assert isinstance(target, TransformersEngine)
+    assert isinstance(draft, TransformersEngine)
+    assistant, counts = Assistant(pair, FixedLength(3), None), []
+    for number, prompt in enumerate(("Hello", "Tell me of the sea.", "Hello")):
+        steps = assistant.complete(prompt, SamplingParams(), StopParams(200, ignore_eos=True))
+        next(steps)
+        before = [len(engine.recorded.recordings) for engine in (target, draft) if engine.recorded is not None]
+        for _ in steps:
+            pass
+        after = [len(engine.recorded.recordings) for engine in (target, draft) if engine.recorded is not None]
+        assert after == before
+        counts.append(after)
+        assert number == 0 or counts[-1] == counts[0]
+
+
+def test_a_command_answers_over_recorded_passes(adaptive: Command) -> None:
+    named = ["--device", "cuda:0", "--temperature", "0", "--max-new-tokens", "40", "--no-record", "--json"]
+    answers = [adaptive("generate", "Hello", *named, "--cuda-graphs", graphs)[:2] for graphs in ("auto", "off")]
+    assert answers[0][0] == answers[1][0] == 0
+
+
+def test_a_draft_beside_on_the_processor_proposes_for_a_target_on_the_device(adaptive: Command) -> None:
+    named = ["--temperature", "0", "--max-new-tokens", "40", "--no-record", "--dtype", "float32"]
+    ways = [("cuda:0", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cuda:0")]
+    answers = {adaptive("generate", "Hello", "--device", a, "--draft-device", b, *named)[1] for a, b in ways}
+    assert len(answers) == 1
+
+
+def test_memory_is_counted_on_the_device(adaptive: Command) -> None:
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    held = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
+    del held  # torch keeps it, and the program can have it
+    assert abs(device_bytes("cuda:0") - free) < 512 << 20
+    assert not memory_is_short() or free < total // 10
+    code, out, _ = adaptive("doctor", "--device", "cuda:0", "--json", "--target", str(BUNDLED / "target"))
+    assert code == 0
+    assert "memory of cuda:0" in out
