@@ -130,7 +130,7 @@ def test_a_heads_queued_proposal_is_the_one_made_by_reading_every_step(params: S
     assert len(lengths) > 2
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_h1"])
 def test_a_step_behind_the_end_is_taken_back_from_a_recurrent_state_too(kind: str) -> None:
     found = []
     for queues in (True, False):

@@ -173,7 +173,7 @@ def need(source: Source, settings: Settings, device: str, draft: bool = False) -
     parameters = {id(one): one for one in model.parameters()}.values()
     numbers = sum(one.numel() for one in parameters)
     weights = sum(int(one.numel() * _bytes(name, one, chosen, model)) for name, one in model.named_parameters())
-    if getattr(config, "quantization_config", None) is not None:  # it came so, and is about as large as its files
+    if chosen.held is not None and not chosen.held.dense:  # about as large as its files
         weights = weight_bytes(source)
     return Need(where, weights, token, numbers)
 
