@@ -18,6 +18,7 @@ from adaptive.answering import Answering, Question
 from adaptive.caches import Conversation, Conversations
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import Memory
+from adaptive.control.nodes import NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy, Scope
 from adaptive.decoding.loop import Decoding, Request, Step
 from adaptive.decoding.text import TextStream
@@ -41,14 +42,18 @@ def length_policy(
     memory: Memory | None = None,
     attentive: bool = True,
     clock: Callable[[], float] = time.perf_counter,
+    trees: bool = False,
 ) -> LengthPolicy:
-    """The policy that ``--draft-length`` names; ``auto`` starts from ``memory``, if there is one.
+    """The policy that ``--draft-length`` names; ``auto`` starts from ``memory``, if there is one, and where ``trees``
+    pay chooses how many nodes they have.
 
     ``attentive`` and ``clock`` as in ``LengthPolicy``. Raises AdaptiveError as ``fixed_draft_length``.
     """
     fixed = fixed_draft_length(settings.draft_length)
     if fixed is not None:
         return FixedLength(*fixed)
+    if trees:
+        return NodesByCost()
     if memory is not None:
         return memory.policy(attentive, settings.history != "off", clock)
     return GoodputLength(attentive=attentive, clock=clock)

@@ -23,6 +23,7 @@ from adaptive.control.bounds import bounded, doubtful, with_neighbours
 from adaptive.control.costs import LONGEST, CostTable, from_samples
 from adaptive.control.goodput import GoodputLength
 from adaptive.engines.cpu.kernels import library
+from adaptive.engines.load import Forward, forward_of
 from adaptive.machine import Load, LoadMeter
 from adaptive.pair import Pair
 from adaptive.timed_rounds import CATCH_UP, LENGTHS, PLACES, Kind, Samples, TimedRounds, by_tokens, low, thread_counts
@@ -72,6 +73,13 @@ def where_it_runs(pair: Pair) -> str:
     return " ".join(
         f"{engine.name}:{engine.weights}:{engine.device}:{torch.get_num_threads()}:{kernels}" for engine in engines
     )
+
+
+def trees_pay(pair: Pair) -> bool:
+    """Whether the target's passes take what reading its weights takes, so that trees may be verified for nothing."""
+    draft = pair.draft
+    can = draft is not None and draft.trees and pair.target.trees
+    return can and forward_of(pair.target) is Forward.STREAMED
 
 
 def attentive_on(pair: Pair) -> bool:

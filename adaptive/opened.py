@@ -18,7 +18,7 @@ from adaptive.control.policy import FixedLength
 from adaptive.drafting.archive import Archive, History
 from adaptive.drafting.model import warm_up
 from adaptive.engines.load import Forward, forward_of
-from adaptive.measure import attentive_on
+from adaptive.measure import attentive_on, trees_pay
 from adaptive.pair import Pair
 from adaptive.records.features import spool_of
 from adaptive.records.retention import Keep
@@ -64,7 +64,7 @@ def opened(
     """
     state = open_state(settings.state_dir, pair.identity.id)
     memory = last_memory(state.controller, pair)
-    policy = length_policy(settings, memory, attentive_on(pair), pair.clock)
+    policy = length_policy(settings, memory, attentive_on(pair), pair.clock, trees_pay(pair))
     store = AdapterStore(state.adapters)
     keep = Keep(settings.keep_days, settings.keep_gb)
     spool, after = spool_of(state, settings.feature_gb), store.last_record()

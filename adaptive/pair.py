@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from adaptive.engines import budget
 from adaptive.engines.head.kinds import HeadKind, head_kind, mtp_weights
+from adaptive.engines.identity import IDENTITY_BYTES, weights_hash
 from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
 from adaptive.engines.load import (
     Source,
@@ -44,9 +45,6 @@ BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
 # is grown on it (which is so where only a target is named); that head in the checkpoint; and nothing, so that the
 # target decodes plainly.
 GROW, MTP, PLAIN = "auto", "mtp", "none"
-# Bytes read at either end of a weights file for its identity: enough for the whole safetensors header
-# of any model here, and two checkpoints that differ only in the middle do not occur by training.
-IDENTITY_BYTES = 1 << 20
 # Seconds below which steps of a thread's own clock are fine enough to time rounds by.
 FINE_S = 1e-5
 
@@ -198,28 +196,6 @@ def _folder(name: str, revision: str | None) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith((".", "/")):
         raise AdaptiveError(f"model folder {name} does not exist (and it is not a hub id like owner/name)")
     return hub_folder(name, revision)
-
-
-def weights_hash(folder: Path, needed: bool = True) -> str:
-    """A short hash of config, tokenizer and the weights' identity (names, sizes, first and last megabyte).
-
-    Raises AdaptiveError where there are no weights and they are ``needed``.
-    """
-    digest = hashlib.sha256()
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights and needed:
-        raise AdaptiveError(f"{folder} holds no weights: there is no *.safetensors file in it")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            digest.update((folder / name).read_bytes())
-    for file in weights:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(IDENTITY_BYTES))
-            stream.seek(max(0, size - IDENTITY_BYTES))
-            digest.update(stream.read(IDENTITY_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def _weights_hash(source: Source, needed: bool = True) -> str:
@@ -391,6 +367,8 @@ def _refused(target: Source, settings: Settings) -> str | None:
     from adaptive.engines.head.module import unsuitable
 
     reason = unsuitable(read_config(target, settings).get_text_config())
+    if reason is None and settings.memory is not None:
+        reason = "no head is grown on a target whose layers are on disk (--memory)"
     if reason is not None and settings.draft == GROW:
         raise AdaptiveError(f"{reason}; name another draft, or --draft {PLAIN}")
     return reason

@@ -51,6 +51,7 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     quantize: Quantisation = "none"
     draft_quantize: DraftQuantisation = "auto"
+    memory: str | None = None
     cuda_graphs: Literal["auto", "off"] = "off"
     revision: str | None = None
     draft_revision: str | None = None
@@ -96,6 +97,8 @@ class Settings(BaseSettings):
         )
         StopParams(self.max_new_tokens)
         fixed_draft_length(self.draft_length)
+        if self.memory is not None:
+            memory_bytes(self.memory)
         if self.slots != "auto" and not (self.slots.isdigit() and 1 <= int(self.slots) <= MOST_SLOTS):
             raise AdaptiveError(f"slots is {self.slots!r}; it must be auto or a number from 1 to {MOST_SLOTS}")
         training_window(self.distill)
@@ -155,6 +158,15 @@ def fixed_draft_length(said: str) -> tuple[int, bool] | None:
         known = f"auto, a number from 0 to 64, or tree:N with N from 1 to {MOST_NODES}"
         raise AdaptiveError(f"draft_length is {said[:80]!r}; it must be {known}")
     return int(number), tree
+
+
+def memory_bytes(said: str) -> int:
+    """Bytes of a size such as ``4GB``, ``1.5GiB`` or ``800MB``. Raises AdaptiveError for what is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG])(i?)B", said.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise AdaptiveError(f"memory is {said[:80]!r}; it must be a size such as 4GB, 1.5GiB or 800MB")
+    step = 1024 if found[3] else 1000
+    return int(float(found[1]) * step ** (2 if found[2].upper() == "M" else 3))
 
 
 def training_window(policy: str) -> tuple[int, int] | None:

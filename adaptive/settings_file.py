@@ -21,8 +21,8 @@ from checkpoints import files
 # setting is not among them until somebody has thought about it.
 HARMLESS = frozenset(
     {
-        "device", "draft_device", "dtype", "quantize", "draft_quantize", "cuda_graphs", "draft_length", "seed",
-        "history", "slots",
+        "device", "draft_device", "dtype", "quantize", "draft_quantize", "memory", "cuda_graphs", "draft_length",
+        "seed", "history", "slots",
         "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
         "frequency_penalty", "record", "name", "port", "queue", "max_body_mb", "cache_mb", "threads", "distill",
         "distill_after", "distill_idle_seconds", "distill_seconds", "distill_nice",

@@ -235,7 +235,8 @@ def base_of(settings: Settings, manifest: Manifest) -> Source:
 
     Raises AdaptiveError where that is not there any more, or holds other weights.
     """
-    from adaptive.pair import sources, trained_draft, weights_hash
+    from adaptive.engines.identity import weights_hash
+    from adaptive.pair import sources, trained_draft
 
     named = trained_draft(settings) if settings.draft is not None else None
     if named is None:

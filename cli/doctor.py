@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
 
 
-@shared_options("target", "draft", "draft_checkpoint", "device", "draft_device", "dtype", "quantize", "draft_quantize")
+@shared_options(
+    "target", "draft", "draft_checkpoint", "device", "draft_device", "dtype", "quantize", "draft_quantize", "memory"
+)
 def doctor(settings: Settings, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """What this machine has, what will be used, and what is missing. Exit status 1 if something needed is broken.
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from adaptive.engines.hf.kinds import Kinds
     from adaptive.engines.hf.quantised import Quantised
     from adaptive.engines.hf.tried import Tried
-    from adaptive.engines.load import Forward, Source
+    from adaptive.engines.load import Choice, Forward, Source
     from adaptive.settings import Settings
 
 
@@ -140,6 +140,8 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
         yield Finding("used", f"{role} forward", "ok", f"{chosen.forward.value} ({chosen.weights}{quantised})")
         if not is_draft:
             yield _at_once(chosen.forward)
+            if settings.memory is not None:
+                yield _streamed(source, settings, chosen)
         if chosen.quantize == "nf4":
             yield _four_bits(role, source, settings)
         if source.gguf is None and not source.head:
@@ -171,12 +173,31 @@ def _memory(settings: Settings) -> Iterator[Finding]:
         yield Finding("used", f"memory of {found.device}", status, found.text, advice)
 
 
+def _streamed(source: Source, settings: Settings, chosen: Choice) -> Finding:
+    """Whether the target's packed weights are on the disk, or where there is room for them."""
+    import shutil
+
+    from adaptive.engines.load import weight_bytes
+    from adaptive.engines.streamed.packed import packed_folder
+
+    where = packed_folder(settings.state_dir, source.folder, chosen.weights)
+    if where.exists():
+        return Finding("used", "streamed weights", "ok", f"within {settings.memory}, packed in {where}")
+    there = next(folder for folder in where.parents if folder.exists())
+    free, said = shutil.disk_usage(there).free, f"within {settings.memory}, to be packed into {where}"
+    if free < weight_bytes(source):
+        advice = "make room there, or choose another folder with --state-dir"
+        return Finding("used", "streamed weights", "broken", f"{said}, where {size(free)} are free", advice)
+    return Finding("used", "streamed weights", "ok", said)
+
+
 def _at_once(forward: Forward) -> Finding:
     """How many answers a server can decode in one pass of the target."""
     from adaptive.engines.load import Forward
 
     said = {
         Forward.CPU_FUSED: "several, with adaptive serve --slots",
+        Forward.STREAMED: "several, with adaptive serve --slots",
         Forward.TRANSFORMERS: "several, where a try shows it when the model is loaded",
         Forward.CUDA_GRAPHS: "several, where a try shows it when the model is loaded",
     }

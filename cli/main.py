@@ -28,6 +28,7 @@ from cli import (
     generate,
     history,
     learn,
+    packed,
     publish,
     records,
     serve,
@@ -80,6 +81,7 @@ app.command()(export.export)
 app.command()(publish.publish)
 app.command()(doctor.doctor)
 app.add_typer(records.app, name="records")
+app.add_typer(packed.app, name="packed")
 app.add_typer(service.app, name="service")
 app.add_typer(config.app, name="config")
 

@@ -62,6 +62,13 @@ SHARED: dict[str, Any] = {
     ],
     "revision": Annotated[Optional[str], typer.Option(help="Hub revision of the target.", rich_help_panel=MODELS)],
     "draft_revision": Annotated[Optional[str], typer.Option(help="Hub revision of the draft.", rich_help_panel=MODELS)],
+    "memory": Annotated[
+        Optional[str],
+        typer.Option(
+            help="Most that the target's weights may take, say 4GB; layers beyond are read from disk (CPU).",
+            rich_help_panel=MODELS,
+        ),
+    ],
     "trust_remote_code": Annotated[
         Optional[bool],
         typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.", rich_help_panel=MODELS),

@@ -15,10 +15,11 @@ from gguf_pair import engine, write, write_bundled
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from adaptive.engines.identity import weights_hash
 from adaptive.engines.llamacpp.model import LlamaModel
 from adaptive.engines.llamacpp.tokenizer import GgufTokenizer
 from adaptive.errors import AdaptiveError
-from adaptive.pair import load_draft_for_training, load_pair, pair_identity, trained_draft, weights_hash
+from adaptive.pair import load_draft_for_training, load_pair, pair_identity, trained_draft
 from adaptive.settings import Settings, load_settings
 from adaptive.state import open_state
 from checkpoints.manifest import BaseDraft, TrainedOn

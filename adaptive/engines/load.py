@@ -19,7 +19,7 @@ from adaptive.devices import choose_device, quantisation
 from adaptive.engines.head.kinds import HeadKind
 from adaptive.engines.llamacpp.files import load_gguf
 from adaptive.errors import AdaptiveError, first_line
-from adaptive.settings import Quantisation, Settings
+from adaptive.settings import Quantisation, Settings, memory_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -58,13 +58,14 @@ class Forward(Enum):
     CPU_FUSED = "our own on a CPU, a pass in one native call"
     CPU_NATIVE = "our own on a CPU, native linear layers"
     CPU_TORCH = "our own on a CPU, torch's operations over packed weights"
+    STREAMED = "our own on a CPU, layers that do not fit read from disk"
     CUDA_GRAPHS = "transformers' own, short passes replayed as CUDA graphs"
     TRANSFORMERS = "transformers' own"
 
     @property
     def own(self) -> bool:
         """Whether it is our own arithmetic and cache."""
-        return self in OWN.values()
+        return self is Forward.STREAMED or self in OWN.values()
 
 
 OWN = {"fused": Forward.CPU_FUSED, "native": Forward.CPU_NATIVE, "torch": Forward.CPU_TORCH}
@@ -102,6 +103,8 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
     or whose weights differ in dtype, it is transformers' own instead (``forward_of`` says what it became). Raises
     AdaptiveError for a device that is not there, a config that cannot be read, or weights in a format that cannot be.
     """
+    if settings.memory is not None and not draft:
+        return _streamed_choice(source, settings, device)
     if source.gguf is not None:
         return Choice(Forward.LLAMA_CPP, device)
     import torch
@@ -162,6 +165,31 @@ def check_readable(source: Source, settings: Settings, device: str, draft: bool 
         held_as(source, read_config(source, settings), choose_device(device), draft)
 
 
+def _streamed_choice(source: Source, settings: Settings, device: str) -> Choice:
+    """How a target runs whose weights take no more than ``--memory``. Raises AdaptiveError where it cannot."""
+    import torch
+
+    from adaptive.engines.cpu.plan import forward_kind
+
+    if source.gguf is not None:
+        raise AdaptiveError("--memory is for checkpoints; llama.cpp reads a GGUF file as it needs it, leave it out")
+    where = choose_device(device)
+    if where != "cpu":
+        raise AdaptiveError(f"--memory is for targets on the CPU, and this one runs on {where}; add --device cpu")
+    if source.quantize == "nf4":
+        raise AdaptiveError("--memory goes with --quantize int8 or none; nf4 weights are not streamed")
+    config, int8 = read_config(source, settings), source.quantize == "int8"
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise AdaptiveError(f"{source.id} is a mixture of experts, which is not read from disk; leave --memory out")
+    dtype = choose_dtype(settings, where, config)
+    if forward_kind(class_name(config), config, dtype, torch.device(where), int8) != "fused":
+        raise AdaptiveError(
+            f"--memory is for targets whose passes are one native call here (docs/streamed.md), and {source.id} in "
+            f"{'int8' if int8 else str(dtype).removeprefix('torch.')} is none; leave it out"
+        )
+    return Choice(Forward.STREAMED, where, dtype, int8)
+
+
 def beside_eagle(chosen: Choice) -> tuple[Choice, Choice]:
     """How a target that would run as ``chosen`` runs where an EAGLE-3 head reads its layers, and how the head does."""
     target, head = chosen.forward, Forward.TRANSFORMERS
@@ -180,7 +208,7 @@ def forward_of(engine: Engine) -> Forward:
     if not isinstance(engine, TransformersEngine | HeadEngine):
         return Forward.LLAMA_CPP
     if engine.cpu_forward is not None:
-        return OWN[engine.cpu_forward.kind]
+        return OWN[engine.cpu_forward.kind] if engine.cpu_forward.plan.stream is None else Forward.STREAMED
     passes = engine if isinstance(engine, TransformersEngine) else engine.passes
     return Forward.TRANSFORMERS if passes.recorded is None else Forward.CUDA_GRAPHS
 
@@ -265,6 +293,8 @@ def load_engine(
 def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[float], None]) -> Engine:
     if source.gguf is not None:
         return load_gguf(source.gguf, settings, chosen.device, tell)
+    if chosen.forward is Forward.STREAMED:
+        return _streamed(source, settings, chosen, tell)
     from adaptive.engines.hf import tried
     from adaptive.engines.hf.engine import TransformersEngine
 
@@ -284,6 +314,15 @@ def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[
     return engine
 
 
+def _streamed(source: Source, settings: Settings, chosen: Choice, tell: Callable[[float], None]) -> Engine:
+    from adaptive.engines.streamed.engine import load_streamed
+
+    assert settings.memory is not None
+    assert chosen.dtype is not None
+    config, most = read_config(source, settings), memory_bytes(settings.memory)
+    return load_streamed(source.folder, config, chosen.dtype, chosen.int8, most, settings.state_dir, tell)
+
+
 def load_head(source: Source | None, settings: Settings, target: Engine) -> HeadEngine:
     """The head of that checkpoint on a loaded target, or for None the one that is to be grown on it, as it starts.
 
@@ -299,6 +338,10 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
         raise AdaptiveError(
             f"a head reads the target's hidden states, and this target, run by {target.name}, gives none; "
             "use its Hugging Face checkpoint, or another draft"
+        )
+    if settings.memory is not None:
+        raise AdaptiveError(
+            "a head is made of layers of its target, which --memory leaves on disk; name a model, or --draft none"
         )
     where = settings.draft_device
     if where is not None and torch.device(choose_device(where)) != target.device:

@@ -40,6 +40,9 @@ from adaptive.tokens import Rows, address
 # Tokens in one native call. More reads the weights less often, which arithmetic hides from some twenty on; fewer needs
 # less memory for activations, and looks for ctrl-C more often.
 MANY = 128
+# The same where layers are read from disk, which hides the arithmetic of some hundred tokens. More need more memory for
+# activations, of which these take 100 MB in a model of 14B parameters.
+MANY_STREAMED = 512
 # Where linear layers are oneDNN's, a prompt is filled up to a multiple of so many tokens: oneDNN makes a kernel for
 # every number of rows and keeps it, on the bundled target 1.6 MB a number and 250 MB after 160 prompts. Higher
 # computes more rows for nothing.
@@ -150,7 +153,7 @@ class CpuForward:
         self.check(tokens)
         count, rows, start = len(tokens), len(logits), cache.length
         rope, decoder = self.prepare(start + count, cache), self.native_pass()
-        parts = -(-count // MANY)
+        parts = -(-count // (MANY if self.plan.stream is None else MANY_STREAMED))
         size = -(-count // parts) if parts else 1
         for begin in range(0, count, size):
             end = min(begin + size, count)

@@ -76,4 +76,5 @@ def decoder(plan: Plan, attention: Attention) -> Any:
         fuse=None if fuse is None else native_linear(fuse.linear),
         token_norm=norm(None if fuse is None else fuse.token_norm),
         feature_norm=norm(None if fuse is None else fuse.feature_norm),
+        stream=plan.stream,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import importlib.util
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -185,8 +186,9 @@ class NativeLinear:
     """x (rows, in) to (x @ weight.T + bias) * factor (rows, out), float32 both; the weight's dtype ``multiplies``.
 
     With bfloat16 weights x may be rounded to bfloat16 (as torch's GEMMs would have it), sums not. int8 weights
-    are multiples of ``scales`` (out,); x is rounded to 127 steps up to the largest of its row. ``native`` is the same
-    for the kernels, and stands as long as this does.
+    are multiples of ``scales`` (out,); x is rounded to 127 steps up to the largest of its row. ``parts`` are the packed
+    weight, bias, scales and sums of an output's int8 weights, None for what it has not. ``native`` is the same for the
+    kernels, and stands as long as this does.
     """
 
     def __init__(
@@ -198,15 +200,30 @@ class NativeLinear:
     ) -> None:
         found = library()
         assert found is not None
-        self.outputs, inputs = weight.shape
         parts: list[torch.Tensor | None] = [packed(weight, found), None, None, None]
         if bias is not None:
             parts[1] = bias.float().contiguous()
         if scales is not None:
             parts[2], parts[3] = scales.float().contiguous(), weight.sum(1, dtype=torch.int32)
-        self._parts = parts
-        addresses = [0 if part is None else part.data_ptr() for part in parts]
-        self.native = found.module.Linear(*addresses, inputs, self.outputs, DTYPES[weight.dtype], factor)
+        self.parts = parts
+        self._lies([0 if part is None else part.data_ptr() for part in parts], tuple(weight.shape), weight.dtype, factor)
+
+    @classmethod
+    def at(
+        cls, addresses: Sequence[int], shape: tuple[int, int], dtype: torch.dtype, factor: float = 1.0
+    ) -> NativeLinear:
+        """The same of a weight (out, in) that was packed before: its ``parts`` lie at these addresses, 0 for none, in
+        memory of the caller's."""
+        self = cls.__new__(cls)
+        self.parts = []
+        self._lies(addresses, shape, dtype, factor)
+        return self
+
+    def _lies(self, addresses: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype, factor: float) -> None:
+        found = library()
+        assert found is not None
+        self.outputs, inputs = shape
+        self.native = found.module.Linear(*addresses, inputs, self.outputs, DTYPES[dtype], factor)
 
     def __call__(
         self,

@@ -63,7 +63,7 @@ def _transposed(module: nn.Module, name: str, number: int) -> Callable[[], Weigh
 class Packing:
     """Packs linear layers, or finds those that are packed already."""
 
-    def __init__(self, int8: bool, packed: Iterable[Packed]) -> None:
+    def __init__(self, int8: bool, packed: Iterable[Packed] = ()) -> None:
         self.int8 = int8
         self._packed = {(linear.int8, _memory(linear.modules)): linear for linear in packed}
 

@@ -82,7 +82,8 @@ class Plan:
     ``ropes`` map positions (1, n) to cos and sin as complex numbers (n, head size / 2); ``softcap`` bounds the logits;
     ``names`` gives a module's name in the model, for following adapters; ``fuse`` is how a head reads, None for a model
     that embeds its tokens. ``gated``: ``qkv`` gives a gate for each query behind the values, of what it sees.
-    ``delta``: of the layers that do not attend, if there are any."""
+    ``delta``: of the layers that do not attend, if there are any. ``stream`` (``native/stream.h``) reads the weights of
+    layers that are not in memory."""
 
     layers: tuple[Layer, ...]
     linears: tuple[Packed, ...]
@@ -102,6 +103,7 @@ class Plan:
     fuse: Fuse | None = None
     gated: bool = False
     delta: DeltaSizes | None = None
+    stream: Any = None
 
     @property
     def width(self) -> int:
@@ -147,7 +149,12 @@ def read_plan(model: PreTrainedModel, int8: bool = False, packed: Iterable[Packe
         return None
     if forward_kind(name, model.config, model.dtype, model.device, int8) is None:
         return None
-    return FAMILIES[name](model, Packing(int8, packed))
+    return plan_of(model, Packing(int8, packed))
+
+
+def plan_of(model: PreTrainedModel, pack: Packing) -> Plan:
+    """The plan of a model that one of our forwards computes, whatever ``pack`` makes of its linear layers."""
+    return FAMILIES[type(model).__name__](model, pack)
 
 
 def _recurs(config: Any, dtype: torch.dtype, device: torch.device) -> bool:

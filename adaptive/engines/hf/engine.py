@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from adaptive.engines.checkpoints import REMEMBER_BEFORE
 from adaptive.engines.cpu import joint as cpu_joint
 from adaptive.engines.cpu.cache import CpuCache
-from adaptive.engines.cpu.forward import FEW, cpu_forward
+from adaptive.engines.cpu.forward import FEW, CpuForward, cpu_forward
 from adaptive.engines.hf import joint as hf_joint
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.calls import recurrent_pass, watch
@@ -214,12 +214,12 @@ class TransformersEngine:
 
     ``cpu_forward`` computes what its forward computes, faster, on a CPU and where the architecture is known; elsewhere
     the model's own forward does the arithmetic over a cache of ours. ``int8`` asks for int8 linear layers, which only
-    ``cpu_forward`` has, on some processors; ``weights`` says what came of it.
+    ``cpu_forward`` has, on some processors; ``weights`` says what came of it. ``forward`` is one that was made already.
     """
 
     name = "transformers"
 
-    def __init__(self, model: PreTrainedModel, int8: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, int8: bool = False, forward: CpuForward | None = None) -> None:
         self.model = model.eval()
         config = model.config.get_text_config()
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
@@ -228,7 +228,7 @@ class TransformersEngine:
         self.end_tokens = end_tokens(model)
         self.sampling = recommended_sampling(model)
         self.adapter = MergedAdapter(model)
-        self.cpu_forward = (cpu_forward(model, int8=True) if int8 else None) or cpu_forward(model)
+        self.cpu_forward = forward or (cpu_forward(model, int8=True) if int8 else None) or cpu_forward(model)
         if self.cpu_forward is not None:
             self.adapter.listeners.append(self.cpu_forward.refresh)
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8

@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "delta.h"
 #include "mixture.h"
+#include "stream.h"
 
 namespace {
 
@@ -67,6 +68,7 @@ struct Decoder {
   bool half;     // the embedding is bfloat16
   int32_t vocab;
   Fuse fuse;
+  Stream* stream;  // what reads the weights of some layers, or null
 };
 
 // A row of the embedding, (width,). Half as wide numbers times the factor are rounded to as many bits, as transformers does.
@@ -162,6 +164,7 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
     for (int i = 0; i < n; i++) embed(d, tokens[i], x + size_t(i) * width);
   int attending = 0, recurring = 0;
   for (const Layer& layer : d.layers) {
+    if (d.stream) d.stream->wait(int(&layer - d.layers.data()));
     apply_normed(layer.qkv, x, projected, n, threads, layer.attention_norm);
     for (int i = 0; layer.query_norm.weight && i < n; i++) {
       float *queries = projected + size_t(i) * a.row(), *keys = queries + size_t(a.heads) * a.size;
@@ -189,10 +192,11 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int coun
     add(layer.output, attended, x, n, threads, NONE, layer.after_attention);
     if (layer.mixture) {
       mix(*layer.mixture, layer.mlp_norm, x, n, threads);
-      continue;
+    } else {
+      apply_normed(layer.up, x, both, n, threads, layer.mlp_norm);
+      add(layer.down, both, x, n, threads, d.gate, layer.after_mlp);
     }
-    apply_normed(layer.up, x, both, n, threads, layer.mlp_norm);
-    add(layer.down, both, x, n, threads, d.gate, layer.after_mlp);
+    if (d.stream) d.stream->done(int(&layer - d.layers.data()));
   }
   const float* wanted = x + size_t(n - rows) * width;
   if (count > 1) {

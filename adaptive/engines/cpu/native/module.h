@@ -280,15 +280,26 @@ void bind(nb::module_& m) {
       }, nb::keep_alive<1, 9>(), arg("count"), arg("rows"), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"),
       arg("kept"), arg("tree").none(), arg("recall").none());
 
+  nb::exception<ReadError>(m, "ReadError", nb::module_::import_("adaptive.errors").attr("AdaptiveError").ptr());
+  nb::class_<Section>(m, "Section")
+      .def("__init__", [](Section* self, int64_t offset, int64_t bytes, Address to_) {
+        new (self) Section{offset, bytes, to<char>(to_)};
+      }, arg("offset") = 0, arg("bytes") = 0, arg("to") = 0);
+  nb::class_<Stream>(m, "Stream")
+      .def("__init__", [](Stream* self, int file, const std::vector<Section>& sections, int64_t piece, int readers, nb::object) {
+        new (self) Stream{file, sections, piece, readers};
+      }, nb::keep_alive<1, 6>(), arg("file"), arg("sections"), arg("piece"), arg("readers"), arg("memory"));
+
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", [](Decoder* self, std::vector<Layer> layers, const Attention& attention, const Linear& head,
                           Address embedding, Norm final_norm, float factor, int gate, bool half, int vocab, const Linear* fuse,
-                          Norm token_norm, Norm feature_norm) {
+                          Norm token_norm, Norm feature_norm, Stream* stream) {
         new (self) Decoder{std::move(layers), &attention, &head, to<void>(embedding), final_norm, factor, gate, half, vocab,
-                           {fuse, token_norm, feature_norm}};
-      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 11>(), arg("layers"),
+                           {fuse, token_norm, feature_norm}, stream};
+      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 11>(),
+      nb::keep_alive<1, 14>(), arg("layers"),
       arg("attention"), arg("head"), arg("embedding"), arg("final_norm"), arg("factor"), arg("gate"), arg("half"), arg("vocab"),
-      arg("fuse").none(), arg("token_norm"), arg("feature_norm"))
+      arg("fuse").none(), arg("token_norm"), arg("feature_norm"), arg("stream").none() = nullptr)
       .def("__call__", [](const Decoder& self, const Tokens& tokens, int rows, Address cos_sin, Address caches, int64_t capacity,
                           int start, Address kept, Address given, int known, Address logits, const Recall* recall,
                           int threads) {

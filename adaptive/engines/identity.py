@@ -1,0 +1,34 @@
+"""Which weights a checkpoint's folder holds, told without reading them all."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from adaptive.errors import AdaptiveError
+
+# Bytes read at either end of a weights file for its identity: enough for the whole safetensors header
+# of any model here, and two checkpoints that differ only in the middle do not occur by training.
+IDENTITY_BYTES = 1 << 20
+
+
+def weights_hash(folder: Path, needed: bool = True) -> str:
+    """A short hash of config, tokenizer and the weights' identity (names, sizes, first and last megabyte).
+
+    Raises AdaptiveError where there are no weights and they are ``needed``.
+    """
+    digest = hashlib.sha256()
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights and needed:
+        raise AdaptiveError(f"{folder} holds no weights: there is no *.safetensors file in it")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    for file in weights:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(IDENTITY_BYTES))
+            stream.seek(max(0, size - IDENTITY_BYTES))
+            digest.update(stream.read(IDENTITY_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,201 @@
+"""A target whose layers do not all fit: those that do stay in memory, the others are read while it computes.
+
+It is our CPU forward over another kind of linear layer, whose packed weights lie in a buffer that a thread fills
+(``native/stream.h``); so passes over chains and trees, of one text or several, are what they are anywhere. ``--memory``
+holds the embedding, norms, the vocabulary projection, two buffers of a layer each, and of the other layers as many as
+fit, spread evenly among those that are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from adaptive.engines.cpu.forward import CpuForward
+from adaptive.engines.cpu.kernels import NativeLinear, library
+from adaptive.engines.cpu.plan import Packing, plan_of
+from adaptive.engines.cpu.weights import PackedLinear
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.streamed.checkpoint import Checkpoint, linear_names, skeleton
+from adaptive.engines.streamed.packed import (
+    PROJECTION,
+    PackedFile,
+    Section,
+    Stored,
+    packed_folder,
+    section_of,
+    write,
+)
+from adaptive.errors import AdaptiveError
+
+# Layers that are read at once: the one that computes, and the next. One more would keep the disk busy for longer while
+# the draft proposes, by as much as one more layer in memory saves it in every pass.
+BUFFERS = 2
+# Bytes of a request to the disk, and how many are under way. Fewer or smaller leave a fast disk idle between two, and
+# larger have a layer wait for the last of its own alone.
+PIECE, READERS = 1 << 20, 4
+
+
+class StreamedLinear(PackedLinear):
+    """A linear layer that was packed into a file; its weight is where it is read to."""
+
+    def __init__(
+        self, modules: tuple[nn.Module, ...], kernel: NativeLinear, stored: Stored, int8: bool, memory: mmap.mmap
+    ) -> None:
+        self.modules, self.kernel, self.int8 = modules, kernel, int8
+        self.outputs, self.inputs = stored.shape
+        self.amx = False
+        self.memory = memory  # which the kernel reads
+
+    def refresh(self) -> None:
+        """Raises AdaptiveError."""
+        raise AdaptiveError("the weights of a model that is streamed cannot be changed")
+
+
+class _Loading(Packing):
+    """Finds linear layers where their sections are read to."""
+
+    def __init__(self, packed: PackedFile, model: PreTrainedModel, memory: dict[int, mmap.mmap], int8: bool) -> None:
+        super().__init__(int8)
+        self.packed, self.memory = packed, memory
+        self.names, self.dtype = linear_names(model), torch.int8 if int8 else model.dtype
+
+    def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None) -> PackedLinear:
+        """The linear layer of these modules."""
+        name = self.names[modules[0]]
+        number = section_of(name)
+        stored, memory = self.packed.sections[number].linears[name], self.memory[number]
+        begin = _address(memory)
+        kernel = NativeLinear.at([0 if part < 0 else begin + part for part in stored.parts], stored.shape, self.dtype)
+        return StreamedLinear(modules, kernel, stored, self.int8, memory)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+def load_streamed(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    int8: bool,
+    memory: int,
+    state_dir: Path,
+    tell: Callable[[float], None],
+) -> TransformersEngine:
+    """The engine of a checkpoint whose weights take at most ``memory`` bytes; packed weights are written first where
+    there are none. Raises AdaptiveError where that is too little, or they are damaged or cannot be written."""
+    checkpoint = Checkpoint(folder, config)
+    model = skeleton(checkpoint, config, dtype)
+    resident = sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
+    _check(memory, *_least(model, resident, int8))
+    where = packed_folder(state_dir, folder, "int8" if int8 else str(dtype).removeprefix("torch."))
+    new = not where.exists()
+    if new:
+        write(where, checkpoint, model, int8, lambda share: tell(0.7 * share))
+    packed = PackedFile(where)
+    room = memory - resident - packed.sections[PROJECTION].bytes
+    kept = kept_layers([section.bytes for section in packed.layers], room)
+    largest = max(section.bytes for section in packed.layers)
+    if kept is None:
+        _check(memory, memory - room, largest, always=True)
+    begin = 0.7 if new else 0.0
+    forward = _forward(packed, model, kept or frozenset(), int8, lambda share: tell(begin + (1 - begin) * share))
+    return TransformersEngine(model, forward=forward)
+
+
+def _least(model: PreTrainedModel, resident: int, int8: bool) -> tuple[int, int]:
+    """Bytes of what always stays in memory, and of the largest layer, without what is filled up between them."""
+    sizes: dict[int, int] = {}
+    for module, name in linear_names(model).items():
+        size = module.weight.numel() * (1 if int8 else module.weight.itemsize)
+        sizes[section_of(name)] = sizes.get(section_of(name), 0) + size
+    return resident + sizes.pop(PROJECTION), max(sizes.values())
+
+
+def _check(memory: int, resident: int, layer: int, always: bool = False) -> None:
+    """Raises AdaptiveError where ``memory`` does not hold what stays and the buffers."""
+    least = resident + BUFFERS * layer
+    if always or memory < least:
+        raise AdaptiveError(
+            f"--memory {_size(memory)} is too little for this target: embedding and vocabulary projection take "
+            f"{_size(resident)}, and {BUFFERS} buffers of a layer {_size(layer)} each; give it at least {_size(least)}"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{math.ceil(count / 1e6)}MB"
+
+
+def kept_layers(sizes: list[int], room: int) -> frozenset[int] | None:
+    """Which layers of these ``sizes`` (bytes) stay where there is ``room`` for them and for the buffers of the others,
+    spread evenly; None where not even the buffers fit."""
+    if sum(sizes) <= room:
+        return frozenset(range(len(sizes)))
+    count, largest = len(sizes), max(sizes)
+    stay = room // largest - BUFFERS
+    if stay < 0:
+        return None
+    return frozenset(i for i in range(count) if (i + 1) * stay // count > i * stay // count)
+
+
+def _forward(
+    packed: PackedFile, model: PreTrainedModel, kept: frozenset[int], int8: bool, tell: Callable[[float], None]
+) -> CpuForward:
+    """Our forward with the ``kept`` layers in memory. All sections are read once, and checked."""
+    read = [number for number in range(len(packed.layers)) if number not in kept]
+    largest = max((packed.sections[number].bytes for number in read), default=0)
+    buffers = [mmap.mmap(-1, largest) for _ in range(BUFFERS if read else 0)]
+    own = {number: mmap.mmap(-1, packed.sections[number].bytes) for number in (*kept, PROJECTION)}
+    memory = own | {number: buffers[turn % BUFFERS] for turn, number in enumerate(read)}
+    _read_all(packed, own, buffers, tell)
+    with torch.inference_mode():
+        plan = plan_of(model, _Loading(packed, model, memory, int8))
+    stream = _stream(packed, memory, kept) if read else None
+    packed.close()
+    return CpuForward(dataclasses.replace(plan, stream=stream))
+
+
+def _stream(packed: PackedFile, memory: dict[int, mmap.mmap], kept: frozenset[int]) -> Any:
+    """What reads the layers that are not ``kept`` into their buffers."""
+    found = library()
+    assert found is not None
+    native, sections = found.module, []
+    for number, section in enumerate(packed.layers):
+        place = () if number in kept else (section.offset, section.bytes, _address(memory[number]))
+        sections.append(native.Section(*place))
+    return native.Stream(packed.file, sections, PIECE, READERS, memory)
+
+
+def _read_all(
+    packed: PackedFile, own: dict[int, mmap.mmap], buffers: list[mmap.mmap], tell: Callable[[float], None]
+) -> None:
+    """Read and check every section, into memory of its ``own`` or else through a buffer."""
+    free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    for buffer in buffers:
+        free.put(buffer)
+
+    def read(item: tuple[int, Section]) -> None:
+        number, section = item
+        if number in own:
+            packed.read(section, own[number])
+            return
+        buffer = free.get()
+        try:
+            packed.read(section, buffer)
+        finally:
+            free.put(buffer)
+
+    with ThreadPoolExecutor(BUFFERS) as pool:
+        for done, _ in enumerate(pool.map(read, packed.sections.items()), 1):
+            tell(done / len(packed.sections))

@@ -1,0 +1,236 @@
+"""The packed weights of a checkpoint in a file of their own: written once, then read layer by layer.
+
+``weights.bin`` has a section for each layer and one for the vocabulary projection, in the order in which a pass reads
+them, each with its linear layers as the kernels take them (``NativeLinear.parts``). ``manifest.json`` beside it says
+where what lies, and the sha256 of every section. Both lie in a folder of the state folder, named after the checkpoint
+and a hash of all that they depend on: its weights, their numbers here, and the processor's kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from adaptive.engines.cpu.kernels import library
+from adaptive.engines.cpu.plan import Packing, plan_of
+from adaptive.engines.cpu.weights import PackedLinear
+from adaptive.engines.identity import weights_hash
+from adaptive.engines.streamed.checkpoint import Checkpoint, linear_names
+from adaptive.errors import AdaptiveError, first_line
+from checkpoints import files
+
+# Of the format. It is another one where what is packed, or how, changes.
+FORMAT = 1
+# Where sections begin, which is where a disk is read past the system's cache, and where in them parts begin, a line of
+# the processor's cache.
+SECTION, PART = 4096, 64
+# The section behind all layers.
+PROJECTION = -1
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A linear layer (out, in) in a section: where there its ``parts`` begin, -1 for those that it has not."""
+
+    shape: tuple[int, int]
+    parts: tuple[int, ...]
+
+
+@dataclass
+class Section:
+    """``bytes`` of the file from ``offset``, and the linear layers in them by the name of their first weight."""
+
+    offset: int
+    bytes: int = 0
+    sha256: str = ""
+    linears: dict[str, Stored] = field(default_factory=dict)
+
+
+def packed_root(state_dir: Path) -> Path:
+    """The folder of all packed weights."""
+    return state_dir / "packed"
+
+
+def packed_folder(state_dir: Path, checkpoint: Path, weights: str) -> Path:
+    """Where a checkpoint's are, or will be; ``weights`` says in what numbers."""
+    found = library()
+    kernels = "none" if found is None else found.name
+    digest = hashlib.sha256(f"{weights_hash(checkpoint)} {weights} {kernels} {FORMAT}".encode()).hexdigest()[:12]
+    name = re.sub(r"[^\w.-]+", "-", checkpoint.resolve().name)
+    return packed_root(state_dir) / f"{name}-{weights}-{digest}"
+
+
+class _Writing(Packing):
+    """Packs linear layers whose weights are in a checkpoint, and keeps them in a file instead of in memory."""
+
+    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, int8: bool, file: BinaryIO) -> None:
+        super().__init__(int8)
+        self.checkpoint, self.dtype, self.file = checkpoint, model.dtype, file
+        self.names = linear_names(model)
+        self.sections: dict[int, Section] = {}
+        self.written = 0
+        self._digest = hashlib.sha256()
+        self.tell: Callable[[], None] = lambda: None
+
+    def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None) -> PackedLinear:
+        """A linear layer that is written, and has no weight here."""
+        missing = [module for module in modules if module.weight.is_meta]
+        for module in missing:
+            module.weight = self.checkpoint.read(self.names[module], self.dtype)
+        linear = super().__call__(*modules, order=order)
+        for module in missing:
+            module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
+        assert linear.kernel is not None
+        name = self.names[modules[0]]
+        self._write(name, (linear.outputs, linear.inputs), linear.kernel.parts)
+        linear.kernel = None
+        self.tell()
+        return linear
+
+    def _write(self, name: str, shape: tuple[int, int], parts: list[torch.Tensor | None]) -> None:
+        section = self._section(section_of(name))
+        places = []
+        for part in parts:
+            places.append(-1 if part is None else self.written - section.offset)
+            if part is not None:
+                self._bytes(part.reshape(-1).view(torch.uint8).numpy())
+                self._fill(PART)
+        section.linears[name] = Stored(shape, tuple(places))
+
+    def _section(self, number: int) -> Section:
+        if number not in self.sections:
+            self.end()
+            self.sections[number] = Section(self.written)
+        return self.sections[number]
+
+    def end(self) -> None:
+        """The section that was written last is whole."""
+        if not self.sections:
+            return
+        self._fill(SECTION)
+        section = list(self.sections.values())[-1]
+        section.bytes, section.sha256 = self.written - section.offset, self._digest.hexdigest()
+        self._digest = hashlib.sha256()
+
+    def _bytes(self, data: Any) -> None:
+        self.file.write(data)
+        self._digest.update(data)
+        self.written += len(data)
+
+    def _fill(self, step: int) -> None:
+        self._bytes(bytes(-self.written % step))
+
+
+def section_of(name: str) -> int:
+    """The section of a weight of this name: the number of its layer, or that of the projection."""
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    return PROJECTION if layer is None else int(layer[1])
+
+
+def write(
+    folder: Path, checkpoint: Checkpoint, model: PreTrainedModel, int8: bool, tell: Callable[[float], None]
+) -> None:
+    """Write the packed weights of a checkpoint, of which ``model`` is the skeleton; never more than one linear layer
+    of it is in memory. Raises AdaptiveError where there is no room for them."""
+    size = sum(module.weight.nbytes for module in linear_names(model)) // (model.dtype.itemsize if int8 else 1)
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    files.sweep(folder.parent)
+    part = files.unfinished(folder.parent)
+    try:
+        part.mkdir(mode=0o700)
+        with os.fdopen(os.open(part / "weights.bin", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+            writing = _Writing(checkpoint, model, int8, file)
+            writing.tell = lambda: tell(min(1.0, writing.written / size))
+            plan_of(model, writing)
+            writing.end()
+            file.flush()
+            os.fsync(file.fileno())
+        sections = {number: asdict(section) for number, section in writing.sections.items()}
+        files.write_text(part / "manifest.json", json.dumps({"format": FORMAT, "sections": sections}))
+        if not folder.exists():  # another process may have been faster
+            os.rename(part, folder)
+            files.flush(folder.parent)
+    except OSError as error:
+        raise AdaptiveError(
+            f"the packed weights cannot be written to {folder.parent} ({error.strerror}): they take about "
+            f"{size / 1e9:.2f} GB; make room there, or choose another folder with --state-dir"
+        ) from error
+    finally:
+        files.finished(part)
+
+
+class PackedFile:
+    """Packed weights as they were written. ``file`` is open for reading, past the system's cache where its file system
+    can do that."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises AdaptiveError where they are not whole."""
+        self.folder = folder
+        try:
+            said = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            self.sections = {int(number): _section(given) for number, given in said["sections"].items()}
+            size = max(section.offset + section.bytes for section in self.sections.values())
+            self.file = _open(folder / "weights.bin")
+            there = os.fstat(self.file).st_size
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._damaged(first_line(error)) from error
+        if there != size:
+            raise self._damaged(f"weights.bin has {there} bytes instead of {size}")
+
+    def _damaged(self, why: str) -> AdaptiveError:
+        return AdaptiveError(
+            f"the packed weights in {self.folder} are damaged ({why}); they are written again after "
+            f"`adaptive packed delete {self.folder.name}`"
+        )
+
+    @property
+    def layers(self) -> list[Section]:
+        """The sections of the layers."""
+        return [self.sections[number] for number in range(len(self.sections) - 1)]
+
+    def read(self, section: Section, memory: mmap.mmap) -> None:
+        """Read a section into ``memory``, at least as large, and check it. Raises AdaptiveError where it is another
+        than was written."""
+        with memoryview(memory)[: section.bytes] as whole:
+            done = 0
+            while done < section.bytes:
+                with whole[done:] as rest:
+                    try:
+                        got = os.preadv(self.file, [rest], section.offset + done)
+                    except OSError as error:
+                        raise self._damaged(first_line(error)) from error
+                if not got:
+                    raise self._damaged("weights.bin is too short")
+                done += got
+            if hashlib.sha256(whole).hexdigest() != section.sha256:
+                raise self._damaged("its hash is another than when it was written")
+
+    def close(self) -> None:
+        """Those who read it have descriptors of their own."""
+        os.close(self.file)
+
+
+def _section(given: dict[str, Any]) -> Section:
+    linears = {
+        name: Stored((linear["shape"][0], linear["shape"][1]), tuple(linear["parts"]))
+        for name, linear in given["linears"].items()
+    }
+    return Section(int(given["offset"]), int(given["bytes"]), given["sha256"], linears)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:  # a file system that has only the cache's way, or a file that is not there
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,0 +1,217 @@
+"""A target that is streamed from disk: what it reads of what the disk gives, what passes take, and tokens a second.
+
+    python benchmarks/streamed.py reading|passes|decoding|resident --target T --memory 540MB --state-dir S
+        [--draft D] [--adapter FOLDER] [--kind math] [--prompts 4] [--tokens 48] [--dtype bfloat16]
+
+reading   plain decoding against reading the same file from one end to the other, in turn, both past the system's cache
+passes    seconds of a pass over 1 to 64 tokens, in turn
+decoding  tokens a second of plain decoding, chains, trees and the controller, in turn, at temperatures 0.7 and 0
+resident  the most memory that a whole session took, as the system counts it, beyond --memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from trees import PROMPTS
+
+from adaptive.assistant import Assistant
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.nodes import NodesByCost
+from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.engines.streamed.engine import PIECE, READERS
+from adaptive.engines.streamed.packed import PackedFile, packed_root
+from adaptive.measure import measure
+from adaptive.pair import Pair, load_pair
+from adaptive.settings import Settings, load_settings
+from adaptive.types import Message, SamplingParams, StopParams
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+CHAINS, TREES = (4, 8, 16), (16, 32, 64)
+
+
+def main() -> None:
+    """One of the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["reading", "passes", "decoding", "resident"])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", default=str(PROMPTS.parent / "draft"))
+    parser.add_argument("--memory", required=True)
+    parser.add_argument("--state-dir", required=True, dest="home")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize", default="none")
+    parser.add_argument("--adapter", type=Path)
+    parser.add_argument("--kind", default="math")
+    parser.add_argument("--skip", type=int, default=0, help="prompts at the beginning that are left out")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[0.7, 0.0])
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    names = ("target", "draft", "memory", "home", "dtype", "quantize")
+    settings = load_settings({name: getattr(args, name) for name in names})
+    if args.what == "resident":
+        resident(args)
+        return
+    pair = load_pair(settings)
+    if pair.draft is not None and args.adapter is not None:
+        pair.draft.apply_adapter(args.adapter)
+    print(f"{torch.get_num_threads()} threads, {args.memory} of {packed_file(settings).stat().st_size / 1e6:.0f} MB")
+    {"reading": reading, "passes": passes, "decoding": decoding}[args.what](args, pair, settings)
+
+
+def packed_file(settings: Settings) -> Path:
+    """The packed weights, which are the only ones in the state folder."""
+    (folder,) = packed_root(settings.state_dir).iterdir()
+    return folder / "weights.bin"
+
+
+def read_through(file: Path, size: int, piece: int, readers: int) -> float:
+    """Bytes a second of reading the first ``size`` bytes past the system's cache, in requests of ``piece`` bytes of
+    which ``readers`` are under way."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    places, lock = iter(range(0, size, piece)), threading.Lock()
+
+    def read() -> None:
+        memory = mmap.mmap(-1, piece)
+        while True:
+            with lock:
+                place = next(places, None)
+            if place is None:
+                return
+            os.preadv(descriptor, [memory], place)
+
+    threads = [threading.Thread(target=read) for _ in range(readers)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - began
+    os.close(descriptor)
+    return size / seconds
+
+
+def read_in_a_pass(target: Any, file: Path) -> int:
+    """Bytes of the layers that a pass reads: those whose memory is another's too."""
+    memory = [id(layer.qkv.memory) for layer in target.cpu_forward.plan.layers]
+    layers = PackedFile(file.parent).layers
+    return sum(layer.bytes for layer, one in zip(layers, memory, strict=True) if memory.count(one) > 1)
+
+
+def reading(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
+    """Plain decoding and plain reading in turn."""
+    file = packed_file(settings)
+    size = read_in_a_pass(pair.target, file)
+    ways = {"one request of 4 MB": (4 << 20, 1), f"{READERS} requests of {PIECE >> 20} MB": (PIECE, READERS)}
+    rates: dict[str, list[float]] = {name: [] for name in (*ways, "decoding")}
+    sequence = pair.target.sequence()
+    sequence.extend([3, 4, 5], 1)
+    for _ in range(args.repeats):
+        for name, way in ways.items():
+            rates[name].append(read_through(file, size, *way))
+        sequence.extend([6], 1)  # which finds two layers read
+        began = time.perf_counter()
+        for token in (7, 8, 9):
+            sequence.extend([token], 1)
+        rates["decoding"].append(3 * size / (time.perf_counter() - began))
+    print(f"{size / 1e6:.0f} MB are read in a pass")
+    for name, found in rates.items():
+        low, middle, high = (f(found) / 1e9 for f in (min, statistics.median, max))
+        print(f"  {name:<24} {middle:5.2f} GB/s ({low:.2f} to {high:.2f})")
+    shares = [own / max(others) for own, *others in zip(rates["decoding"], *(rates[n] for n in ways), strict=True)]
+    low, middle, high = (f(shares) for f in (min, statistics.median, max))
+    print(f"  decoding reads {middle:.2f} of the faster of the two, by turn {low:.2f} to {high:.2f}")
+
+
+def passes(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
+    """Passes of several sizes in turn, each behind another, as in decoding."""
+    times: dict[int, list[float]] = {size: [] for size in SIZES}
+    sequence = pair.target.sequence()
+    sequence.extend([(7 * i) % 400 + 3 for i in range(64)], 1)
+    for turn in range(args.repeats):
+        for size in random.Random(turn).sample(SIZES, len(SIZES)):
+            began = time.perf_counter()
+            sequence.extend([(5 * i) % 400 + 3 for i in range(size)], size)
+            times[size].append(time.perf_counter() - began)
+            sequence.rollback(64)
+    first = statistics.median(times[1])
+    for size, found in times.items():
+        middle = statistics.median(found)
+        print(f"  {size:3} tokens  {1e3 * middle:7.1f} ms  {middle / first:5.2f} of one token's")
+
+
+def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
+    """Every policy on the same prompts, in turn."""
+    prompts = list(said(args.kind, args.skip, args.prompts))
+    for temperature in args.temperatures:
+        sampling, stop = SamplingParams(temperature=temperature), StopParams(args.tokens, ignore_eos=True)
+        costs = measure(pair, sampling).costs
+        policies: dict[str, LengthPolicy] = {"plain": FixedLength(0)}
+        policies |= {f"chain of {n}": FixedLength(n) for n in CHAINS}
+        policies |= {f"tree of {n}": FixedLength(n, tree=True) for n in TREES}
+        policies |= {"controller, chains": GoodputLength(costs), "controller": NodesByCost()}
+        seen: dict[str, list[tuple[int, int, float]]] = {name: [] for name in policies}
+        for number, prompt in enumerate(prompts):
+            for name, policy in policies.items():
+                assistant = Assistant(pair, policy, None)
+                assistant.chance = random.Random(number)
+                for _ in assistant.chat([Message("user", prompt)], sampling, stop):
+                    pass
+                answer = assistant.last
+                assert answer is not None
+                seen[name].append((len(answer.output) - 1, len(answer.rounds), answer.timings.predicted_s))
+        print(f"temperature {temperature}, {args.kind}, {len(prompts)} prompts of {args.tokens} tokens:")
+        plain = 0.0
+        for name, found in seen.items():
+            tokens, rounds, seconds = (sum(column) for column in zip(*found, strict=True))
+            plain = plain or tokens / seconds
+            rate = tokens / seconds
+            print(f"  {name:<20} {rate:6.2f} tokens/s  {rate / plain:5.2f} times plain  {tokens / rounds:5.2f} a pass")
+
+
+def said(kind: str, skip: int, count: int) -> Iterator[str]:
+    """Prompts of a kind."""
+    import json
+
+    for line in (PROMPTS / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()[skip : skip + count]:
+        yield json.loads(line)["prompt"]
+
+
+def resident(args: argparse.Namespace) -> None:
+    """The peak of a process that answers prompts, read from outside while it runs; packing is part of it, where the
+    state folder has no packed weights yet."""
+    from adaptive.settings import memory_bytes
+
+    prompts = Path(args.home) / "prompts.jsonl"
+    prompts.parent.mkdir(parents=True, exist_ok=True)
+    lines = (PROMPTS / f"{args.kind}.jsonl").read_text(encoding="utf-8").splitlines()[: args.prompts]
+    prompts.write_text("\n".join(lines), encoding="utf-8")
+    command = [sys.executable, "-m", "cli.main", "generate", "--prompts", str(prompts), "--json", "--no-record"]
+    options = {"target": args.target, "draft": args.draft, "memory": args.memory, "state-dir": args.home}
+    options |= {"dtype": args.dtype, "quantize": args.quantize, "max-new-tokens": str(args.tokens)}
+    command += [word for name, value in options.items() for word in (f"--{name}", value)]
+    peak = 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()
+            peak = max([peak, *(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))])
+            time.sleep(0.05)
+    beyond = peak - memory_bytes(args.memory)
+    print(f"exit status {process.returncode}; peak {peak / 1e6:.0f} MB, {beyond / 1e6:.0f} MB beyond {args.memory}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""A target whose layers are read from disk computes what it does in memory, and says what is wrong with its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BUNDLED, Command, save_random_pair
+from transformers import AutoModelForCausalLM
+
+from adaptive.assistant import length_policy
+from adaptive.control.goodput import GoodputLength
+from adaptive.control.nodes import NODES, NodesByCost
+from adaptive.engines.cpu.kernels import library
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.load import Forward, Source, forward_of, load_engine
+from adaptive.engines.protocol import ExtendCall
+from adaptive.engines.streamed.engine import BUFFERS, kept_layers
+from adaptive.errors import AdaptiveError
+from adaptive.measure import trees_pay
+from adaptive.pair import load_pair
+from adaptive.settings import Quantisation, load_settings, memory_bytes
+from adaptive.types import Round
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the kernels were not built")
+
+TARGET = BUNDLED / "target"
+# Of the 60 MB that the bundled target takes in float32, and the 16 in int8: one or two layers of 16 stay.
+LITTLE: dict[Quantisation, str] = {"none": "20MB", "int8": "6MB"}
+
+
+def streamed(target: Path, memory: str, quantize: Quantisation = "none") -> TransformersEngine:
+    settings = load_settings({"memory": memory, "dtype": "float32", "quantize": quantize})
+    engine = load_engine(Source("it", target, quantize), settings, "cpu", lambda share: None)
+    assert isinstance(engine, TransformersEngine)
+    assert forward_of(engine) is Forward.STREAMED
+    return engine
+
+
+def packed_in(home: Path) -> Path:
+    (folder,) = (home / "packed").iterdir()
+    return folder
+
+
+def logits_of(engine: TransformersEngine) -> list[torch.Tensor]:
+    """Of a prompt in several passes, a step, a tree whose path is kept, and a pass over two texts."""
+    one, other = engine.sequence(), engine.sequence()
+    found = [one.extend([(7 * i) % 400 + 3 for i in range(700)], 2), one.extend([11], 1)]
+    found.append(one.extend([5, 6, 7, 8], 4, [-1, -1, 0, 2]))
+    found = [logits.clone() for logits in found]
+    one.keep([0, 2, 3])
+    found += [
+        logits.clone() for logits in engine.extend_together([ExtendCall(one, [9], 1), ExtendCall(other, [4, 5], 2)])
+    ]
+    return found
+
+
+@pytest.mark.parametrize("quantize", LITTLE)
+def test_logits_are_those_of_the_target_in_memory_bit_for_bit(quantize: Quantisation) -> None:
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    resident = TransformersEngine(model, int8=quantize == "int8")
+    engine = streamed(TARGET, LITTLE[quantize], quantize)
+    for got, right in zip(logits_of(engine), logits_of(resident), strict=True):
+        assert torch.equal(got, right)
+
+
+def test_biases_and_a_file_that_is_there_already(tmp_path: Path, own_home: Path) -> None:
+    target, _ = save_random_pair(tmp_path, "qwen2")
+    resident = TransformersEngine(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32))
+    first = logits_of(streamed(target, "2.5MB"))
+    written = packed_in(own_home).stat().st_mtime_ns
+    again = logits_of(streamed(target, "2.5MB"))
+    assert packed_in(own_home).stat().st_mtime_ns == written
+    for got, same, right in zip(first, again, logits_of(resident), strict=True):
+        assert torch.equal(got, right)
+        assert torch.equal(same, right)
+
+
+def test_answers_are_those_of_the_target_in_memory_with_chains_and_trees(adaptive: Command) -> None:
+    def say(*options: str) -> list[int]:
+        given = ("generate", "The old", "--json", "--temperature", "0", "--dtype", "float32", "--max-new-tokens", "40")
+        status, out, _ = adaptive(*given, "--no-record", *options)
+        assert status == 0
+        tokens: list[int] = json.loads(out)["tokens"]
+        return tokens
+
+    right = say("--draft-length", "0")
+    for length in ("auto", "5", "tree:24"):
+        assert say("--memory", "20MB", "--draft-length", length) == right
+
+
+def test_layers_that_stay_are_as_many_as_fit_and_spread_among_the_others() -> None:
+    assert kept_layers([10] * 8, 80) == frozenset(range(8))
+    assert kept_layers([10] * 8, 79) == frozenset({1, 2, 4, 5, 7})
+    assert kept_layers([10] * 8, 10 * BUFFERS) == frozenset()
+    assert kept_layers([10] * 8, 10 * BUFFERS - 1) is None
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 4096)
+
+
+def change(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        byte = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte[0] ^ 1]))
+
+
+def unreadable(file: Path) -> None:
+    (file.parent / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [cut, change, unreadable])
+def test_a_damaged_file_is_one_line_and_mended_by_the_command_it_names(
+    damage: Callable[[Path], None], own_home: Path, adaptive: Command
+) -> None:
+    streamed(TARGET, "20MB")
+    damage(packed_in(own_home) / "weights.bin")
+    run = ("generate", "Hi", "--memory", "20MB", "--dtype", "float32", "--max-new-tokens", "2")
+    status, _, said = adaptive(*run)
+    assert status == 2
+    assert said.count("\n") == 1
+    command = said.split("`")[1].split()
+    assert command[:3] == ["adaptive", "packed", "delete"]
+    assert adaptive(*command[1:])[0] == 0
+    assert adaptive(*run)[0] == 0
+
+
+def test_a_file_that_is_cut_while_it_is_read_ends_the_pass_with_an_error(own_home: Path) -> None:
+    engine = streamed(TARGET, "20MB")
+    sequence = engine.sequence()
+    sequence.extend([3, 4], 1)
+    os.truncate(packed_in(own_home) / "weights.bin", 4096)
+    with pytest.raises(AdaptiveError, match="can no longer be read: it is shorter"):
+        sequence.extend([5], 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting needs root")
+def test_a_full_disk_is_one_line_and_nothing_is_left(tmp_path: Path, adaptive: Command) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        run = ("generate", "Hi", "--memory", "20MB", "--dtype", "float32", "--state-dir", str(small))
+        status, _, said = adaptive(*run)
+        assert status == 2
+        assert said.count("\n") == 1
+        assert "No space left on device" in said
+        assert list((small / "packed").iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--memory", "12MB", "--dtype", "float32"), "at least 15MB"),
+        (("--memory", "much"), "a size such as 4GB"),
+        (("--memory", "1GB", "--dtype", "float64"), "one native call"),
+        (("--memory", "1GB", "--quantize", "nf4"), "nf4"),
+        (("--memory", "1GB", "--target", str(TARGET), "--draft", "auto"), "--draft none"),
+    ],
+)
+def test_what_cannot_be_streamed_is_one_line(options: tuple[str, ...], what: str, adaptive: Command) -> None:
+    status, _, said = adaptive("generate", "Hi", *options)
+    assert status == 2
+    assert said.count("\n") == 1
+    assert what in said
+
+
+def test_packed_weights_are_listed_and_found_by_doctor(own_home: Path, adaptive: Command) -> None:
+    streamed(TARGET, "20MB")
+    name = packed_in(own_home).name
+    assert name in adaptive("packed", "list")[1]
+    assert name in adaptive("doctor", "--memory", "20MB", "--dtype", "float32")[1].replace("\n", "")
+    assert adaptive("packed", "delete", "--all")[0] == 0
+    assert "there are no packed weights" in adaptive("packed", "list")[1]
+
+
+def test_sizes() -> None:
+    assert [memory_bytes(said) for said in ("4GB", "1.5 GiB", "800mb")] == [4 * 10**9, 3 * 2**29, 8 * 10**8]
+
+
+def test_auto_drafts_trees_for_a_streamed_target_and_chains_for_one_in_memory() -> None:
+    for memory, kind in ((None, GoodputLength), ("20MB", NodesByCost)):
+        settings = load_settings({"memory": memory, "dtype": "float32"})
+        assert type(length_policy(settings, trees=trees_pay(load_pair(settings)))) is kind
+
+
+def rounds(policy: NodesByCost, node_s: float, gain: float, count: int = 150) -> list[int]:
+    """The nodes of rounds that take a second and ``node_s`` for each node, of which twice as many add ``gain``."""
+    found = []
+    for _ in range(count):
+        n = policy.next_length(1000)
+        found.append(n)
+        accepted = round(gain * n.bit_length())
+        policy.observe(Round("tree", n, min(accepted, n), 0.0, 1.0 + node_s * n))
+    return found[count // 2 :]
+
+
+@pytest.mark.parametrize(
+    ("node_s", "gain", "best"), [(0.0, 1.0, NODES[-1]), (0.01, 1.0, 32), (0.2, 1.0, 4), (0.2, 0.0, 0)]
+)
+def test_as_many_nodes_as_pay_are_drafted(node_s: float, gain: float, best: int) -> None:
+    chosen = rounds(NodesByCost(), node_s, gain)
+    assert max(set(chosen), key=chosen.count) == best
+    assert chosen.count(best) > 0.8 * len(chosen)
