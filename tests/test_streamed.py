@@ -30,8 +30,8 @@ from adaptive.types import Round
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels were not built")
 
 TARGET = BUNDLED / "target"
-# Of the 60 MB that the bundled target takes in float32, and the 16 in int8: one or two layers of 16 stay.
-LITTLE: dict[Quantisation, str] = {"none": "20MB", "int8": "6MB"}
+# Of the 60 MB that the bundled target takes in float32, and the 18 in int8: one or two layers of 16 stay.
+LITTLE: dict[Quantisation, str] = {"none": "20MB", "int8": "8MB"}
 
 
 def streamed(target: Path, memory: str, quantize: Quantisation = "none") -> TransformersEngine:
@@ -163,7 +163,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(tmp_path: Path, adaptive: C
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (("--memory", "12MB", "--dtype", "float32"), "at least 15MB"),
+        (("--memory", "12MB", "--dtype", "float32"), "at least 14.9MB"),
         (("--memory", "much"), "a size such as 4GB"),
         (("--memory", "1GB", "--dtype", "float64"), "one native call"),
         (("--memory", "1GB", "--quantize", "nf4"), "nf4"),

@@ -6,17 +6,20 @@ is stored; and their tensors, each when it is asked for.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from adaptive.engines.hf.language import has_projection, is_part, text_weights, weight_names
+from adaptive.engines.hf.language import has_projection, is_part, text_weights
 from adaptive.errors import AdaptiveError, first_line
+
+# Of safetensors, those that a linear layer's weights come in.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Checkpoint:
@@ -25,32 +28,50 @@ class Checkpoint:
     def __init__(self, folder: Path, config: Any) -> None:
         """Raises AdaptiveError where there are none."""
         self.folder = folder
-        part = is_part(folder, config)
-        names = weight_names(folder)
-        renamed = text_weights(names, "model") if part else {}
-        if part:
+        found = [(file, *_header(file)) for file in sorted(folder.glob("*.safetensors"))]
+        renamed: dict[str, str] = {}
+        if is_part(folder, config):
+            names = {name for _, _, header in found for name in header}
+            renamed = text_weights(names, "model")
             config.tie_word_embeddings = not has_projection(names)
-        self._where: dict[str, tuple[Path, str]] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - no mapping
-                    own = name
-                    for pattern, replacement in renamed.items():
-                        own = re.sub(pattern, replacement, own)
-                    self._where[own] = file, name
+        self._where: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+        for file, begin, header in found:
+            for name, said in header.items():
+                own = name
+                for pattern, replacement in renamed.items():
+                    own = re.sub(pattern, replacement, own)
+                self._where[own] = file, begin, said
         if not self._where:
             raise AdaptiveError(f"{folder} holds no weights: there is no *.safetensors file in it")
 
     def read(self, name: str, dtype: torch.dtype) -> nn.Parameter:
-        """A tensor, in memory of its own: no page of the file stays mapped. Raises AdaptiveError."""
+        """A tensor. It is read and not mapped: the pages of a mapped file would count as this program's memory. Raises
+        AdaptiveError."""
         try:
-            file, stored = self._where[name]
-            with safe_open(file, "pt") as opened:
-                return nn.Parameter(opened.get_tensor(stored).to(dtype, copy=True), requires_grad=False)
+            file, begin, said = self._where[name]
+            kind, (first, end) = DTYPES[said["dtype"]], said["data_offsets"]
+            raw = torch.empty(end - first, dtype=torch.uint8)
+            with file.open("rb") as stream:
+                stream.seek(begin + first)
+                if stream.readinto(raw.numpy()) != end - first:
+                    raise OSError(f"{file.name} ends within {name}")
         except KeyError:
-            raise AdaptiveError(f"{self.folder} cannot be streamed: it has no weights {name}") from None
-        except (OSError, SafetensorError) as error:
+            raise AdaptiveError(f"{self.folder} cannot be streamed: it has no weights {name} of a known kind") from None
+        except OSError as error:
             raise AdaptiveError(f"the weights in {self.folder} cannot be read: {first_line(error)}") from error
+        return nn.Parameter(raw.view(kind).view(said["shape"]).to(dtype), requires_grad=False)
+
+
+def _header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Where a file's tensors begin, and what it says of each. Raises AdaptiveError where it is no safetensors file."""
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+    except (OSError, ValueError, OverflowError) as error:
+        raise AdaptiveError(f"{file} cannot be read: {first_line(error)}") from error
+    header.pop("__metadata__", None)
+    return 8 + size, header
 
 
 def skeleton(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:

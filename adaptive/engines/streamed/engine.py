@@ -134,7 +134,7 @@ def _check(memory: int, resident: int, layer: int, always: bool = False) -> None
 
 
 def _size(count: int) -> str:
-    return f"{math.ceil(count / 1e6)}MB"
+    return f"{math.ceil(count / 1e5) / 10}MB"
 
 
 def kept_layers(sizes: list[int], room: int) -> frozenset[int] | None:

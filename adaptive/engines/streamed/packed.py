@@ -74,14 +74,16 @@ def packed_folder(state_dir: Path, checkpoint: Path, weights: str) -> Path:
 class _Writing(Packing):
     """Packs linear layers whose weights are in a checkpoint, and keeps them in a file instead of in memory."""
 
-    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, int8: bool, file: BinaryIO) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, model: PreTrainedModel, int8: bool, file: BinaryIO, tell: Callable[[int], None]
+    ) -> None:
+        """``tell`` is told after each how many bytes are written."""
         super().__init__(int8)
-        self.checkpoint, self.dtype, self.file = checkpoint, model.dtype, file
+        self.checkpoint, self.dtype, self.file, self.tell = checkpoint, model.dtype, file, tell
         self.names = linear_names(model)
         self.sections: dict[int, Section] = {}
         self.written = 0
         self._digest = hashlib.sha256()
-        self.tell: Callable[[], None] = lambda: None
 
     def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None) -> PackedLinear:
         """A linear layer that is written, and has no weight here."""
@@ -95,7 +97,7 @@ class _Writing(Packing):
         name = self.names[modules[0]]
         self._write(name, (linear.outputs, linear.inputs), linear.kernel.parts)
         linear.kernel = None
-        self.tell()
+        self.tell(self.written)
         return linear
 
     def _write(self, name: str, shape: tuple[int, int], parts: list[torch.Tensor | None]) -> None:
@@ -150,8 +152,7 @@ def write(
     try:
         part.mkdir(mode=0o700)
         with os.fdopen(os.open(part / "weights.bin", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-            writing = _Writing(checkpoint, model, int8, file)
-            writing.tell = lambda: tell(min(1.0, writing.written / size))
+            writing = _Writing(checkpoint, model, int8, file, lambda written: tell(min(1.0, written / size)))
             plan_of(model, writing)
             writing.end()
             file.flush()
