@@ -168,7 +168,7 @@ def _forward(
 
 
 def _room_for(size: int) -> mmap.mmap:
-    """Memory of so many bytes, in large pages where there are some: the system looks up every page that a disk writes."""
+    """Memory of so many bytes, in large pages where there are some: the system looks up each that a disk writes."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
