@@ -96,7 +96,7 @@ def test_answers_are_those_of_the_target_in_memory_with_chains_and_trees(adaptiv
 
 def test_layers_that_stay_are_as_many_as_fit_and_spread_among_the_others() -> None:
     assert kept_layers([10] * 8, 80) == frozenset(range(8))
-    assert kept_layers([10] * 8, 79) == frozenset({1, 2, 4, 5, 7})
+    assert kept_layers([10] * 8, 79) == frozenset({1, 3, 4, 6, 7})
     assert kept_layers([10] * 8, 10 * BUFFERS) == frozenset()
     assert kept_layers([10] * 8, 10 * BUFFERS - 1) is None
 
@@ -181,7 +181,7 @@ def test_packed_weights_are_listed_and_found_by_doctor(own_home: Path, adaptive:
     streamed(TARGET, "20MB")
     name = packed_in(own_home).name
     assert name in adaptive("packed", "list")[1]
-    assert name in adaptive("doctor", "--memory", "20MB", "--dtype", "float32")[1].replace("\n", "")
+    assert name in adaptive("doctor", "--json", "--memory", "20MB", "--dtype", "float32")[1]
     assert adaptive("packed", "delete", "--all")[0] == 0
     assert "there are no packed weights" in adaptive("packed", "list")[1]
 
