@@ -206,7 +206,8 @@ class NativeLinear:
         if scales is not None:
             parts[2], parts[3] = scales.float().contiguous(), weight.sum(1, dtype=torch.int32)
         self.parts = parts
-        self._lies([0 if part is None else part.data_ptr() for part in parts], tuple(weight.shape), weight.dtype, factor)
+        addresses = [0 if part is None else part.data_ptr() for part in parts]
+        self._lies(addresses, tuple(weight.shape), weight.dtype, factor)
 
     @classmethod
     def at(

@@ -149,12 +149,7 @@ def read_plan(model: PreTrainedModel, int8: bool = False, packed: Iterable[Packe
         return None
     if forward_kind(name, model.config, model.dtype, model.device, int8) is None:
         return None
-    return plan_of(model, Packing(int8, packed))
-
-
-def plan_of(model: PreTrainedModel, pack: Packing) -> Plan:
-    """The plan of a model that one of our forwards computes, whatever ``pack`` makes of its linear layers."""
-    return FAMILIES[type(model).__name__](model, pack)
+    return FAMILIES[name](model, Packing(int8, packed))
 
 
 def _recurs(config: Any, dtype: torch.dtype, device: torch.device) -> bool:

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from adaptive.engines.cpu.forward import CpuForward
 from adaptive.engines.cpu.kernels import NativeLinear, library
-from adaptive.engines.cpu.plan import Packing, plan_of
+from adaptive.engines.cpu.packing import Packing
+from adaptive.engines.cpu.plan import FAMILIES
 from adaptive.engines.cpu.weights import PackedLinear
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.streamed.checkpoint import Checkpoint, linear_names, skeleton
@@ -71,13 +72,13 @@ class _Loading(Packing):
         self.packed, self.memory = packed, memory
         self.names, self.dtype = linear_names(model), torch.int8 if int8 else model.dtype
 
-    def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None) -> PackedLinear:
+    def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None, factor: float = 1.0) -> PackedLinear:
         """The linear layer of these modules."""
         name = self.names[modules[0]]
         number = section_of(name)
         stored, memory = self.packed.sections[number].linears[name], self.memory[number]
-        begin = _address(memory)
-        kernel = NativeLinear.at([0 if part < 0 else begin + part for part in stored.parts], stored.shape, self.dtype)
+        places = [0 if part < 0 else _address(memory) + part for part in stored.parts]
+        kernel = NativeLinear.at(places, stored.shape, self.dtype, factor)
         return StreamedLinear(modules, kernel, stored, self.int8, memory)
 
 
@@ -161,7 +162,7 @@ def _forward(
     memory = own | {number: buffers[turn % BUFFERS] for turn, number in enumerate(read)}
     _read_all(packed, own, buffers, tell)
     with torch.inference_mode():
-        plan = plan_of(model, _Loading(packed, model, memory, int8))
+        plan = FAMILIES[type(model).__name__](model, _Loading(packed, model, memory, int8))
     stream = _stream(packed, memory, kept) if read else None
     packed.close()
     return CpuForward(dataclasses.replace(plan, stream=stream))

@@ -23,7 +23,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adaptive.engines.cpu.kernels import library
-from adaptive.engines.cpu.plan import Packing, plan_of
+from adaptive.engines.cpu.packing import Packing
+from adaptive.engines.cpu.plan import FAMILIES
 from adaptive.engines.cpu.weights import PackedLinear
 from adaptive.engines.identity import weights_hash
 from adaptive.engines.streamed.checkpoint import Checkpoint, linear_names
@@ -85,12 +86,12 @@ class _Writing(Packing):
         self.written = 0
         self._digest = hashlib.sha256()
 
-    def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None) -> PackedLinear:
+    def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None, factor: float = 1.0) -> PackedLinear:
         """A linear layer that is written, and has no weight here."""
         missing = [module for module in modules if module.weight.is_meta]
         for module in missing:
             module.weight = self.checkpoint.read(self.names[module], self.dtype)
-        linear = super().__call__(*modules, order=order)
+        linear = super().__call__(*modules, order=order, factor=factor)
         for module in missing:
             module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
         assert linear.kernel is not None
@@ -153,7 +154,7 @@ def write(
         part.mkdir(mode=0o700)
         with os.fdopen(os.open(part / "weights.bin", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
             writing = _Writing(checkpoint, model, int8, file, lambda written: tell(min(1.0, written / size)))
-            plan_of(model, writing)
+            FAMILIES[type(model).__name__](model, writing)
             writing.end()
             file.flush()
             os.fsync(file.fileno())
