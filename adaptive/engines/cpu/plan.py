@@ -82,8 +82,7 @@ class Plan:
     ``ropes`` map positions (1, n) to cos and sin as complex numbers (n, head size / 2); ``softcap`` bounds the logits;
     ``names`` gives a module's name in the model, for following adapters; ``fuse`` is how a head reads, None for a model
     that embeds its tokens. ``gated``: ``qkv`` gives a gate for each query behind the values, of what it sees.
-    ``delta``: of the layers that do not attend, if there are any. ``stream`` (``native/stream.h``) reads the weights of
-    layers that are not in memory."""
+    ``delta``: of the layers that do not attend. ``stream`` (``native/stream.h``) reads weights that do not stay."""
 
     layers: tuple[Layer, ...]
     linears: tuple[Packed, ...]
