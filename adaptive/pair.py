@@ -19,8 +19,10 @@ from adaptive.engines.head.kinds import HeadKind, head_kind, mtp_weights
 from adaptive.engines.identity import IDENTITY_BYTES, weights_hash
 from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
 from adaptive.engines.load import (
+    Forward,
     Source,
     check_readable,
+    forward_of,
     lacks_kernels,
     load_engine,
     load_head,
@@ -70,14 +72,15 @@ class Pair:
     @property
     def clock(self) -> Callable[[], float]:
         """What rounds are compared by: the time that the calling thread was at work, or waited for the other threads of
-        a pass, whatever else ran meanwhile. Where passes run elsewhere, or such a clock is too coarse, the time on the
-        wall.
+        a pass, whatever else ran meanwhile. Where passes run elsewhere or wait for a disk, or such a clock is too
+        coarse, the time on the wall.
 
         Beside other programs a thread waits for a processor in a few rounds, for ten times as long as they take, and by
         chance in drafted ones or in plain ones. In the long run it waits in proportion to its work.
         """
         engines = [engine for engine in (self.target, self.draft) if engine is not None]
         own = all(engine.device.type == "cpu" and engine.threads is not None for engine in engines)
+        own = own and Forward.STREAMED not in map(forward_of, engines)
         if not own or time.get_clock_info("thread_time").resolution > FINE_S:
             return time.perf_counter
         return lambda: time.thread_time() + sum(engine.threads.waited for engine in engines if engine.threads)

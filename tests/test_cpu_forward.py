@@ -131,7 +131,8 @@ def made(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A checkpoint of random weights, none of them at a value that would hide a mistake (norms of one, biases of
     zero)."""
     torch.manual_seed(5)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(ALL[name]).eval()
+    config = copy.deepcopy(ALL[name])  # which saving a model writes its dtype into
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))

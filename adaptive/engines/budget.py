@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from adaptive.devices import choose_device, device_bytes
-from adaptive.engines.load import Choice, Source, choose_forward, class_name, read_config, weight_bytes
+from adaptive.engines.load import Choice, Forward, Source, choose_forward, class_name, read_config, weight_bytes
 from adaptive.errors import AdaptiveError, first_line
-from adaptive.settings import Settings
+from adaptive.settings import Settings, memory_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -175,6 +175,8 @@ def need(source: Source, settings: Settings, device: str, draft: bool = False) -
     weights = sum(int(one.numel() * _bytes(name, one, chosen, model)) for name, one in model.named_parameters())
     if chosen.held is not None and not chosen.held.dense:  # about as large as its files
         weights = weight_bytes(source)
+    if chosen.forward is Forward.STREAMED and settings.memory is not None:
+        weights = min(weights, memory_bytes(settings.memory))
     return Need(where, weights, token, numbers)
 
 

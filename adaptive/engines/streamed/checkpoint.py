@@ -53,7 +53,7 @@ class Checkpoint:
             raw = torch.empty(end - first, dtype=torch.uint8)
             with file.open("rb") as stream:
                 stream.seek(begin + first)
-                if stream.readinto(raw.numpy()) != end - first:
+                if stream.readinto(raw.numpy()) != end - first:  # type: ignore[arg-type]
                     raise OSError(f"{file.name} ends within {name}")
         except KeyError:
             raise AdaptiveError(f"{self.folder} cannot be streamed: it has no weights {name} of a known kind") from None
