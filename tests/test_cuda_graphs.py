@@ -24,6 +24,8 @@ from adaptive.engines.hf import graphs
 from adaptive.engines.hf.cache import GROWTH
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.engines.hf.graphs import SIZES as TOKENS
+from adaptive.engines.load import Choice as ChosenForward
+from adaptive.engines.load import Forward, beside_eagle
 from adaptive.pair import load_pair
 from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
@@ -200,6 +202,11 @@ def test_recordings_under_sampling_parameters_that_are_out_of_use_go() -> None:
         drafting(engine, SamplingParams(temperature=0.5 + 0.1 * number)).prepare(100, None)
         assert len(engine.recorded.recordings) <= graphs.CHOOSERS * len(graphs.CHOSEN)
     assert len(engine.recorded.recordings) == graphs.CHOOSERS * len(graphs.CHOSEN)
+
+
+def test_a_head_that_reads_layers_is_recorded_where_its_target_is() -> None:
+    target, head = beside_eagle(ChosenForward(Forward.CUDA_GRAPHS, "cuda:0", torch.bfloat16))
+    assert target.forward is head.forward is Forward.CUDA_GRAPHS
 
 
 def stops(below: float) -> Stopping:

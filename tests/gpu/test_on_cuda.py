@@ -38,6 +38,7 @@ from adaptive.pair import load_pair
 from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
+from trainers.fit import _precision
 from trainers.worker import memory_is_short
 
 # One process has the device to itself.
@@ -162,10 +163,13 @@ def test_nothing_is_recorded_while_an_answer_is_under_way(tmp_path: Path) -> Non
         assert number == 0 or counts[-1] == counts[0]
 
 
-def test_a_command_answers_over_recorded_passes(adaptive: Command) -> None:
+def test_a_command_answers_over_recorded_passes_of_a_draft_and_of_a_head(adaptive: Command) -> None:
     named = ["--device", "cuda:0", "--temperature", "0", "--max-new-tokens", "40", "--no-record", "--json"]
-    answers = [adaptive("generate", "Hello", *named, "--cuda-graphs", graphs)[:2] for graphs in ("auto", "off")]
-    assert answers[0][0] == answers[1][0] == 0
+    for more in (["--cuda-graphs", "auto"], ["--cuda-graphs", "off"]):
+        assert adaptive("generate", "Hello", *named, *more)[0] == 0
+        assert (
+            adaptive("generate", "Hello", *named, *more, "--target", str(BUNDLED / "target"), "--draft", "auto")[0] == 0
+        )
 
 
 def test_a_draft_beside_on_the_processor_proposes_for_a_target_on_the_device(adaptive: Command) -> None:
@@ -181,6 +185,8 @@ def test_memory_is_counted_on_the_device(adaptive: Command) -> None:
     del held  # torch keeps it, and the program can have it
     assert abs(device_bytes("cuda:0") - free) < 512 << 20
     assert not memory_is_short() or free < total // 10
+    with _precision(DEVICE):  # of training
+        assert torch.is_autocast_enabled("cuda") == torch.cuda.is_bf16_supported()
     code, out, _ = adaptive("doctor", "--device", "cuda:0", "--json", "--target", str(BUNDLED / "target"))
     assert code == 0
     assert "memory of cuda:0" in out
