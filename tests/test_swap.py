@@ -34,7 +34,7 @@ def session(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenedP
     monkeypatch.setattr(swapper, "LOOK_S", 0.0)
     monkeypatch.setattr(swapper, "SLICE_S", 0.0)  # one step of a swap between two rounds
     monkeypatch.setattr(loop, "BURST_S", 0.0)  # a round a burst
-    settings = load_settings({"dtype": "float32", "draft_length": "4"})
+    settings = load_settings({"dtype": "float32", "draft_length": "4", "history": "off"})
     with open_pair(settings, Console(file=io.StringIO())) as opened:
         opened.assistant.between_rounds = opened.swapper.between_rounds
         yield opened
