@@ -16,8 +16,10 @@ from setuptools.command.build_ext import build_ext
 FOLDER = Path("adaptive/engines/cpu/native")
 INDEX = Path("adaptive/drafting/native")
 COMMON = "-std=c++17 -O3 -g0 -fvisibility=hidden"
+AVX512BF16 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mfma"
 FLAGS = {
-    "avx512bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mfma",
+    "amx": f"{AVX512BF16} -mamx-tile -mamx-bf16",
+    "avx512bf16": AVX512BF16,
     "avx512vnni": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma",
     "avx2": "-mavx2 -mfma",
 }

@@ -20,7 +20,8 @@ import torch
 from adaptive.control.costs import LONGEST
 from adaptive.control.policy import FixedLength
 from adaptive.control.stopping import Stopping
-from adaptive.decoding.loop import Decoding, Request, speculative_round
+from adaptive.decoding.loop import Decoding, Request
+from adaptive.decoding.round import speculative_round
 from adaptive.decoding.supervision import BATCH
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verifier import Verifier

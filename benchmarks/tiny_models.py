@@ -16,7 +16,7 @@ from torch import nn
 
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import FixedLength, LengthPolicy
-from adaptive.decoding.loop import speculative_round
+from adaptive.decoding.round import speculative_round
 from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.model import ModelDrafter
 from adaptive.engines.protocol import Engine

@@ -20,9 +20,11 @@ from adaptive.decoding.verifier import Verifier
 from adaptive.decoding.verify import verify_greedy, verify_sampled
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
+from adaptive.drafting.protocol import Making
 from adaptive.engines.cpu.forward import cpu_forward
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.protocol import Proposed
 from adaptive.errors import AdaptiveError
 from adaptive.sampling import LogitsProcessor, Transform, Uniform
 from adaptive.types import SamplingParams
@@ -122,6 +124,54 @@ def test_it_is_the_same_as_token_by_token(
     else:
         assert min(lengths) == 0
         assert max(lengths) > 1
+
+
+def test_proposals_for_several_texts_in_one_call_are_those_of_one_after_the_other(engine: TransformersEngine) -> None:
+    """Greedy, under a seed and sampled ones, of different lengths, with and without thresholds"""
+    together, alone = [], []
+    for made in (together, alone):
+        for number in range(8):
+            params = [*PARAMS, SamplingParams(temperature=0.9, seed=number)][number % 4]
+            made.append(drafter(engine, params))
+    texts = [[*PROMPT[: 1 + number % 5], number] for number in range(8)]
+    rules: list[list[Stopping]] = [[Stopping(6) for _ in range(8)] for _ in range(2)]
+    for rule in (*rules[0], *rules[1]):
+        rule.decide(CENTRES, CENTRES, [0.2] * 6, [0.25] * 6)
+    lengths = set()
+    for turn in range(12):
+        advice = [[None if n % 3 == 0 else rule for n, rule in enumerate(side)] for side in rules]
+        each = zip(together, texts, advice[0], strict=True)
+        making = [made.making(text, 1 + (n + turn) % 6, rule) for n, (made, text, rule) in enumerate(each)]
+        wanted = [next(one) for one in making]
+        found = engine.propose_together([(one.sequence, one.call) for one in wanted])
+        for number, (one, given) in enumerate(zip(making, found, strict=True)):
+            mine = ended(one, given)
+            theirs = alone[number].propose(texts[number], 1 + (number + turn) % 6, advice[1][number])
+            assert rules[0][number].bins_of() == rules[1][number].bins_of()
+            assert (mine is None) == (theirs is None)
+            lengths.add(0 if mine is None else len(mine.tokens))
+            if mine is not None and theirs is not None:
+                assert mine.tokens == theirs.tokens
+                if theirs.probs is not None:
+                    assert torch.equal(torch.as_tensor(mine.probs), torch.as_tensor(theirs.probs))
+                texts[number] = [*texts[number], *mine.tokens[: turn % 3]]
+            texts[number] = [*texts[number], (turn * 31 + number) % VOCAB]
+            for made in (together, alone):
+                made[number].rollback(len(texts[number]) - 1)
+                rules[0][number].clear()
+                rules[1][number].clear()
+    assert min(lengths) == 0
+    assert max(lengths) == 6
+
+
+def ended(making: Making, given: Proposed) -> Proposal | None:
+    """What a proposal has come to."""
+    try:
+        making.send(given)
+    except StopIteration as end:
+        proposal: Proposal | None = end.value
+        return proposal
+    raise AssertionError("it wants more")
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "cut"])

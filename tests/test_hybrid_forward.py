@@ -324,3 +324,24 @@ def test_a_head_on_a_hybrid_whose_last_layer_attends_is_our_own(engine: Transfor
     held.extend(tokens.tolist(), 1)
     got = draft.extend(tokens.tolist(), 30)
     near(got, module_logits(head.head, held.features(0, 30), tokens))
+
+
+def test_proposals_for_several_texts_in_one_call_are_those_of_one_after_the_other(engine: TransformersEngine) -> None:
+    """With states that are taken back after each."""
+    dice, vocab = random.Random(3), SIZES["vocab_size"]
+    together, alone = ([engine.sequence() for _ in range(4)] for _ in range(2))
+    texts = [[dice.randrange(vocab) for _ in range(5 + 9 * number)] for number in range(4)]
+    for turn in range(10):
+        lengths = [1 + (turn + number) % 5 for number in range(4)]
+
+        def call(number: int, held: int, lengths: list[int] = lengths) -> ProposalCall:
+            return ProposalCall(texts[number][held:], lengths[number], vocab, GREEDY, [], None)
+
+        found = engine.propose_together([(one, call(n, one.length)) for n, one in enumerate(together)])
+        for number, (proposed, one, other) in enumerate(zip(found, together, alone, strict=True)):
+            assert proposed.tokens == other.propose(call(number, other.length)).tokens  # type: ignore[union-attr]
+            stands = proposed.tokens[: dice.randrange(len(proposed.tokens) + 1)]
+            texts[number] += [*stands, dice.randrange(vocab)]
+            one.rollback(len(texts[number]) - 1)
+            other.rollback(len(texts[number]) - 1)
+            assert one.length == other.length

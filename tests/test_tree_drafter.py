@@ -14,7 +14,8 @@ from test_lossless_sampled import PROMPT, VOCAB, exact_distribution, models, p_v
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.decoding.loop import Verifier, speculative_round
+from adaptive.decoding.round import speculative_round
+from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.tree import TreeDrafter
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.tree import TokenTree

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from adaptive.control.policy import Adviser
 from adaptive.decoding import trees
-from adaptive.decoding.loop import speculative_round
+from adaptive.decoding.round import speculative_round
 from adaptive.decoding.trees import verify_tree
 from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.proposal import Proposal

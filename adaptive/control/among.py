@@ -1,8 +1,9 @@
 """How many tokens each of several answers drafts, when one pass of the target verifies what all of them propose.
 
-B answers that draft k tokens each commit B * E[tokens(k)] in B * draft(k) + T(B * (k + 1)) seconds, where T(n) is a
-pass over n tokens: the drafts are made one after the other, the weights of the target are read once. For each of them
-that is a round whose verification takes T(B * (k + 1)) / B, so that it is decided as for a lone one (``goodput.py``):
+B answers that draft k tokens each commit B * E[tokens(k)] in f(B) * draft(k) + T(B * (k + 1)) seconds, where T(n) is a
+pass over n tokens, which reads the weights of the target once, and f(B) is learned: from 1, where a model drafts for
+all in one call, to B, where each draft is made by itself. For each of them that is a round whose drafting and
+verification take f(B) * draft(k) / B and T(B * (k + 1)) / B, so that it is decided as for a lone one (``goodput.py``):
 another token is worth it while it is expected to add more than what its time would yield otherwise. The more answers,
 the nearer a pass comes to where more tokens take longer, and the less drafting brings.
 """
@@ -25,28 +26,53 @@ BATCH = 8
 # Where no drafting is expected to pay, one round of so many drafts a token all the same. More often costs more for as
 # long as that is right, more seldom is late to see that it no longer is.
 TRY_EVERY = 50
-# Bounds of what a joint pass may take of what is expected: a clock that stood still, or another program's minute.
-LEAST, MOST = 0.2, 5.0
+# Bounds of what a joint pass, or several drafts, may take of what is expected: a clock that stood still, or another
+# program's minute.
+LEAST, MOST = 0.2, 32.0
+
+
+class Learned:
+    """A factor that is learned from what seconds are of those expected."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+        self._steps = Steps(SPEED_STEP)
+
+    def observe(self, ratio: float) -> None:
+        """It took so many times as long as by the factor."""
+        self.value = min(max(self.value * self._steps.factor([ratio]), LEAST), MOST)
 
 
 class JointCosts:
-    """What a pass over several answers' tokens takes, from what a lone one takes over as many."""
+    """What a pass over several answers' tokens takes, from what a lone one takes over as many; and what their drafts
+    take, from what a lone one does."""
 
     def __init__(self) -> None:
-        self.factor = 1.0
-        self._steps = Steps(SPEED_STEP)
+        self._pass = Learned()
+        self._drafts: dict[int, Learned] = {}  # by the number of answers
 
     def seconds(self, costs: CostModel, tokens: int) -> float:
         """Of a pass over so many tokens. Beyond those of the longest verification each takes what the last ones do."""
         if tokens <= LONGEST + 1:
-            return self.factor * costs.verify(tokens - 1)
+            return self._pass.value * costs.verify(tokens - 1)
         half, longest = costs.verify(LONGEST // 2), costs.verify(LONGEST)
-        return self.factor * (longest + (longest - half) / (LONGEST - LONGEST // 2) * (tokens - LONGEST - 1))
+        return self._pass.value * (longest + (longest - half) / (LONGEST - LONGEST // 2) * (tokens - LONGEST - 1))
 
     def observe(self, costs: CostModel, tokens: int, seconds: float) -> None:
         """One took so long."""
-        step = self._steps.factor([seconds / self.seconds(costs, tokens)])
-        self.factor = min(max(self.factor * step, LEAST), MOST)
+        self._pass.observe(seconds / self.seconds(costs, tokens))
+
+    def share(self, answers: int) -> float:
+        """What each of so many answers' draft takes of a lone one's time, its share of what is drafted together."""
+        known = self._drafts
+        if not known:
+            return 1 / answers
+        return known[min(known, key=lambda count: abs(count - answers))].value / answers
+
+    def drafted(self, costs: CostModel, answers: int, length: int, seconds: float) -> None:
+        """Drafts of so many answers, of which the longest has ``length`` tokens, took so long in all."""
+        factor = self._drafts.setdefault(answers, Learned(min(MOST, self.share(answers) * answers)))
+        factor.observe(seconds / (factor.value * costs.draft(length)))
 
 
 class Known(Protocol):
@@ -71,6 +97,7 @@ class GoodputBeside(Beside):
         self._seen: list[Round] = []
         self._trying = False
         self._rate = 0.0  # tokens per second of all answers
+        self._share = 1.0  # of a lone draft's time, that an answer's draft takes
         self.best = 0  # the length of most tokens per second by acceptance at each position
         self._verify: list[float] = []  # an answer's share of a pass, by the tokens that each drafts
 
@@ -102,16 +129,17 @@ class GoodputBeside(Beside):
             known.joint.seconds(costs, answers * (k + 1)) / answers + costs.speed * costs.overhead_s
             for k in range(known.longest + 1)
         ]
+        self._share = known.joint.share(answers)
         self.best, rate, reach, tokens = 0, 1 / self._verify[0], 1.0, 1.0
         for length, accepted in enumerate(hope, 1):
             reach *= accepted
             tokens += reach
-            here = tokens / (costs.draft(length) + self._verify[length])
+            here = tokens / (self._share * costs.draft(length) + self._verify[length])
             if here > rate:
                 self.best, rate = length, here
         self._rate, self.expected = rate, rate / answers
         if known.attentive:
-            least, further = prices(self._verify, costs.draft_step(), hope)
+            least, further = prices(self._verify, self._share * costs.draft_step(), hope)
             self._stopping.decide(
                 known.calibration.table,
                 known.calibration.follow,
@@ -122,7 +150,9 @@ class GoodputBeside(Beside):
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """See ``LengthPolicy``: history where it brings more than an answer's time yields with the model's drafts. One
         behind the other is not considered here."""
-        later_s = self._known.costs.draft(0, 1) if self.best else 0.0  # the draft is fed what it did not draft
+        later_s = (
+            self._share * self._known.costs.draft(0, 1) if self.best else 0.0
+        )  # the draft is fed what it did not draft
         most, _ = best_length(reach[: max(0, limit)], self._verify, self._rate, later_s)
         return Lead(most, 0) if most else Lead(0, length)
 

@@ -422,6 +422,10 @@ class GoodputLength(LengthPolicy):
         """A pass for several took so long; of what a lone round takes it says nothing."""
         self.joint.observe(self.costs, rows, seconds)
 
+    def drafted(self, answers: int, length: int, seconds: float) -> None:
+        """The same of what the drafts of several took."""
+        self.joint.drafted(self.costs, answers, length, seconds)
+
     def begin(self, scope: Scope) -> None:
         """Estimates of another session or temperature start from the general ones."""
         self.settle()

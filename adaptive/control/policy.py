@@ -183,6 +183,9 @@ class LengthPolicy(ABC):
     def shared(self, rows: int, seconds: float) -> None:  # noqa: B027 - only some know what passes cost
         """A pass over so many tokens of several answers' rounds took so long."""
 
+    def drafted(self, answers: int, length: int, seconds: float) -> None:  # noqa: B027 - as above
+        """The model's drafts of so many answers, the longest of ``length`` tokens, took so long in all."""
+
     def begin(self, scope: Scope) -> None:  # noqa: B027 - most policies keep no estimates apart
         """An answer starts."""
 

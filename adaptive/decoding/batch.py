@@ -8,13 +8,16 @@ computed in slices beside the others' rounds, so that nobody stands still while 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import torch
 
 from adaptive.decoding.loop import BURST_S, Decoding, Turn, stretch
-from adaptive.engines.protocol import Engine, ExtendCall
+from adaptive.drafting.protocol import Wanted
+from adaptive.engines.protocol import Engine, ExtendCall, Proposed
 from adaptive.errors import AdaptiveError
+from adaptive.types import FREE
 
 # Tokens of a pass over several answers, as far as prompts fill it up, and of those at least so many are theirs. More
 # keep the others waiting, fewer read the weights more often; beyond 128 our kernels make passes of their own.
@@ -74,16 +77,10 @@ class Batch:
     @torch.inference_mode()
     def _round(self, speculate: bool) -> list[Failed]:
         """A round of every answer whose prompt has been read, and slices of the other prompts, in one pass."""
-        failed: list[Failed] = []
-        turns: list[tuple[Decoding, Turn]] = []
         going = [decoding for decoding in self.under_way if not decoding.unread]
         own_clock = self.under_way[0].policy.clock
         round_began, own_round_began = self.clock(), own_clock()
-        for decoding in going:
-            try:
-                turns.append((decoding, decoding.turn(len(going), speculate)))
-            except Exception as error:
-                failed.append((decoding, error))
+        turns, failed = self._turns(going, speculate, own_clock)
         rows, rounds = sum(len(turn.call.tokens) for _, turn in turns), len(turns)
         turns += [(d, d.prompt_turn(count)) for d, count in self._slices(max(LEAST, PASS - rows))]
         began = own_clock()
@@ -102,6 +99,44 @@ class Batch:
             except Exception as error:
                 failed.append((decoding, error))
         return failed
+
+    def _turns(
+        self, going: list[Decoding], speculate: bool, clock: Callable[[], float]
+    ) -> tuple[list[tuple[Decoding, Turn]], list[Failed]]:
+        """What each answer asks of the pass, and whose could not say it, and why. What they want of the draft is made
+        together; each drafts for as long as its own part took by the ``clock``, and an equal share of that."""
+        turns: list[tuple[Decoding, Turn]] = []
+        failed: list[Failed] = []
+        seconds = dict.fromkeys(going, 0.0)
+        waiting: list[tuple[Decoding, Generator[Wanted, Proposed, Turn], Any]] = [
+            (decoding, decoding.turn(len(going), speculate), None) for decoding in going
+        ]
+        while waiting:
+            asked: list[tuple[Decoding, Generator[Wanted, Proposed, Turn], Wanted]] = []
+            for decoding, turn, given in waiting:
+                began = clock()
+                try:
+                    wanted = turn.throw(given) if isinstance(given, Exception) else turn.send(given)
+                    asked.append((decoding, turn, wanted))
+                except StopIteration as end:
+                    turns.append((decoding, end.value))
+                except Exception as error:
+                    failed.append((decoding, error))
+                seconds[decoding] += clock() - began
+            began = clock()
+            found = _proposed([wanted for *_, wanted in asked])
+            share = (clock() - began) / max(1, len(asked))
+            for decoding, *_ in asked:
+                seconds[decoding] += share
+            waiting = [(decoding, turn, given) for (decoding, turn, _), given in zip(asked, found, strict=True)]
+        turns.sort(key=lambda one: going.index(one[0]))
+        for decoding, turn in turns:
+            turn.draft_s = seconds[decoding]
+        drafts = [turn for _, turn in turns if turn.proposal is not None and turn.proposal.drafter not in FREE]
+        if drafts and not failed:
+            longest = max(len(turn.proposal.tokens) for turn in drafts if turn.proposal is not None)
+            going[0].policy.drafted(len(drafts), longest, sum(turn.draft_s for turn in drafts))
+        return turns, failed
 
     def _slices(self, room: int) -> Iterator[tuple[Decoding, int]]:
         """Of so many tokens in all those of each prompt that has not been read."""
@@ -134,3 +169,25 @@ class Batch:
             except Exception as error:
                 found.append(error)
         return found
+
+
+def _proposed(wanted: list[Wanted]) -> list[Proposed | Exception]:
+    """What one draft proposes for each of several texts. Where that fails for all, for one of them perhaps, each is
+    asked for by itself."""
+    if not wanted:
+        return []
+    held = [one.sequence.length for one in wanted]
+    try:
+        return list(wanted[0].engine.propose_together([(one.sequence, one.call) for one in wanted]))
+    except Exception:
+        for one, length in zip(wanted, held, strict=True):
+            one.sequence.rollback(length)
+    found: list[Proposed | Exception] = []
+    for one, length in zip(wanted, held, strict=True):
+        try:
+            if one.sequence.length != length:  # as above
+                raise AdaptiveError("a draft failed, and its text cannot be gone on with; ask again")
+            found.append(one.fused.propose(one.call))
+        except Exception as error:
+            found.append(error)
+    return found

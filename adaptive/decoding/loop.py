@@ -1,4 +1,4 @@
-"""The decoding loop: one speculative round, and the generation made of rounds.
+"""The decoding loop: the generation made of rounds (``round.py``).
 
 In: engines' sequences, a prompt, what was asked. Out: a stream of ``Step``, one a token, which every
 front end consumes; the ``Decoding`` that made it then holds all that the log keeps.
@@ -7,13 +7,14 @@ front end consumes; the ``Decoding`` that made it then holds all that the log ke
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from adaptive.control.policy import Adviser, Beside, LengthPolicy, Scope
+from adaptive.control.policy import Beside, LengthPolicy, Scope
+from adaptive.decoding.round import commit, making, outcome_of, speculative_round
 from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verifier import Verifier, asked
@@ -23,8 +24,8 @@ from adaptive.drafting.grafting import Grafting
 from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.model import prepare
 from adaptive.drafting.proposal import Proposal
-from adaptive.drafting.protocol import Drafter
-from adaptive.engines.protocol import ExtendCall, Sequence
+from adaptive.drafting.protocol import Drafter, Wanted
+from adaptive.engines.protocol import ExtendCall, Proposed, Sequence
 from adaptive.types import FREE, Round, SamplingParams, StopParams, Supervision, Timings
 
 # Seconds of rounds whose tokens are shown together: as long as a screen shows one picture. What comes between two
@@ -65,71 +66,6 @@ class Request:
     stop: StopParams
     end_tokens: frozenset[int]
     record: bool = True
-
-
-def speculative_round(
-    target: Sequence,
-    drafter: Drafter | None,
-    verifier: Verifier,
-    committed: list[int],
-    draft_length: int,
-    advise: Adviser | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[Round, Verdict, torch.Tensor]:
-    """Draft, verify in one target pass, keep what stands; ``committed`` grows by accepted + 1 tokens.
-
-    ``draft_length`` is the most that is drafted; ``advise`` may end the draft before. ``clock`` is what the round's
-    seconds are by.
-
-    Before and after, the caches hold at most all committed tokens but the last one: the token that
-    the target added itself has not been fed to anybody yet. Returns the target's raw logits
-    (drafted + 1, vocab) as well, of which the first accepted + 1 rows are those of the committed tokens.
-    """
-    began = clock()
-    proposal = propose(drafter, verifier, committed, draft_length, advise)
-    proposed = clock()
-    verdict, logits = verifier.verify(target, committed[target.length :], proposal)
-    commit(target, drafter, verifier, committed, proposal, verdict)
-    return outcome_of(proposal, verdict, proposed - began, clock() - proposed), verdict, logits
-
-
-def propose(
-    drafter: Drafter | None, verifier: Verifier, committed: list[int], length: int, advise: Adviser | None
-) -> Proposal | None:
-    """What the drafter has to say, as the verifier takes it."""
-    if drafter is None or length <= 0:
-        return None
-    proposal = drafter.propose(committed, length, advise)
-    if proposal is not None and proposal.parents is not None and verifier.adjusts:
-        return proposal.first_path()  # what a token's logits are changed by is the path before it
-    return proposal
-
-
-def commit(
-    target: Sequence,
-    drafter: Drafter | None,
-    verifier: Verifier,
-    committed: list[int],
-    proposal: Proposal | None,
-    verdict: Verdict,
-) -> None:
-    """Append what a verdict commits; what did not stand is forgotten by both caches."""
-    stands = len(committed) + verdict.accepted
-    committed += verdict.tokens
-    if proposal is not None and drafter is not None:
-        target.rollback(stands)
-        drafter.rollback(stands)
-    if verifier.adjusts:
-        verifier.processor.commit(verdict.tokens)
-
-
-def outcome_of(proposal: Proposal | None, verdict: Verdict, draft_s: float, verify_s: float) -> Round:
-    """A round that has ended, in seconds of drafting and of the rest; of what was queued a device says what it took."""
-    if proposal is not None and proposal.queued is not None:
-        draft_s, verify_s = proposal.queued.split(draft_s, verify_s)
-    if proposal is None or not proposal.drafted:
-        return Round("none", 0, verdict.accepted, draft_s, verify_s)
-    return Round(proposal.drafter, proposal.drafted, verdict.accepted, draft_s, verify_s, proposal.first)
 
 
 def stretch(seconds: float, own: float) -> float:
@@ -268,11 +204,10 @@ class Decoding:
             fed, rows = fed[:most], 0
         return Turn(ExtendCall(self.target, fed, rows), len(fed), len(self.committed))
 
-    def turn(self, answers: int, speculate: bool) -> Turn:
+    def turn(self, answers: int, speculate: bool) -> Generator[Wanted, Proposed, Turn]:
         """The same once the prompt has been read: a round, of which so many ``answers`` share the pass. ``speculate``
-        says whether the draft may be used."""
-        clock, committed = self.policy.clock, self.committed
-        began = clock()
+        says whether the draft may be used. Asks for what the draft is to propose."""
+        committed = self.committed
         if self._beside is None:
             self._beside = self.policy.among(self.scope)
             if self.history is not None:
@@ -287,10 +222,10 @@ class Decoding:
             length = 0
         drafter, most = self._who_drafts(length, self._grafting_beside)
         self._reserve(most)
-        proposal = propose(drafter, self.verifier, committed, most, beside.adviser)
+        proposal = yield from making(drafter, self.verifier, committed, most, beside.adviser)
         fed = committed[self.target.length :]
         call = ExtendCall(self.target, *asked(fed, proposal))
-        return Turn(call, len(fed), len(committed), proposal, drafter, clock() - began)
+        return Turn(call, len(fed), len(committed), proposal, drafter)
 
     def judge(self, turn: Turn, logits: torch.Tensor, seconds: float, times: float) -> None:
         """Take in what the pass gave, of whose time this answer's share is so many ``seconds`` of the policy's clock,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from adaptive.control.policy import Adviser, Beside, Lead, LengthPolicy
 from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal, grafted
-from adaptive.drafting.protocol import Drafter, GoesOn
+from adaptive.drafting.protocol import Drafter, GoesOn, MadeTogether, Making
 from adaptive.tokens import as_list
 from adaptive.types import FREE, HISTORY, MODEL, Round
 
@@ -46,6 +46,20 @@ class Grafting:
         if not lead.history:
             draft = None if self.model is None else self.model.propose(committed, lead.model, advise)
             return self._with_tail(committed, draft)
+        return self._with_front(committed)
+
+    def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
+        """The same, the model's draft together with others'. Where history leads, it goes on by itself."""
+        lead = self._lead
+        if lead.history:
+            return self._with_front(committed)
+        if not isinstance(self.model, MadeTogether):
+            return self.propose(committed, length, advise)
+        return self._with_tail(committed, (yield from self.model.making(committed, lead.model, advise)))
+
+    def _with_front(self, committed: list[int]) -> Proposal | None:
+        """History's tokens, and the model's draft behind them where that was planned."""
+        lead = self._lead
         front = self.history.propose(committed, lead.history)
         if front is None or not lead.model or self._goes_on is None:
             return front

@@ -9,7 +9,7 @@ import torch
 
 from adaptive.control.policy import Advice, Adviser
 from adaptive.drafting.proposal import Proposal
-from adaptive.drafting.protocol import Drafter
+from adaptive.drafting.protocol import Drafter, Making, Wanted
 from adaptive.drafting.queued import Choice, Queued, choice_of, kind_of
 from adaptive.engines.protocol import (
     Chooses,
@@ -17,6 +17,8 @@ from adaptive.engines.protocol import (
     FusedCalls,
     Prepares,
     ProposalCall,
+    Proposed,
+    ProposesTogether,
     ReadsFeatures,
     Sequence,
     Thresholds,
@@ -85,6 +87,8 @@ class ModelDrafter:
         self._vocab = min(engine.vocab_size, target_vocab)
         # The engine's own way of making a whole proposal in one call, where it has one for this.
         self._fused = None if self._adjusts else sequence.fused
+        # Whoever makes proposals for several texts in one call, where the engine does.
+        self._together = engine if self._fused is not None and isinstance(engine, ProposesTogether) else None
         # Whether the device works through a queue while the program goes on. What a grammar allows is known to the
         # program alone.
         self._chooses = sequence if isinstance(sequence, Chooses) else None
@@ -121,6 +125,13 @@ class ModelDrafter:
             return self._propose_queued(held, proposed, feed, length, advise)
         return self._propose_by_token(held, proposed, feed, length, advise)
 
+    def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
+        """As ``propose``, together with others where the engine can."""
+        if self._fused is None or self._together is None:
+            return self.propose(committed, length, advise)
+        call = self._call(self._unseen(committed), length, advise)
+        return self._made(call, (yield Wanted(self._together, self.sequence, self._fused, call)))
+
     def feed(self, committed: list[int], most: int) -> None:
         """Feed at most so many of the tokens before the last one."""
         self.sequence.extend(self._unseen(committed[:-1])[:most], 0)
@@ -134,11 +145,17 @@ class ModelDrafter:
     def _propose_fused(
         self, sequence: FusedCalls, feed: list[int], length: int, advise: Adviser | None
     ) -> Proposal | None:
+        call = self._call(feed, length, advise)
+        return self._made(call, sequence.propose(call))
+
+    def _call(self, feed: list[int], length: int, advise: Adviser | None) -> ProposalCall:
         params = self.params
-        drawn = not (params.greedy or params.seeded)
-        uniform = self.uniform.ahead(length) if drawn else []
-        tokens, probs = sequence.propose(ProposalCall(feed, length, self._vocab, params, uniform, advise))
-        if drawn:
+        uniform = [] if params.greedy or params.seeded else self.uniform.ahead(length)
+        return ProposalCall(feed, length, self._vocab, params, uniform, advise)
+
+    def _made(self, call: ProposalCall, proposed: Proposed) -> Proposal | None:
+        tokens, probs = proposed
+        if call.uniform:
             self.uniform.skip(len(tokens))
         return Proposal(self.name, tokens, probs) if tokens else None
 

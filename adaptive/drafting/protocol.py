@@ -13,10 +13,12 @@ is proposed would no longer be distributed as q.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Generator
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
+from adaptive.engines.protocol import FusedCalls, ProposalCall, Proposed, ProposesTogether, Sequence
 
 
 class Drafter(Protocol):
@@ -41,6 +43,27 @@ class Drafter(Protocol):
 
     def rollback(self, length: int) -> None:
         """Tokens after the first ``length`` committed ones did not stand."""
+
+
+class Wanted(NamedTuple):
+    """A proposal that a model is to make for a text, by itself (``fused``) or with those for others (``engine``)."""
+
+    engine: ProposesTogether
+    sequence: Sequence
+    fused: FusedCalls
+    call: ProposalCall
+
+
+# A proposal in the making: it says what it wants of models, is sent that, and returns what it has come to.
+Making: TypeAlias = Generator[Wanted, Proposed, Proposal | None]
+
+
+@runtime_checkable
+class MadeTogether(Drafter, Protocol):
+    """A drafter whose proposals can be made together with those of others."""
+
+    def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
+        """As ``propose``."""
 
 
 @runtime_checkable

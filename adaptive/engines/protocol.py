@@ -358,6 +358,31 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class ProposesTogether(Protocol):
+    """An engine that makes proposals for several sequences, which are ``fused``, in one call."""
+
+    def propose_together(self, calls: Numbers[tuple[Sequence, ProposalCall]]) -> list[Proposed]:
+        """What ``FusedCalls.propose`` of each sequence gives, each named once. Raises what that raises; the sequences
+        then hold what they held, or some of the tokens that they were to be fed."""
+
+
+@runtime_checkable
+class KeepsCaches(Protocol):
+    """An engine whose sequences can be written to a file and read again."""
+
+    @property
+    def cache_layout(self) -> dict[str, str | int]:
+        """What a file has to agree with to be read: how the numbers were computed, and how they lie."""
+
+    def stored(self, sequence: Sequence) -> dict[str, torch.Tensor] | None:
+        """What a sequence holds, contiguous and on the processor; None where that cannot be stored."""
+
+    def restore(self, sequence: Sequence, stored: dict[str, torch.Tensor], length: int) -> None:
+        """Have a sequence hold the first ``length`` tokens of what was ``stored``, instead of what it holds. Raises
+        ValueError for what does not fit, AdaptiveError where there is no memory; it is then to be rolled back to 0."""
+
+
+@runtime_checkable
 class ReadsFeatures(Protocol):
     """An engine of a head: its sequences read the hidden states that another engine's keep.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from adaptive.decoding.loop import commit, propose
+from adaptive.decoding.round import commit, propose
 from adaptive.pair import Pair
 from adaptive.timed_rounds import TimedRounds
 from adaptive.types import SamplingParams

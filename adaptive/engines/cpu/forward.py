@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -71,14 +72,14 @@ class CpuForward:
         capped = any(layer.softcap is not None for layer in plan.layers)
         if Attention.supports(plan.head_size, plan.dtype, plan.device) and not capped:
             self._attention = Attention(plan.heads, plan.key_heads, plan.head_size, len(plan.ropes), plan.gated)
-        # Whether a pass is one native call, for any number of tokens but where many are left to torch and AMX.
+        # Whether a pass is one native call, for any number of tokens.
         self.fused = self._attention is not None and fits(plan)
         if self.fused:
             found = library()
             assert found is not None
             self.sampling = CpuSampling(found)
         self._feature_layers: tuple[int, ...] | None = None  # before which hidden states are kept, None for the last
-        self._thresholds: tuple[Thresholds | None, Any] = None, None
+        self._thresholds: WeakKeyDictionary[Thresholds, Any] = WeakKeyDictionary()
         self._decoder: Any = None  # made anew when a linear layer is
         # Of a pass over a few tokens. A prompt is arithmetic, which all that torch was given share well.
         self.threads = ThreadChoice(torch.get_num_threads(), LoadMeter())
@@ -116,7 +117,7 @@ class CpuForward:
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, rows: int, cache: CpuCache) -> torch.Tensor:
         """Append tokens (n,) to the cache; logits (rows, vocab) of the last ``rows`` of them."""
-        if self.is_one_call(len(tokens)):
+        if self.fused:
             return self.one_call(tokens.tolist(), torch.empty(rows, self.plan.lm_head.outputs), cache)
         return self.by_layers(tokens, rows, cache)
 
@@ -140,10 +141,6 @@ class CpuForward:
                 torch.set_num_threads(given)
         self.took(len(tokens), time.perf_counter() - began)
         return logits
-
-    def is_one_call(self, count: int) -> bool:
-        """Whether a pass over so many tokens is one native call."""
-        return self.fused and (count <= FEW or not self.plan.lm_head.amx or self.plan.fuse is not None)
 
     def one_call(
         self, tokens: list[int], logits: torch.Tensor, cache: CpuCache, given: Given = NOTHING
@@ -187,54 +184,62 @@ class CpuForward:
     def propose(self, call: ProposalCall, probs: Rows, cache: CpuCache, given: Given = NOTHING) -> Proposed:
         """Where passes are ``fused``, see ``FusedCalls``; what tokens are drawn from is left in ``probs``. ``given`` as
         in ``one_call``."""
-        tokens = call.tokens
-        if len(tokens) > FEW and self.is_one_call(len(tokens) - 1):
-            self.one_call(tokens[:-1], torch.empty(0, self.plan.lm_head.outputs), cache, given)
-            tokens = tokens[-1:]
-        elif len(tokens) > FEW:
-            self(torch.tensor(tokens[:-1]), 0, cache)
-            tokens = tokens[-1:]
-        self.check(tokens)
-        start, advise, drawn = cache.length, call.advise, bool(call.uniform)
-        rope = self.prepare(start + len(tokens) + call.length - 1, cache)
-        threads, decoder = self.threads_for(1), self.native_pass()
-        thresholds, adviser = None, advise
-        if isinstance(advise, Thresholds):
-            thresholds, adviser = self._native_thresholds(advise), None
-        place = address(probs(0, call.length)) if drawn else 0
-        recall, began = cache.begin(len(tokens), call.length - 1), time.perf_counter()
+        tokens = self.few(call, cache, given)
+        threads, decoder, wanted = (
+            self.threads_for(1),
+            self.native_pass(),
+            self.wanted(call, tokens, probs, cache, given),
+        )
+        began = time.perf_counter()
         try:
-            drafted, passed = decoder.propose(
-                self.sampling.native(call.sampling),
-                tokens,
-                call.length,
-                call.vocab,
-                call.uniform,
-                place,
-                thresholds,
-                adviser,
-                rope,
-                cache.table,
-                cache.capacity,
-                start,
-                cache.hidden_address,
-                given.address,
-                given.known,
-                recall,
-                threads,
-            )
+            drafted, passed = decoder.propose(*wanted, threads)
         except BaseException:
             cache.undo(whole=True)
             raise
         self.took(1, (time.perf_counter() - began) / (passed - len(tokens) + 1))
         cache.end(passed)
-        return Proposed(drafted, probs(0, len(drafted)) if drawn else None)
+        return Proposed(drafted, probs(0, len(drafted)) if call.uniform else None)
+
+    def few(self, call: ProposalCall, cache: CpuCache, given: Given = NOTHING) -> list[int]:
+        """What a proposal feeds first, and room for all of it: few tokens, of more those before the last are fed."""
+        tokens = call.tokens
+        if len(tokens) > FEW:
+            self.one_call(tokens[:-1], torch.empty(0, self.plan.lm_head.outputs), cache, given)
+            tokens = tokens[-1:]
+        self.check(tokens)
+        self.prepare(cache.length + len(tokens) + call.length - 1, cache)
+        return tokens
+
+    def wanted(
+        self, call: ProposalCall, tokens: list[int], probs: Rows, cache: CpuCache, given: Given = NOTHING
+    ) -> tuple[Any, ...]:
+        """A proposal that feeds such ``tokens`` first, as the kernels take it. The cache begins a pass."""
+        thresholds, adviser = None, call.advise
+        if isinstance(adviser, Thresholds):
+            thresholds, adviser = self._native_thresholds(adviser), None
+        return (
+            self.sampling.native(call.sampling),
+            tokens,
+            call.length,
+            call.vocab,
+            call.uniform,
+            address(probs(0, call.length)) if call.uniform else 0,
+            thresholds,
+            adviser,
+            self.rope_at(cache.length),
+            cache.table,
+            cache.capacity,
+            cache.length,
+            cache.hidden_address,
+            given.address,
+            given.known,
+            cache.begin(len(tokens), call.length - 1),
+        )
 
     def _native_thresholds(self, given: Thresholds) -> Any:
-        known, native = self._thresholds
-        if known is not given:
-            native = self.sampling.thresholds(given)
-            self._thresholds = given, native
+        native = self._thresholds.get(given)
+        if native is None:
+            native = self._thresholds[given] = self.sampling.thresholds(given)
         return native
 
     def verify(self, call: VerificationCall, logits: torch.Tensor, cache: CpuCache) -> Judgement:
@@ -307,7 +312,7 @@ class CpuForward:
         plan, given, start = self.plan, len(tokens), cache.length
         place = start if tree is None else start + len(tree) - given
         # What is filled up is seen by nothing before it, and the next pass writes over it.
-        if given > FEW and (plan.lm_head.amx or not plan.lm_head.native):
+        if given > FEW and not plan.lm_head.native:
             tokens = nn.functional.pad(tokens, (0, -given % STEP))
             tree = None if tree is None else tree.grown([-1] * (-given % STEP))
         count = len(tokens)

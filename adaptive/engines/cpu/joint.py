@@ -20,6 +20,7 @@ import torch
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import MANY, CpuForward
 from adaptive.engines.cpu.kernels import library, native_tree
+from adaptive.engines.protocol import ProposalCall, Proposed
 from adaptive.engines.tree import TokenTree
 from adaptive.tokens import Rows, address
 
@@ -41,7 +42,7 @@ class Part(NamedTuple):
 
 def is_part(forward: CpuForward, count: int) -> bool:
     """Whether so many tokens of a text can be part of a joint pass: those whose lone pass is one call of its own."""
-    return 0 < count <= MANY and forward.is_one_call(count)
+    return 0 < count <= MANY and forward.fused
 
 
 def extend_together(forward: CpuForward, parts: Sequence[Part], logits: Rows) -> list[torch.Tensor]:
@@ -64,6 +65,39 @@ def extend_together(forward: CpuForward, parts: Sequence[Part], logits: Rows) ->
             first += part.rows
         begin = end
     return found
+
+
+class Draft(NamedTuple):
+    """A proposal for a text, and where what its tokens are drawn from is left."""
+
+    call: ProposalCall
+    probs: Rows
+    cache: CpuCache
+
+
+def propose_together(forward: CpuForward, drafts: Sequence[Draft]) -> list[Proposed]:
+    """The proposals that ``CpuForward.propose`` makes for one text after the other, bit for bit, in one native call
+    that reads the weights once for a token of each."""
+    kernels = library()
+    assert kernels is not None
+    fed = [forward.few(draft.call, draft.cache) for draft in drafts]
+    each = zip(drafts, fed, strict=True)
+    wanted = [kernels.module.Wanted(*forward.wanted(draft.call, tokens, *draft[1:])) for draft, tokens in each]
+    threads, decoder = forward.threads_for(len(drafts)), forward.native_pass()
+    began = time.perf_counter()
+    try:
+        found = decoder.propose_together(wanted, threads)
+    except BaseException:
+        for draft in drafts:
+            draft.cache.undo(whole=True)
+        raise
+    steps = max(passed - len(tokens) + 1 for (_, passed), tokens in zip(found, fed, strict=True))
+    forward.took(len(drafts), (time.perf_counter() - began) / steps)
+    proposed = []
+    for draft, (tokens, passed) in zip(drafts, found, strict=True):
+        draft.cache.end(passed)
+        proposed.append(Proposed(tokens, draft.probs(0, len(tokens)) if draft.call.uniform else None))
+    return proposed
 
 
 def _pass(forward: CpuForward, parts: Sequence[Part], count: int, logits: int) -> None:

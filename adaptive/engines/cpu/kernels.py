@@ -26,8 +26,10 @@ from adaptive.installation import build_advice, install_command
 
 NATIVE = Path(__file__).parent / "native"
 # By instruction set, the better first: the flags of a processor that runs it, as Linux names them.
+AVX512BF16 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}
 LIBRARIES = {
-    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"},
+    "amx": AVX512BF16 | {"amx_tile", "amx_bf16"},
+    "avx512bf16": AVX512BF16,
     "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma"},
     "avx2": {"avx2", "fma"},
 }
@@ -76,6 +78,8 @@ class Library:
         expected = fingerprint(NATIVE)
         if expected not in (None, getattr(module, "sources", "")):
             raise UnusableError(f"the compiled kernels are those of another version of this program; {rebuild()}")
+        if not module.usable:
+            raise UnusableError(f"the system does not let this program use the processor's {name} instructions")
         self.name, self.module = name, module
         self.panel: int = module.panel
         functions = _openmp()
@@ -167,7 +171,7 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 def packed(weight: torch.Tensor, library: Library) -> torch.Tensor:
     """Weight (out, in) as (panels, in, panel); bfloat16 as pairs of inputs, (panels, in / 2, panel, 2) seen as int32,
     int8 as groups of four; filled up with zeros."""
-    step = 4 // weight.itemsize
+    step = library.module.filled_to(weight.itemsize)
     fill = (0, -weight.shape[1] % step, 0, -len(weight) % library.panel)
     words = (nn.functional.pad(weight, fill) if any(fill) else weight).contiguous().view(torch.int32)
     out = torch.empty(len(words) // library.panel, words.shape[1], library.panel, dtype=torch.int32)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,10 +24,6 @@ from adaptive.engines.cpu.layers import Gate, RmsNorm, TensorFunction
 # Rows (tokens) that the packed order is chosen for: a verification of a few drafted tokens. One row and
 # a long prompt run at full speed in the same order; a packing for one row is twice as slow at five.
 PACKED_ROWS = 4
-
-# Rows from which torch multiplies bfloat16 where the processor has AMX: a prompt is bound by arithmetic, of which AMX
-# does eight times as much. Fewer rows wait for memory.
-AMX_ROWS = 32
 
 # Rows of a weight that are rounded at once. All of a vocabulary projection would for a moment take four times its
 # memory; with fewer rows than these nothing more is gained.
@@ -70,13 +65,6 @@ def has_vnni() -> bool:
     return supported
 
 
-@cache
-def has_amx() -> bool:
-    """Whether this processor multiplies tiles of bfloat16."""
-    supported: bool = torch.cpu._is_amx_tile_supported() if hasattr(torch.cpu, "_is_amx_tile_supported") else False
-    return supported
-
-
 class PackedLinear:
     """One or several linear modules as a single linear layer, prepacked where the machine can.
 
@@ -106,7 +94,6 @@ class PackedLinear:
         self.nbytes, (self.outputs, self.inputs), self.dtype = weight.nbytes, weight.shape, weight.dtype
         self._reordered: torch.Tensor | None = None
         self.kernel: NativeLinear | None = None
-        self.amx = False  # whether torch computes many rows nevertheless
         if self.int8 and multiplies(torch.int8, weight.device):
             self.kernel = NativeLinear(*_rounded(weight, self.bias), self.factor)
         elif self.int8:
@@ -114,7 +101,6 @@ class PackedLinear:
             self._narrow = not has_vnni()  # sums of pairs would overflow there: inputs take seven bits
         elif multiplies(weight.dtype, weight.device):
             self.kernel = NativeLinear(weight, self.bias, factor=self.factor)
-            self.amx = weight.dtype == torch.bfloat16 and has_amx()
         elif packs(weight.dtype, weight.device):
             self._reordered = _reordered(weight)
         else:
@@ -133,7 +119,7 @@ class PackedLinear:
         add: bool = False,
     ) -> torch.Tensor:
         """``prologue(x)`` (rows, in) to (rows, out): a new tensor, or written into ``out``, or added to it."""
-        if self.kernel is not None and not (self.amx and len(x) > AMX_ROWS):
+        if self.kernel is not None:
             if isinstance(prologue, RmsNorm):
                 return self.kernel(x, out, add, Prologue.RMS_NORM, prologue.weight, prologue.eps_sum)
             if isinstance(prologue, Gate) and prologue.prologue is not None:
@@ -141,10 +127,7 @@ class PackedLinear:
             return self.kernel(x if prologue is None else prologue(x), out, add)
         if prologue is not None:
             x = prologue(x)
-        if self.amx:
-            weight, bias = self._assemble()
-            y = nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
-        elif self.int8:
+        if self.int8:
             y = torch.ops.quantized.linear_dynamic(x, self._weight, self._narrow)
         elif self._reordered is not None:
             x = x.to(self._reordered.dtype)

@@ -111,7 +111,7 @@ class TransformersSequence:
             assert self.cache.states is not None
             self.cache.states.checkpoint()
             tokens = tokens[before:]
-        if forward is not None and isinstance(tokens, list) and forward.is_one_call(len(tokens)):
+        if forward is not None and isinstance(tokens, list) and forward.fused:
             assert isinstance(self.cache, CpuCache)
             return forward.one_call(tokens, self._logits(0, rows), self.cache)
         return self._extend(tokens, rows)
@@ -155,15 +155,19 @@ class TransformersSequence:
 
     def propose(self, call: ProposalCall) -> Proposed:
         """A whole proposal; see ``FusedCalls``."""
-        self.tree = NO_TREE
         assert self.engine.cpu_forward is not None
+        return self.engine.cpu_forward.propose(*self.draft(call))
+
+    def draft(self, call: ProposalCall) -> cpu_joint.Draft:
+        """A proposal that our own forward is to make."""
+        self.tree = NO_TREE
         assert isinstance(self.cache, CpuCache)
         if self._probs.width != call.vocab:
             self._probs = Rows(call.vocab)
         if self._remembered(len(call.tokens), 1):
             self.extend(call.tokens[:-1], 1)
             call = replace(call, tokens=call.tokens[-1:])
-        return self.engine.cpu_forward.propose(call, self._probs, self.cache)
+        return cpu_joint.Draft(call, self._probs, self.cache)
 
     def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
         """A pass with its acceptance rule; see ``FusedCalls``."""
@@ -384,6 +388,14 @@ class TransformersEngine:
         for sequence, tree in zip(sequences, trees, strict=True):
             sequence.tree = tree or NO_TREE
         return logits
+
+    def propose_together(self, calls: Several[tuple[Sequence, ProposalCall]]) -> list[Proposed]:
+        """Several proposals; see ``ProposesTogether``."""
+        sequences: list[Any] = [sequence for sequence, _ in calls]
+        if self.cpu_forward is None or not self.cpu_forward.fused or len(calls) < 2:
+            return [sequence.propose(call) for sequence, (_, call) in zip(sequences, calls, strict=True)]
+        drafts = [sequence.draft(call) for sequence, (_, call) in zip(sequences, calls, strict=True)]
+        return cpu_joint.propose_together(self.cpu_forward, drafts)
 
     @property
     def trees(self) -> bool:

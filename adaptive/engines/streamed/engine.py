@@ -56,7 +56,6 @@ class StreamedLinear(PackedLinear):
     ) -> None:
         self.modules, self.kernel, self.int8 = modules, kernel, int8
         self.outputs, self.inputs = stored.shape
-        self.amx = False
         self.memory = memory  # which the kernel reads
 
     def refresh(self) -> None:

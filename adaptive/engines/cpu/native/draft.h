@@ -51,42 +51,81 @@ int advised(const Stopping& s, int position, double confidence) {
   return position == s.longest || *s.reach * s.follow[bin] <= s.last_below[position - 1] ? LAST : MORE;
 }
 
-// At most `length` tokens of the first `known` ids after tokens (n,), into `drafted`; the rest as in `decode`. Drawn by
-// `uniform` (length,), where in each distribution's mass its token is, from what is left in `probs` (length, known); with
-// a seed or the likeliest neither counts. Says how many, and in `passed` how many tokens were added to the caches; -1 where
-// a token is none of the vocabulary.
-int draft(const Decoder& decoder, const Sampling& sampling, const Adviser& adviser, int length, int64_t known,
-          const double* uniform, float* probs, const int64_t* tokens, int n, const float* cos_sin, float* const* caches,
-          int64_t capacity, int start, const Features& features, Recall recall, int64_t* drafted, int* passed, int threads) {
-  const int64_t vocab = std::min<int64_t>(known, decoder.head->out);
-  float* logits = scratch<float, 13>(decoder.head->out);
-  *passed = 0;
-  for (int position = 0; position < length; position++) {
-    const Text text{n, 1, cos_sin, caches, capacity, start + *passed, features, nullptr, recall};
-    if (!decode(decoder, tokens, &text, 1, logits, threads)) return -1;
-    recall = recall.behind(n);
-    cos_sin += size_t(n) * decoder.attention->cos_sin_stride;
-    *passed += n;
-    float* row = sampling.greedy ? nullptr : sampling.seeded ? scratch<float, 14>(vocab) : probs + position * vocab;
-    if (row) probabilities(sampling.cuts, logits, row, 1, vocab);
-    // Of what are no numbers any token: the target will not have it.
-    int64_t token = row ? 0 : std::max<int64_t>(likeliest(logits, vocab), 0);
-    int advice = MORE;
-    if (adviser.any()) {
-      const float confidence = row ? largest(row, vocab) : probability(logits, vocab, logits[token]);
-      advice = adviser.stopping ? advised(*adviser.stopping, position + 1, confidence)
-                                : adviser.ask(adviser.whom, position + 1, confidence);
-    }
-    if (advice == DROP) return position;
-    if (row)
-      token = sampling.seeded ? race(row, vocab, keys_of(sampling.seed, start + *passed))
-                              : draw(row, nullptr, vocab, 0, uniform[position]);
-    drafted[position] = token = std::max<int64_t>(token, 0);
-    if (advice == LAST) return position + 1;
-    tokens = drafted + position;
-    n = 1;
+// How the tokens of a proposal are chosen: at most `length` of the first `known` ids. Drawn by `uniform` (length,), where in each
+// distribution's mass its token is, from what is left in `probs` (length, known); with a seed or the likeliest neither counts.
+struct Choosing {
+  const Sampling* sampling;
+  Adviser adviser;
+  int length;
+  int64_t known;
+  const double* uniform;
+  float* probs;
+};
+
+// What becomes of `position` (from 0) of a proposal, whose logits are known, and the token there, the text's `place`-th.
+int choose(const Choosing& c, const float* logits, int64_t vocab, int position, int place, int64_t* token) {
+  const Sampling& sampling = *c.sampling;
+  float* row = sampling.greedy ? nullptr : sampling.seeded ? scratch<float, 14>(vocab) : c.probs + position * vocab;
+  if (row) probabilities(sampling.cuts, logits, row, 1, vocab);
+  // Of what are no numbers any token: the target will not have it.
+  *token = row ? 0 : std::max<int64_t>(likeliest(logits, vocab), 0);
+  int advice = MORE;
+  if (c.adviser.any()) {
+    const float confidence = row ? largest(row, vocab) : probability(logits, vocab, logits[*token]);
+    advice = c.adviser.stopping ? advised(*c.adviser.stopping, position + 1, confidence)
+                                : c.adviser.ask(c.adviser.whom, position + 1, confidence);
   }
-  return length;
+  if (advice != DROP && row)
+    *token = std::max<int64_t>(sampling.seeded ? race(row, vocab, keys_of(sampling.seed, place))
+                                               : draw(row, nullptr, vocab, 0, c.uniform[position]), 0);
+  return advice;
+}
+
+// A proposal for one text: what is drafted after the `tokens` of `text`, of which one row is wanted, into `drafted` (length,). Says
+// how many are, and how many tokens were added to the caches (`passed`).
+struct Drafting {
+  Choosing choosing;
+  Text text;
+  const int64_t* tokens;
+  int64_t* drafted;
+  int found, passed;
+};
+
+// Proposals for `count` texts, token by token: a pass is over those that still go on, so that the weights are read once for all. None
+// depends on the others. False where a token is none of the vocabulary. A head has one text.
+bool draft(const Decoder& decoder, Drafting* all, int count, int threads) {
+  const int64_t outputs = decoder.head->out;
+  float* logits = scratch<float, 13>(size_t(count) * outputs);
+  Drafting** going = scratch<Drafting*, 27>(count);
+  Text* texts = scratch<Text, 28>(count);
+  int left = 0;
+  for (int i = 0; i < count; i++)
+    if (all[i].choosing.length > 0) going[left++] = all + i;
+  for (int position = 0; left; position++) {
+    int n = 0;
+    for (int i = 0; i < left; n += going[i++]->text.count) texts[i] = going[i]->text;
+    int64_t* tokens = scratch<int64_t, 29>(n);
+    for (int i = 0, at = 0; i < left; at += going[i++]->text.count)
+      std::copy_n(going[i]->tokens, going[i]->text.count, tokens + at);
+    if (!decode(decoder, tokens, texts, left, logits, threads)) return false;
+    int still = 0;
+    for (int i = 0; i < left; i++) {
+      Drafting& d = *going[i];
+      Text& text = d.text;
+      text.recall = text.recall.behind(text.count);
+      text.cos_sin += size_t(text.count) * decoder.attention->cos_sin_stride;
+      text.start += text.count;
+      d.passed += text.count;
+      d.tokens = d.drafted + position;
+      const int64_t vocab = std::min(d.choosing.known, outputs);
+      const int advice = choose(d.choosing, logits + i * outputs, vocab, position, text.start, d.drafted + position);
+      text.count = 1;
+      if (advice != DROP) d.found = position + 1;
+      if (advice == MORE && d.found < d.choosing.length) going[still++] = &d;
+    }
+    left = still;
+  }
+  return true;
 }
 
 }  // namespace

@@ -25,6 +25,20 @@ constexpr int TILE = 6;
 #endif
 // Inputs of a panel that more rows than a tile take in turn, while these weights are in a cache.
 constexpr int BLOCK = 1024;
+#if defined(__AMX_BF16__)
+// Of bfloat16 weights that many inputs, times half of a panel's outputs, fill one of the processor's tiles, and at most so many rows.
+constexpr int TILE_INPUTS = 32, TILE_ROWS = 16;
+// The same as BLOCK, for rows in tiles: they read these weights from the first cache.
+constexpr int TILE_BLOCK = 512;
+#endif
+
+// Inputs to a multiple of which a weight is filled up with zeros, by the bytes of its numbers.
+constexpr int filled_to(int bytes) {
+#if defined(__AMX_BF16__)
+  if (bytes == 2) return TILE_INPUTS;
+#endif
+  return 4 / bytes;
+}
 
 // A linear layer.
 struct Linear {
@@ -174,12 +188,13 @@ inline float convert(const float* x, int count, Whole* out) {
 }
 #endif
 
-// All rows, (rows, stride), with nothing behind the inputs, and the factors of their results (rows,).
+// All rows, (rows, stride), with nothing behind the inputs, and the factors of their results (rows,). There is `room` for so many
+// rows.
 template <class Input>
-const Input* prepare(const Call& call, int padded, int stride, float* factors) {
+const Input* prepare(const Call& call, int room, int padded, int stride, float* factors) {
   const int in = call.linear.in;
   float* row_done = scratch<float, 0>(in);
-  Input* inputs = scratch<Input, 1>(size_t(call.rows) * stride);
+  Input* inputs = scratch<Input, 1>(size_t(room) * stride);
   for (int row = 0; row < call.rows; row++) {
     Input* out = inputs + size_t(row) * stride;
     factors[row] = convert(after_prologue(call, row, row_done), in, out);
@@ -311,17 +326,124 @@ inline int tile_of(int rows, const Tile& tile) {
 
 inline int64_t panels_of(const Linear& p) { return (p.out + PANEL - 1) / PANEL; }
 
+// The sums (rows, PANEL) of a panel, to the end of the row in `y`.
+template <class Sum>
+inline void finish(const Call& call, int64_t panel, const Sum* sums, const float* factors) {
+  const Linear& p = call.linear;
+  const int begin = int(panel) * PANEL, width = std::min(PANEL, p.out - begin);
+  for (int row = 0; row < call.rows; row++) {
+    float* y = call.y + size_t(row) * p.out + begin;
+    const Sum* sum = sums + size_t(row) * PANEL;
+    for (int i = 0; i < width; i++) {
+      const float whole = p.scales ? (sum[i] - ZERO * p.sums[begin + i]) * p.scales[begin + i] * factors[row] : sum[i];
+      y[i] = (call.add ? y[i] : 0.0f) + p.factor * (whole + (p.bias ? p.bias[begin + i] : 0.0f));
+    }
+  }
+}
+
+#if defined(__AMX_BF16__)
+// What was written to memory before is there for tiles to be loaded: the compiler does not know that they read it.
+inline void written(const void* memory) { __asm__ volatile("" ::"r"(memory) : "memory"); }
+
+// The processor's tiles: 0 to 3 hold sums, of one tile of rows and then of another, of either half of a panel; 4 and 5 their rows
+// of x, 6 and 7 the halves' weights, which lie in a panel as a tile wants them.
+struct Tiles {
+  uint8_t palette = 1, begin = 0, unused[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  explicit Tiles(int rows_of_x) {
+    for (int i = 0; i < 8; i++) bytes[i] = 64, rows[i] = uint8_t(i < 6 ? rows_of_x : TILE_INPUTS / 2);
+    written(this);
+    _tile_loadconfig(this);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+// As `tile` does it, for one or TWO tiles of so many rows.
+template <bool TWO, bool FETCH>
+inline void multiply_tiles(const uint16_t* w, const uint16_t* x, int stride, int rows, int inputs, bool first, float* sums) {
+  constexpr int BETWEEN = PANEL * sizeof(float);  // bytes from one pair of inputs, or row of sums, to the next
+  float* more = sums + size_t(rows) * PANEL;
+  if (first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, BETWEEN);
+    _tile_loadd(1, sums + LANES, BETWEEN);
+    if constexpr (TWO) {
+      _tile_loadd(2, more, BETWEEN);
+      _tile_loadd(3, more + LANES, BETWEEN);
+    }
+  }
+  for (int k = 0; k < inputs; k += TILE_INPUTS, w += TILE_INPUTS * PANEL) {
+    if (FETCH)
+      for (int pair = 0; pair < TILE_INPUTS / 2; pair++) fetch(w + pair * 2 * PANEL);
+    _tile_loadd(4, x + k, stride * 2);
+    _tile_loadd(6, w, BETWEEN);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w + 2 * LANES, BETWEEN);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (TWO) {
+      _tile_loadd(5, x + size_t(rows) * stride + k, stride * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, BETWEEN);
+  _tile_stored(1, sums + LANES, BETWEEN);
+  if constexpr (TWO) {
+    _tile_stored(2, more, BETWEEN);
+    _tile_stored(3, more + LANES, BETWEEN);
+  }
+}
+
+// multiply_panels for bfloat16, by tiles whatever the number of rows: a tile adds in another order than vectors do.
+void multiply_panels_by_tiles(const Call& call, int64_t first, int64_t last) {
+  const Linear& p = call.linear;
+  const int padded = (p.in + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS, stride = padded + TILE_INPUTS;
+  const int tiles = (call.rows + TILE_ROWS - 1) / TILE_ROWS, rows = (call.rows + tiles - 1) / tiles;
+  const int block = tiles > 2 ? TILE_BLOCK : padded;
+  float* factors = scratch<float, 2>(call.rows);
+  const Narrow* x = prepare<Narrow>(call, tiles * rows, padded, stride, factors);
+  written(x);
+  float* sums = scratch<float, 3>(size_t(tiles) * rows * PANEL);
+  const Tiles shapes(rows);
+  for (int64_t panel = first; panel < last; panel++) {
+    const uint16_t* w = (const uint16_t*)p.weight + size_t(panel) * padded * PANEL;
+    for (int k = 0; k < padded; k += block)
+      for (int tile = 0; tile < tiles; tile += 2) {
+        const int inputs = std::min(block, padded - k);
+        const auto some = [&](auto two, auto fetches) {
+          multiply_tiles<two, fetches>(w + size_t(k) * PANEL, x + size_t(tile) * rows * stride + k, stride, rows, inputs, k == 0,
+                                       sums + size_t(tile) * rows * PANEL);
+        };
+        const std::true_type yes;
+        const std::false_type no;
+        const bool two = tile + 1 < tiles;
+        if (tile)
+          two ? some(yes, no) : some(no, no);  // the weights are in a cache by now
+        else
+          two ? some(yes, yes) : some(no, yes);
+      }
+    finish(call, panel, sums, factors);
+  }
+}
+#endif
+
 // The panels from `first` to `last`.
 template <class Weight, class Input, class Sum>
 void multiply_panels(const Call& call, int64_t first, int64_t last) {
   const Linear& p = call.linear;
-  constexpr int STEP = 4 / sizeof(Weight);  // inputs that lie together
+  constexpr int STEP = filled_to(sizeof(Weight));
   const int padded = (p.in + STEP - 1) / STEP * STEP;
   // Rows a power of two apart would be put into the same places of a cache.
   const int stride = padded + 64 / int(sizeof(Input));
   const int block = call.rows > TILE ? BLOCK : padded;
   float* factors = scratch<float, 2>(call.rows);
-  const Input* x = prepare<Input>(call, padded, stride, factors);
+  const Input* x = prepare<Input>(call, call.rows, padded, stride, factors);
   Sum* sums = scratch<Sum, 3>(size_t(call.rows) * PANEL);
   for (int64_t panel = first; panel < last; panel++) {
     const Weight* w = (const Weight*)p.weight + size_t(panel) * padded * PANEL;
@@ -334,22 +456,18 @@ void multiply_panels(const Call& call, int64_t first, int64_t last) {
           tile<n, false>(from, x + size_t(row) * stride + k, stride, inputs, k == 0, sums + size_t(row) * PANEL);
         });
     }
-    const int begin = int(panel) * PANEL, width = std::min(PANEL, p.out - begin);
-    for (int row = 0; row < call.rows; row++) {
-      float* y = call.y + size_t(row) * p.out + begin;
-      const Sum* sum = sums + size_t(row) * PANEL;
-      for (int i = 0; i < width; i++) {
-        const float whole = p.scales ? (sum[i] - ZERO * p.sums[begin + i]) * p.scales[begin + i] * factors[row] : sum[i];
-        y[i] = (call.add ? y[i] : 0.0f) + p.factor * (whole + (p.bias ? p.bias[begin + i] : 0.0f));
-      }
-    }
+    finish(call, panel, sums, factors);
   }
 }
 
 void multiply_panels(const Call& call, int64_t first, int64_t last) {
-  if (first >= last) return;
+  if (first >= last || call.rows == 0) return;
   if (call.linear.dtype == FLOAT32) multiply_panels<float, float, float>(call, first, last);
+#if defined(__AMX_BF16__)
+  if (call.linear.dtype == BFLOAT16) multiply_panels_by_tiles(call, first, last);
+#else
   if (call.linear.dtype == BFLOAT16) multiply_panels<uint16_t, Narrow, float>(call, first, last);
+#endif
   if (call.linear.dtype == INT8) multiply_panels<int8_t, Whole, int32_t>(call, first, last);
 }
 

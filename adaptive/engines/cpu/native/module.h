@@ -7,6 +7,11 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "draft.h"
 #include "verify.h"
 
@@ -28,6 +33,16 @@ T* to(Address address) {
 
 // What other threads of Python may not run beside, since it reads what belongs to them, is not in here.
 typedef nb::call_guard<nb::gil_scoped_release> Unlocked;
+
+// Whether the system lets this process use all of the instructions: tiles are asked for before their first use.
+bool usable() {
+#if defined(__AMX_BF16__)
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of Linux, for arch_prctl
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return true;
+#endif
+}
 
 void check(bool done) {
   if (!done) throw nb::index_error("a token is not of the model's vocabulary");
@@ -71,25 +86,66 @@ struct Asked {
 
 Recall asked_for(const Recall* recall) { return recall ? *recall : Recall{}; }
 
-nb::tuple propose(const Decoder& decoder, const Sampling& sampling, Tokens tokens, int length, int64_t known,
-                  const Numbers& uniform, Address probs, const Thresholds* thresholds, nb::object adviser, Address cos_sin,
-                  Address caches, int64_t capacity, int start, Address kept, Address given, int feature_count, const Recall* recall, int threads) {
-  if (!sampling.greedy && !sampling.seeded && (int(uniform.size()) < length || !probs))
-    throw nb::value_error("a proposal that is drawn needs random numbers and a place for its distributions");
-  Asked asked{adviser, nullptr};
-  const Adviser who{thresholds ? &thresholds->stopping : nullptr, adviser.is_none() ? nullptr : Asked::ask, &asked};
-  Tokens drafted(length);
-  int passed = 0, count;
+// A proposal to be made, and what came of it.
+struct Wanted {
+  const Sampling& sampling;
+  Tokens tokens, drafted;
+  Numbers uniform;
+  Asked asked;
+  Drafting drafting;
+
+  Wanted(const Sampling& sampling, Tokens given, int length, int64_t known, Numbers numbers, Address probs,
+         const Thresholds* thresholds, nb::object adviser, Address cos_sin, Address caches, int64_t capacity, int start,
+         Address kept, Address given_features, int feature_count, const Recall* recall)
+      : sampling(sampling), tokens(std::move(given)), drafted(length), uniform(std::move(numbers)), asked{adviser, nullptr} {
+    if (!sampling.greedy && !sampling.seeded && (int(uniform.size()) < length || !probs))
+      throw nb::value_error("a proposal that is drawn needs random numbers and a place for its distributions");
+    const Adviser who{thresholds ? &thresholds->stopping : nullptr, adviser.is_none() ? nullptr : Asked::ask, &asked};
+    const Text text{int(tokens.size()), 1, to<float>(cos_sin), to<float*>(caches), capacity, start,
+                    {to<float>(kept), to<float>(given_features), feature_count}, nullptr, asked_for(recall)};
+    drafting = {{&sampling, who, length, known, uniform.data(), to<float>(probs)}, text, tokens.data(), drafted.data(), 0, 0};
+  }
+  Wanted(const Wanted&) = delete;
+
+  nb::tuple found() {
+    drafted.resize(drafting.found);
+    return nb::make_tuple(drafted, drafting.passed);
+  }
+};
+
+// Makes proposals, whose memory they keep where it is.
+void make(const Decoder& decoder, Drafting* all, int count, int threads) {
+  bool done;
   {
     nb::gil_scoped_release unlocked;
-    count = draft(decoder, sampling, who, length, known, uniform.data(), to<float>(probs), tokens.data(), int(tokens.size()),
-                  to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept), to<float>(given), feature_count}, asked_for(recall),
-                  drafted.data(), &passed, threads);
+    done = draft(decoder, all, count, threads);
   }
-  if (asked.error) std::rethrow_exception(asked.error);
-  check(count >= 0);
-  drafted.resize(count);
-  return nb::make_tuple(drafted, passed);
+  check(done);
+}
+
+nb::tuple propose(const Decoder& decoder, const Sampling& sampling, Tokens tokens, int length, int64_t known, Numbers uniform,
+                  Address probs, const Thresholds* thresholds, nb::object adviser, Address cos_sin, Address caches,
+                  int64_t capacity, int start, Address kept, Address given, int feature_count, const Recall* recall, int threads) {
+  Wanted wanted(sampling, std::move(tokens), length, known, std::move(uniform), probs, thresholds, adviser, cos_sin, caches,
+                capacity, start, kept, given, feature_count, recall);
+  make(decoder, &wanted.drafting, 1, threads);
+  if (wanted.asked.error) std::rethrow_exception(wanted.asked.error);
+  return wanted.found();
+}
+
+// The same for several texts at once.
+nb::list propose_together(const Decoder& decoder, const std::vector<Wanted*>& all, int threads) {
+  if (decoder.fuse.linear) throw nb::value_error("a head reads one text at a time");
+  std::vector<Drafting> each;
+  for (Wanted* wanted : all) each.push_back(wanted->drafting);
+  make(decoder, each.data(), int(each.size()), threads);
+  nb::list found;
+  for (size_t i = 0; i < all.size(); i++) {
+    if (all[i]->asked.error) std::rethrow_exception(all[i]->asked.error);
+    all[i]->drafting = each[i];
+    found.append(all[i]->found());
+  }
+  return found;
 }
 
 nb::tuple told(const Sampling& sampling, const Verdict& v, Numbers& chosen) {
@@ -159,6 +215,8 @@ void bind(nb::module_& m) {
   nb::set_leak_warnings(false);  // what a cache of Python's holds when the program ends is no leak
   m.attr("sources") = ADAPTIVE_SOURCES;
   m.attr("panel") = PANEL;
+  m.def("filled_to", &filled_to, arg("bytes"));
+  m.attr("usable") = usable();
   m.def("attends", &attends, arg("size"));
   m.def("recurs", &recurs, arg("key_size"), arg("value_size"));
   m.def("use_threads_of", [](Address run, Address number, Address count) {
@@ -316,10 +374,18 @@ void bind(nb::module_& m) {
       .def("propose", &propose, arg("sampling"), arg("tokens"), arg("length"), arg("known"), arg("uniform"), arg("probs"),
            arg("thresholds").none(), arg("adviser").none(), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"),
            arg("kept"), arg("given"), arg("feature_count"), arg("recall").none(), arg("threads"))
+      .def("propose_together", &propose_together)
       .def("verify", &verified, arg("decoder"), arg("tokens"), arg("count"), arg("q"), arg("fewer"), arg("uniform"),
            arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"), arg("kept"), arg("logits"), arg("recall").none(),
            arg("threads"))
       .def("together", &together);
+
+  nb::class_<Wanted>(m, "Wanted")
+      .def(nb::init<const Sampling&, Tokens, int, int64_t, Numbers, Address, const Thresholds*, nb::object, Address, Address, int64_t,
+                    int, Address, Address, int, const Recall*>(),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), arg("sampling"), arg("tokens"), arg("length"),
+           arg("known"), arg("uniform"), arg("probs"), arg("thresholds").none(), arg("adviser").none(), arg("cos_sin"),
+           arg("caches"), arg("capacity"), arg("start"), arg("kept"), arg("given"), arg("feature_count"), arg("recall").none());
 
   nb::class_<Thresholds>(m, "Thresholds")
       .def(nb::init<Doubles, Doubles, Doubles, Doubles, Doubles, Doubles, Whole32, Whole32, Whole32>(), arg("edges"),

@@ -1,0 +1,2 @@
+#define ADAPTIVE_MODULE amx
+#include "module.h"
