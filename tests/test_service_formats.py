@@ -18,6 +18,7 @@ from adaptive.grammar import Grammars
 from adaptive.service.calls import Part, Reading, Thought, reading_of
 from adaptive.service.forced import forced_call
 from adaptive.service.formats import Call, format_of
+from adaptive.service.partial import Arguments, CallBegins
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -173,6 +174,41 @@ def test_a_call_comes_as_soon_as_it_is_whole(name: str) -> None:
     answer = FAMILIES[name].answer
     found = [part for letter in answer[: answer.rindex("weather")] for part in reader.feed(letter)]
     assert [json.loads(part.arguments) for part in found if isinstance(part, Call)] == [ROME[1]]
+
+
+@SHOWN_AS
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_stream_tells_calls_as_they_are_written(family: Family, size: int) -> None:
+    """Where their arguments are JSON in the answer; the other families' come whole."""
+    reader = Reading(format_of(family.shown), tuple(TOOLS)).reader(partial=True)
+    calls: list[tuple[str, str]] = []
+    rest: list[Part] = []
+    for place in [*range(0, len(family.answer), size), None]:
+        text = "" if place is None else family.answer[place : place + size]
+        for part in reader.finish() if place is None else reader.feed(text):
+            if isinstance(part, CallBegins):
+                calls.append((part.call.name, ""))
+            elif isinstance(part, Arguments):
+                assert len(part.text) <= size + 1  # and a brace before it
+                calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+            elif isinstance(part, Call):
+                calls.append((part.name, part.arguments))
+            else:
+                rest.append(part)
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == list(family.calls)
+    assert sorted_out(rest)[:2] == (family.text, family.thoughts)
+
+
+def test_of_a_call_that_is_cut_a_stream_has_what_was_written() -> None:
+    reader = Reading(format_of(FAMILIES["Hermes"].shown), tuple(TOOLS)).reader(partial=True)
+    cut = 'Look. <tool_call>{"name": "weather", "arguments": {"city": "Ro'
+    first, begins, said = [*reader.feed(cut), *reader.finish()]
+    assert first == "Look."
+    assert isinstance(begins, CallBegins)
+    assert said == Arguments('{"city": "Ro')
+    other = Reading(format_of(FAMILIES["Hermes"].shown), tuple(TOOLS)).reader(partial=True)
+    unknown = '<tool_call>{"name": "nobody", "arguments": {"city": "Ro'
+    assert "".join(map(str, [*other.feed(unknown), *other.finish()])) == unknown
 
 
 @SHOWN_AS

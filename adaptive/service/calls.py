@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from adaptive.encoding import template_text
 from adaptive.service.formats import Call, Format, Region, Types, format_of, types_of
+from adaptive.service.partial import Arguments, CallBegins, PartialCall
 
 # Tokens at the end of a prompt in which a mark that opens the model's thinking is looked for.
 TAIL = 12
@@ -26,7 +27,7 @@ class Thought:
     text: str
 
 
-Part = str | Thought | Call
+Part = str | Thought | Call | CallBegins | Arguments
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Reading:
             return wanted
         return tuple(region for region in wanted if region.kind != "call")
 
-    def reader(self) -> AnswerReader:
-        """For one answer."""
-        return AnswerReader(self)
+    def reader(self, partial: bool = False) -> AnswerReader:
+        """For one answer; with ``partial`` calls are told as they come, where they are written so that they can be."""
+        return AnswerReader(self, partial)
 
     def marks(self, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
         """Special tokens that have to be seen in the text, which leaves out such tokens otherwise."""
@@ -81,7 +82,9 @@ class AnswerReader:
     """Reads one answer. Text that may be the beginning of a mark, and white space before one, are held back until
     that is decided."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, partial: bool = False) -> None:
+        self._head = reading.format.head if partial else None
+        self._partial: PartialCall | None = None  # the call that is open
         self._format = reading.format
         self._regions = reading.regions
         self._types: Types = types_of(reading.tools)
@@ -119,6 +122,8 @@ class AnswerReader:
             outside, self._text = self._text[:place], self._text[place + len(mark) :]
             if region is not None and region.kind == "call":
                 self._body.append(outside)
+                if self._partial is not None:
+                    yield from self._begun(self._partial.feed(outside))
             elif region is None and not self._format.loose:
                 self._before += outside
             elif outside:
@@ -127,10 +132,19 @@ class AnswerReader:
                 self._region = next(r for r in self._regions if r.opens == mark)
                 if self._region.kind != "call":
                     self._space, self._trim = "", True
+                elif self._head is not None and self._left != 0:
+                    self._partial = PartialCall(self._head, self._types.__contains__)
+                    yield from self._begun(self._partial.feed(_with_body(self._region)))
             elif region is not None and (mark or (last and region.kind == "call")):
                 yield from self._close(region, mark)
             else:
                 return
+
+    def _begun(self, parts: Iterator[CallBegins | Arguments]) -> Iterator[Part]:
+        """Tell a call as it comes; white space before it is dropped."""
+        for part in parts:
+            self._space, self._trim, self._said = "", True, True
+            yield part
 
     def _openings(self) -> tuple[str, ...]:
         """The marks that may open a region now."""
@@ -165,23 +179,35 @@ class AnswerReader:
             self._space, self._trim = "", True
             return
         body, self._body = "".join(self._body), []
+        begun, self._partial = None if self._partial is None else self._partial.begun, None
         try:
             assert self._format.read is not None
-            # Marks that begin a body, too, such as that of bare JSON, are part of it.
-            whole = region.opens + body if region.opens.startswith("{") else body
-            found = self._format.read(before, whole, self._types)
+            found = self._format.read(before, _with_body(region) + body, self._types)
         except (ValueError, KeyError, TypeError, RecursionError):  # between the marks stands something else
+            if begun is not None:  # what has been told of it is all that there is
+                self._count()
+                return
             raw = self._space + region.opens + body + ("" if self._text.startswith(mark) and mark else mark)
             self._space, self._trim, self._said = "", False, True
             yield raw
             return
         self._space, self._trim, self._said = "", True, True
-        for part in found:
+        for number, part in enumerate(found):
             if isinstance(part, str):
                 yield from self._show(part, thought=False)
-            elif self._left is None or self._left > 0:
-                self._left = None if self._left is None else self._left - 1
-                yield part
+            elif self._left != 0:
+                self._count()
+                if begun is None or number:
+                    yield part
+
+    def _count(self) -> None:
+        """One more call has been told."""
+        self._left = None if self._left is None else self._left - 1
+
+
+def _with_body(region: Region) -> str:
+    """The mark that opens a region where it is part of what stands in it, such as that of bare JSON."""
+    return region.opens if region.opens.startswith("{") else ""
 
 
 def _earliest(text: str, marks: Sequence[str], last: bool) -> tuple[int, str]:

@@ -78,6 +78,8 @@ class Format:
 
     Text outside of regions is for a person unless ``loose`` is False. ``short_ids``: its template takes ids of calls
     of nine letters and digits only. ``thoughts`` is the field of a message in which its template looks for thinking.
+    ``head`` is how a call's region begins, with the mark that opens it where that is part of it, up to arguments that
+    are written as JSON (``partial.py``).
     """
 
     regions: tuple[Region, ...] = ()
@@ -87,6 +89,7 @@ class Format:
     loose: bool = True
     short_ids: bool = False
     thoughts: str = "reasoning_content"
+    head: re.Pattern[str] | None = None
 
 
 def called(name: Any, arguments: Any) -> Call:
@@ -186,9 +189,16 @@ def _read_harmony(before: str, body: str, types: Types) -> list[Call | str]:
     return [said] if recipient is None else [called(recipient[1], json.loads(said))]
 
 
+# How calls begin whose arguments are JSON: an object that has them behind the name, and the name with them behind it.
+_HEAD = re.compile(
+    r"\s*\[?\s*\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
+    r"\"name\"\s*:\s*\"([^\"\\]+)\"\s*,\s*\"(?:arguments|parameters)\"\s*:\s*(?=\{)"
+)
+_MISTRAL_HEAD = re.compile(rf"{_HEAD.pattern}|\s*([\w.-]+)(?:\[CALL_ID\]\s*(?P<id>\w+))?\s*\[ARGS\]\s*(?=\{{)")
+_HARMONY_HEAD = re.compile(r"[^{]*?to=(?:functions\.)?([\w.-]+)[^{]*?<\|message\|>\s*(?=\{)")
 _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _TOOL_CALL = Format(
-    (Region("call", "<tool_call>", ("</tool_call>",)),), _read_tool_call, ("<tool_call>", "</tool_call>")
+    (Region("call", "<tool_call>", ("</tool_call>",)),), _read_tool_call, ("<tool_call>", "</tool_call>"), head=_HEAD
 )
 _TAGS = "<function={name}>\n"
 _MISTRAL = Format(
@@ -196,6 +206,7 @@ _MISTRAL = Format(
     _read_mistral,
     ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     short_ids=True,
+    head=_MISTRAL_HEAD,
 )
 
 # Each family by what its chat template has in it; the first that is found is the one.
@@ -213,6 +224,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
             Layout("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", between=None),
             loose=False,
             thoughts="thinking",
+            head=_HARMONY_HEAD,
         ),
     ),
     (
@@ -282,6 +294,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
             _read_objects,
             ("<|python_tag|>",),
             Layout("", key="parameters", between=None),
+            head=_HEAD,
         ),
     ),
 )

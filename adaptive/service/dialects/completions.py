@@ -16,6 +16,7 @@ from adaptive.service.errors import error_object
 from adaptive.service.figures import figures, usage
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
+from adaptive.service.partial import Arguments, CallBegins
 from adaptive.service.schemas import ChatRequest, CompletionRequest, StreamOptions
 from adaptive.service.streams import COMPLETION, Served, data_line
 from adaptive.types import Supervision
@@ -116,7 +117,7 @@ class Completion:
 
     def _opened(self, index: int) -> Iterator[str]:
         if index not in self._choices:
-            self._choices[index] = _Choice(self._served.reading.reader())
+            self._choices[index] = _Choice(self._served.reading.reader(partial=True))
             if self._chat:
                 yield data_line(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}))
 
@@ -126,8 +127,13 @@ class Completion:
         choice = self._choices[index]
         for part in parts:
             if isinstance(part, Call):
-                said: dict[str, Any] = {"delta": {"tool_calls": [{"index": choice.calls, **part.object()}]}}
+                said = _call_delta(choice.calls, part.object())
                 choice.calls += 1
+            elif isinstance(part, CallBegins):
+                said = _call_delta(choice.calls, part.call.object())
+                choice.calls += 1
+            elif isinstance(part, Arguments):
+                said = _call_delta(choice.calls - 1, {"function": {"arguments": part.text}})
             elif isinstance(part, Thought):
                 said = {"delta": {"reasoning_content": part.text}}
             elif part or logprobs is not None:
@@ -172,6 +178,11 @@ class Completion:
             "top_logprobs": [{t["token"]: t["logprob"] for t in entry["top_logprobs"]} for entry in content],
             "text_offset": offsets[:-1],
         }
+
+
+def _call_delta(number: int, call: dict[str, Any]) -> dict[str, Any]:
+    """A call of an answer, or more of it."""
+    return {"delta": {"tool_calls": [{"index": number, **call}]}}
 
 
 def ending(reason: str, called: bool) -> str:

@@ -19,6 +19,7 @@ from adaptive.service.errors import ANTHROPIC_REFUSALS, error_object
 from adaptive.service.figures import figures
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
+from adaptive.service.partial import Arguments, CallBegins
 from adaptive.service.schemas import (
     MOST_TOKENS,
     PASSED_OVER,
@@ -248,6 +249,7 @@ class MessageWriter:
 
     def begin(self) -> Iterator[str]:
         """The message without its content."""
+        self._reader = self._served.reading.reader(partial=True)
         usage = {"input_tokens": self._served.prompt_tokens, "output_tokens": 0}
         ends = {"stop_reason": None, "stop_sequence": None}
         yield _event({"type": "message_start", "message": {**self._message([]), **ends, "usage": usage}})
@@ -278,12 +280,13 @@ class MessageWriter:
     def _parts(self, parts: Iterable[Part]) -> Iterator[str]:
         for part in parts:
             kind, empty, delta = _block(part)
-            if kind != self._open or isinstance(part, Call):
+            if kind != self._open or isinstance(part, Call | CallBegins):
                 yield from self._close()
                 yield _event({"type": "content_block_start", "index": self._blocks, "content_block": empty})
                 self._open = kind
-            yield _event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
-            self._called = self._called or isinstance(part, Call)
+            if not isinstance(part, CallBegins):
+                yield _event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
+            self._called = self._called or kind == "tool_use"
 
     def _close(self) -> Iterator[str]:
         if self._open is not None:
@@ -297,9 +300,11 @@ def _event(body: dict[str, Any]) -> str:
 
 def _block(part: Part) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """The type of the block that a part belongs to, the block before it has anything in it, and the part's delta."""
-    if isinstance(part, Call):
-        empty = {"type": "tool_use", "id": _call_id(part), "name": part.name, "input": {}}
-        return "tool_use", empty, {"type": "input_json_delta", "partial_json": part.arguments}
+    if isinstance(part, Call | CallBegins | Arguments):
+        call = part.call if isinstance(part, CallBegins) else part
+        empty = {} if isinstance(call, Arguments) else _empty_call(call)
+        said = call.text if isinstance(call, Arguments) else call.arguments
+        return "tool_use", empty, {"type": "input_json_delta", "partial_json": said}
     if isinstance(part, Thought):
         empty = {"type": "thinking", "thinking": "", "signature": ""}
         return "thinking", empty, {"type": "thinking_delta", "thinking": part.text}
@@ -309,6 +314,10 @@ def _block(part: Part) -> tuple[str, dict[str, Any], dict[str, Any]]:
 def _whole_block(part: Part) -> dict[str, Any]:
     kind, empty, delta = _block(part)
     return {**empty, **({"input": arguments_of(part)} if isinstance(part, Call) else {kind: delta[kind]})}
+
+
+def _empty_call(call: Call) -> dict[str, Any]:
+    return {"type": "tool_use", "id": _call_id(call), "name": call.name, "input": {}}
 
 
 def _call_id(call: Call) -> str:

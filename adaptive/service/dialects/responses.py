@@ -14,6 +14,7 @@ from adaptive.service.calls import AnswerReader, Part, Thought
 from adaptive.service.figures import figures
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
+from adaptive.service.partial import Arguments, CallBegins
 from adaptive.service.schemas import (
     MOST_TOKENS,
     PASSED_OVER,
@@ -245,6 +246,7 @@ class ResponseWriter:
 
     def begin(self) -> Iterator[str]:
         """The response without its output."""
+        self._reader = self._served.reading.reader(partial=True)
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress", None))
 
@@ -307,8 +309,14 @@ class ResponseWriter:
 
     def _parts(self, parts: Iterable[Part]) -> Iterator[str]:
         for part in parts:
-            if isinstance(part, Call):
-                yield from self._call(part)
+            if isinstance(part, Call | CallBegins):
+                yield from self._call(part.call if isinstance(part, CallBegins) else part)
+                if isinstance(part, Call):
+                    yield from self._arguments(part.arguments)
+                    yield from self._close("completed")
+                continue
+            if isinstance(part, Arguments):
+                yield from self._arguments(part.text)
                 continue
             thought = isinstance(part, Thought)
             kind, text = ("reasoning", part.text) if isinstance(part, Thought) else ("message", part)
@@ -339,6 +347,12 @@ class ResponseWriter:
             return
         self._open = False
         item = self._items[-1]
+        if item["type"] == "function_call":
+            item["status"] = status
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **self._call_place(), **done)
+            yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+            return
         (part,) = item["content"]
         name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
         more: dict[str, Any] = {} if item["type"] == "reasoning" else {"logprobs": []}
@@ -348,18 +362,20 @@ class ResponseWriter:
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _call(self, call: Call) -> Iterator[str]:
+        """A call without its arguments, which is open then."""
         yield from self._close("completed")
         number = len(self._items)
         item = {"type": "function_call", "id": f"fc_{self._served.name}_{number}", "call_id": call.id}
-        item |= {"name": call.name, "arguments": call.arguments, "status": "completed"}
-        self._items.append(item)
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        yield self._event("response.output_item.added", output_index=number, item=begun)
-        place = {"item_id": item["id"], "output_index": number}
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        done = {"name": call.name, "arguments": call.arguments}
-        yield self._event("response.function_call_arguments.done", **place, **done)
-        yield self._event("response.output_item.done", output_index=number, item=item)
+        self._items.append({**item, "name": call.name, "arguments": "", "status": "in_progress"})
+        self._open = True
+        yield self._event("response.output_item.added", output_index=number, item=self._items[-1])
+
+    def _arguments(self, text: str) -> Iterator[str]:
+        self._items[-1]["arguments"] += text
+        yield self._event("response.function_call_arguments.delta", **self._call_place(), delta=text)
+
+    def _call_place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
