@@ -300,3 +300,24 @@ def test_where_no_joint_passes_are_made_there_is_one_slot_and_it_is_said(tmp_pat
         assert slots["why_not_more"] in one.said
     finally:
         assert one.stop() == 0
+
+
+def test_several_answers_to_one_request_are_made_at_once_where_slots_are_free(server: Server) -> None:
+    """And copy the prompt that the first has read. They are those that are made one after the other."""
+    asked = {**body(1), "n": 3}
+    one_by_one = [whole(server, {**body(1), "seed": 1 + number}) for number in range(3)]
+    until_idle(server)
+    before, busiest, said = logged(server), [0], list[dict[str, Any]]()
+
+    def ask() -> None:
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S).json()
+        said.append(answer)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while asking.is_alive():
+        busiest[0] = max(busiest[0], sum(slot["is_processing"] for slot in get(server, "/slots")))
+    assert [choice["text"] for choice in said[0]["choices"]] == one_by_one
+    assert [choice["index"] for choice in said[0]["choices"]] == [0, 1, 2]
+    assert busiest[0] == 3
+    assert sum((logged(server) - before).values()) == 3

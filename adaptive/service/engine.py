@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import logging
 import threading
 import time
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from adaptive.answering import Answering, Question
+from adaptive.answering import Answering
 from adaptive.assistant import Assistant
 from adaptive.control.policy import LengthPolicy
 from adaptive.decoding.batch import Batch
@@ -25,13 +24,13 @@ from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
 from adaptive.printable import printable_line
 from adaptive.records.stats import count_rounds, in_words
-from adaptive.service.jobs import Answer, Ask, Done, Failed, FairQueue, Job, Piece
+from adaptive.service.jobs import Answer, Done, Failed, FairQueue, Job, Piece, question
 from adaptive.service.metrics import Metrics
 from adaptive.service.slots import Slot, possible_slots
 from adaptive.speculation import Speculation, of_counts, speculation
 from adaptive.state import PairState
 from adaptive.swapper import Swapper
-from adaptive.types import Round, SamplingParams
+from adaptive.types import Round
 from adaptive.upkeep import Upkeep
 
 logger = logging.getLogger("adaptive.service")
@@ -87,8 +86,8 @@ class Listener(Protocol):
 
 @dataclass(eq=False)
 class Work:
-    """A job in a slot. Its answers are made one after the other: ``index`` is the one that is being decoded
-    (``answering``), or that is to be told when it is in the log (``answer``, if anything is to be told)."""
+    """A job in a slot, or in several. Answer ``index`` of it is being decoded (``answering``), or is to be told when it
+    is in the log (``answer``, if anything is to be told); the next one that nobody has begun comes after it."""
 
     job: Job
     slot: int
@@ -225,6 +224,8 @@ class EngineThread:
         """Begin what waits, as far as there are slots for it; wait for a moment where nothing is under way."""
         while self.state == "ready" and len(self.works) < self.slots:
             job = self.queue.take(0 if self.works else POLL_S, lambda job: self._has_room(session.assistant, job))
+            if job is None and not len(self.queue):
+                job = self._with_more(session.assistant)
             if job is None:
                 return
             taken = {work.slot for work in self.works}
@@ -232,6 +233,18 @@ class EngineThread:
             self.works = [*self.works, work]
             self._forget_if_asked(session.assistant)
             self._next(session.assistant, work)
+
+    def _with_more(self, assistant: Assistant) -> Job | None:
+        """A job under way with answers that nobody has begun, for a slot that nobody waits for: as soon as what it has
+        begun has read its prompt, which the others then copy."""
+        for work in self.works:
+            job = work.job
+            if job.cancelled or job.begun == job.ask.answers or not self._has_room(assistant, job):
+                continue
+            mine = [other.answering for other in self.works if other.job is job]
+            if all(answering is None or not answering.decoding.unread for answering in mine):
+                return job
+        return None
 
     def _forget_if_asked(self, assistant: Assistant) -> None:
         if self._forget:
@@ -269,15 +282,16 @@ class EngineThread:
     def _next(self, assistant: Assistant, work: Work) -> None:
         """Begin the next answer of a job, or end the job."""
         job, ask = work.job, work.job.ask
-        if job.cancelled or work.index == len(ask.prompts) * ask.n:
+        if job.cancelled or job.begun == ask.answers:
             if self.state == "stopping" and job.cancelled:
                 self._over(work, Failed(503, "the server is shutting down; the answer was cut"))
             else:
                 self._over(work, Done())
             return
+        work.index, job.begun = job.begun, job.begun + 1
         answering = None
         try:
-            answering = work.answering = assistant.begin(_question(ask, work.index))
+            answering = work.answering = assistant.begin(question(ask, work.index))
             answering.decoding.begin()
         except Exception as error:
             if answering is not None:
@@ -366,14 +380,19 @@ class EngineThread:
                 logger.warning("log: %s", log.problem or "slow; the answer will be there later")
         if work.answer is not None:
             work.job.emit(work.answer)
-        work.index += 1
         self._next(assistant, work)
 
     def _over(self, work: Work, event: Done | Failed) -> None:
-        """A job has come to its end, and its slot is free."""
+        """A job has come to its end in a slot, which is free. It is told when it has in all of them; what fails in one
+        ends the others."""
         self.works = [other for other in self.works if other is not work]
         self._answered = time.monotonic()
-        work.job.emit(event)
+        job = work.job
+        if isinstance(event, Failed) and job.failed is None:
+            job.failed = event
+            job.cancel()
+        if all(other.job is not job for other in self.works):
+            job.emit(job.failed or event)
         if not self.works:
             self._tell_idle()
         if time.monotonic() - self._trimmed > TRIM_S:
@@ -387,25 +406,6 @@ def _failure(error: Exception) -> Failed:
         return Failed(400, str(error))
     logger.error("a request failed", exc_info=error)
     return Failed(500, "the server failed on this request; its log says why")
-
-
-def _question(ask: Ask, index: int) -> Question:
-    """Answer ``index`` of a request, as the assistant is asked for it."""
-    prompt = ask.prompts[index // ask.n]
-    return Question(
-        prompt.ids,
-        prompt.messages,
-        prompt.text,
-        _sampling(ask, index),
-        ask.stop,
-        session=ask.session,
-        record=ask.record,
-        supervise=ask.supervise,
-        client=ask.client,
-        owner=ask.owner,
-        grammar=ask.grammar,
-        marks=ask.marks,
-    )
 
 
 def give_memory_back() -> None:
@@ -425,11 +425,3 @@ def _line(done: Decoding, how: Speculation) -> str:
         f"{timings.prompt_n} prompt tokens and {timings.cached_n} cached, {timings.predicted_n} tokens at "
         f"{timings.per_second:.0f}/s, {done.finish_reason}; {how.sentence}; {in_words(count_rounds(done.rounds))}"
     )
-
-
-def _sampling(ask: Ask, index: int) -> SamplingParams:
-    """Every answer of a seeded request has a seed of its own, the same one each time."""
-    sampling = ask.sampling
-    if sampling.seed is None or index == 0:
-        return sampling
-    return dataclasses.replace(sampling, seed=(sampling.seed + index) % 2**63)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from adaptive.answering import Question
 from adaptive.grammar import Grammar
 from adaptive.types import Message, Round, SamplingParams, StopParams, Supervision, Timings
 
@@ -22,7 +23,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: ``n`` answers to each of ``prompts``, made one after the other.
+    """One request: ``n`` answers to each of ``prompts``, made one after the other, or at once where slots are free.
 
     ``client`` is who asks, for fairness; ``owner`` whose the record is, where people are told apart.
     ``supervise`` keeps the target's distribution for logprobs. ``grammar`` is what answers keep to, if anything.
@@ -41,6 +42,38 @@ class Ask:
     owner: str = ""
     grammar: Grammar | None = None
     marks: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> int:
+        """How many there are to be."""
+        return len(self.prompts) * self.n
+
+
+def question(ask: Ask, index: int) -> Question:
+    """Answer ``index`` of a request, as the assistant is asked for it."""
+    prompt = ask.prompts[index // ask.n]
+    return Question(
+        prompt.ids,
+        prompt.messages,
+        prompt.text,
+        _sampling(ask, index),
+        ask.stop,
+        session=ask.session,
+        record=ask.record,
+        supervise=ask.supervise,
+        client=ask.client,
+        owner=ask.owner,
+        grammar=ask.grammar,
+        marks=ask.marks,
+    )
+
+
+def _sampling(ask: Ask, index: int) -> SamplingParams:
+    """Every answer of a seeded request has a seed of its own, the same one each time."""
+    sampling = ask.sampling
+    if sampling.seed is None or index == 0:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
 @dataclass(frozen=True)
@@ -88,11 +121,14 @@ Event = Piece | Answer | Done | Failed
 
 
 class Job:
-    """An ``Ask`` under way. ``emit`` is called on the engine thread, ``cancel`` from any."""
+    """An ``Ask`` under way. ``emit`` is called on the engine thread, ``cancel`` from any. How many of its answers have
+    ``begun``, and why it ``failed``, only the engine thread knows."""
 
     def __init__(self, ask: Ask, emit: Callable[[Event], None]) -> None:
         self.ask = ask
         self.emit = emit
+        self.begun = 0
+        self.failed: Failed | None = None
         self.when_cancelled: Callable[[], None] = lambda: None
         self._cancelled = threading.Event()
 
