@@ -30,6 +30,7 @@ from adaptive.encoding import encode_text, render_chat
 from adaptive.engines.protocol import ReadsFeatures, no_trees
 from adaptive.errors import AdaptiveError, ContextFullError
 from adaptive.grammar import Constraint, Grammar, Grammars
+from adaptive.kept import KeptCaches
 from adaptive.pair import Pair
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import LogitsProcessor
@@ -74,9 +75,11 @@ class Assistant:
         log: LogWriter | None,
         cache_bytes: int = 0,
         history: History | None = None,
+        kept: KeptCaches | None = None,
     ) -> None:
         """``cache_bytes`` is what the caches of several conversations may take; 0 keeps one conversation. ``history``
-        is what may be drafted from beside the model. Raises AdaptiveError for trees where a model takes none."""
+        is what may be drafted from beside the model, ``kept`` keeps caches on disk. Raises AdaptiveError for trees
+        where a model takes none."""
         for engine in (pair.target, pair.draft):
             if policy.tree and pair.draft is not None and engine is not None and not engine.trees:
                 raise no_trees(engine.name)
@@ -91,7 +94,7 @@ class Assistant:
         self.between_rounds: Callable[[], bool] | None = None
         self._swap: tuple[str | None, Iterator[None], Sequence[float] | None] | None = None
         self.session = uuid.uuid4().hex[:12]
-        self.conversations = Conversations(pair.target, pair.draft, cache_bytes)
+        self.conversations = Conversations(pair.target, pair.draft, cache_bytes, kept)
         self._ends = _end_tokens(pair)
         self.grammars = Grammars(pair.tokenizer, pair.target.vocab_size, self._ends)
 
@@ -269,6 +272,7 @@ class Assistant:
         answering = Answering(question, decoding, conversation, session, sampling, self.adapter, record)
         answering.hold()
         conversation.under_way = True
+        conversation.private = conversation.private or not record
         self.under_way.append(answering)
         self.latest = answering
         return answering

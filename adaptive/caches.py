@@ -10,10 +10,12 @@ import functools
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from adaptive.engines.protocol import Engine, Memory, draft_sequence, sequences
 from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError
+from adaptive.kept import LEAST, Kept, KeptCaches
 from adaptive.types import Message
 
 # Tokens that another conversation's cache must hold beyond the own one's to be copied. Fewer are computed as quickly
@@ -81,11 +83,14 @@ class Conversation:
         self.name = name or uuid.uuid4().hex[:12]
         self.opening = None if name else opening
         self.under_way = False  # an answer is being decoded in it: its caches are nobody else's
+        self.private = False  # an answer in it is not to be recorded: nothing of it is written to disk
+        self._file: Path | None = None  # in which its cache is kept, as of so many tokens (``_written``)
         self._engines = target, draft
         self.forget()
 
     def forget(self) -> None:
         """Give the caches back."""
+        self._written = 0
         target, draft = sequences(*self._engines)
         self.target = CachedSequence(target)
         self.draft = CachedSequence(draft) if draft else None
@@ -107,6 +112,23 @@ class Conversation:
         self.target, self.draft = other.target, other.draft
         other.forget()
 
+    def keep(self, kept: KeptCaches) -> bool:
+        """Have the target's cache on disk, unless it is there; whether that took writing it."""
+        tokens, held = self.target.tokens, self.target.sequence.length
+        if self.private or self.under_way or not held or self._written == held:
+            return False
+        self._file, self._written = kept.keep(self.target.sequence, tokens, self._file), held
+        return True
+
+    def read(self, file: Kept, kept: KeptCaches, prompt: Sequence[int]) -> None:
+        """Begin anew with what a file holds of ``prompt``."""
+        self.forget()
+        length = file.common(prompt)
+        if kept.read(file, self.target.sequence, length):
+            self.target.tokens = list(prompt[:length])
+            if length > len(file.tokens) - LEAST:  # it goes on from there, and so does the file
+                self._file = file.path
+
     @property
     def memory(self) -> Memory:
         """What both caches take."""
@@ -124,8 +146,9 @@ class Conversations:
     ``limit`` 0 keeps one conversation, which every prompt goes on in as far as it can.
     """
 
-    def __init__(self, target: Engine, draft: Engine | None, limit: int = 0) -> None:
+    def __init__(self, target: Engine, draft: Engine | None, limit: int = 0, kept: KeptCaches | None = None) -> None:
         self.limit = limit
+        self._files = kept
         self._target, self._draft = target, draft
         self._kept: list[Conversation] = []  # the most recently used last
 
@@ -163,7 +186,11 @@ class Conversations:
         self._kept = [*(c for c in self._kept[-REMEMBERED:] if c is not found), found]
         source = max(self._kept, key=lambda c: c.target.common(prompt))
         shared = source.target.common(prompt)
-        if source is found or shared < found.target.common(prompt) + WORTH_COPYING:
+        file = None if self._files is None else self._files.best(prompt, max(shared, found.target.common(prompt)))
+        if file is not None and self._files is not None:
+            if self._free_bytes(found, file.common(prompt) * self.token_bytes):
+                found.read(file, self._files, prompt)
+        elif source is found or shared < found.target.common(prompt) + WORTH_COPYING:
             self._free_bytes(found, 0)
         elif self._free_bytes(found, source.nbytes * shared // source.target.sequence.length, source):
             try:
@@ -177,8 +204,24 @@ class Conversations:
         return found
 
     def forget(self) -> None:
-        """Give all caches back, and know no conversation any more."""
+        """Give all caches back, on disk too, and know no conversation any more."""
+        for conversation in self._kept:
+            conversation.private = True  # one that is under way is not kept when it ends
         self._kept = []
+        if self._files is not None:
+            self._files.forget()
+
+    def keep(self, every: bool = False) -> bool:
+        """Have a conversation's cache on disk that is not yet, or ``every`` one's, if that is asked for; whether there
+        was any. Where somebody has erased what was kept, nothing of what was said before is kept."""
+        if self._files is None:
+            return False
+        if self._files.erased:
+            for conversation in self._kept:
+                conversation.private = True
+            self._files.forget()
+        found = (conversation.keep(self._files) for conversation in reversed(self._kept))
+        return any(list(found) if every else found)
 
     def has_room(self, tokens: int, under_way: Iterable[Conversation]) -> bool:
         """Whether an answer of so many tokens, its prompt among them, may begin: its caches and those of the ones

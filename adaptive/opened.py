@@ -18,6 +18,8 @@ from adaptive.control.policy import FixedLength
 from adaptive.drafting.archive import Archive, History
 from adaptive.drafting.model import warm_up
 from adaptive.engines.load import Forward, forward_of
+from adaptive.engines.protocol import KeepsCaches
+from adaptive.kept import KeptCaches
 from adaptive.measure import attentive_on, trees_pay
 from adaptive.pair import Pair
 from adaptive.records.features import spool_of
@@ -75,7 +77,8 @@ def opened(
         log.on_stored = archive.poke
         archive.start()
     history = None if settings.history == "off" else History(archive, memory.matches)
-    assistant = Assistant(pair, FixedLength(0), log, cache_bytes, history)
+    kept = _kept_caches(settings, pair, state, warn) if cache_bytes and settings.keep_caches else None
+    assistant = Assistant(pair, FixedLength(0), log, cache_bytes, history, kept)
     swapper = Swapper(assistant, store, pair.identity.base, lambda said: warn(f"adapter: {said}"))
     try:
         swapper.use_promoted()
@@ -92,6 +95,7 @@ def opened(
             try:
                 yield OpenedPair(assistant, pair, state, store, swapper, upkeep)
             finally:
+                assistant.conversations.keep(every=True)
                 if mine:
                     _save(upkeep, state, assistant.adapter, warn)
     finally:
@@ -101,6 +105,15 @@ def opened(
             log.close()
             if log.problem:
                 warn(f"log: {log.problem}")
+
+
+def _kept_caches(settings: Settings, pair: Pair, state: PairState, warn: Callable[[str], None]) -> KeptCaches | None:
+    """What keeps caches of conversations on disk, where the target's can be kept."""
+    target = pair.target
+    if not isinstance(target, KeepsCaches) or not target.cache_layout or target.sequence().memory.states:
+        warn("keep_caches: the caches of this model cannot be kept on disk; only our own forward's can")
+        return None
+    return KeptCaches(state.caches, settings.keep_caches, target, settings.keep_days)
 
 
 def _save(upkeep: Upkeep, state: PairState, adapter: str | None, warn: Callable[[str], None]) -> None:

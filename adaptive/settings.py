@@ -37,6 +37,16 @@ DraftQuantisation = Literal["auto", "none", "int8", "nf4"]
 MOST_NODES = 256
 
 
+def _bytes(value: object) -> object:
+    """A number of bytes that is written as 2GB or 500MB. Raises AdaptiveError."""
+    if not isinstance(value, str) or value.isdigit():
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)B?\s*", value)
+    if found is None:
+        raise AdaptiveError(f"keep_caches is {value[:40]!r}; it must be a size such as 2GB or 500MB, or 0")
+    return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+
+
 class Settings(BaseSettings):
     """All settings of one run. See ``docs/settings.md`` for what each means."""
 
@@ -81,6 +91,7 @@ class Settings(BaseSettings):
     slots: Annotated[str, BeforeValidator(str)] = "1"
     max_body_mb: float = Field(8.0, gt=0)
     cache_mb: int = Field(1024, ge=0)
+    keep_caches: Annotated[int, BeforeValidator(_bytes)] = Field(0, ge=0)
     threads: int | None = Field(None, ge=1)
     distill: str = "idle"
     distill_after: int = Field(100, ge=1)

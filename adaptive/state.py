@@ -37,6 +37,11 @@ class PairState:
         return self.root / "features"
 
     @property
+    def caches(self) -> Path:
+        """Caches of conversations, where they are kept across restarts."""
+        return self.root / "caches"
+
+    @property
     def typed(self) -> Path:
         """What was typed in ``adaptive chat``, to be found again with the arrow keys."""
         return self.root / "typed.txt"

@@ -43,6 +43,10 @@ def serve(
     cache_mb: Annotated[
         Optional[int], typer.Option(help="Megabytes for the caches of conversations.", rich_help_panel=SERVER)
     ] = None,
+    keep_caches: Annotated[
+        Optional[str],
+        typer.Option(help="Keep caches on disk across restarts, up to a size like 2GB.", rich_help_panel=SERVER),
+    ] = None,
     distill: Annotated[
         Optional[str],
         typer.Option(help="When to train: idle, always, off, or a window like 22:00-06:00.", rich_help_panel=SERVER),
@@ -71,6 +75,7 @@ def serve(
         "queue": queue,
         "slots": slots,
         "cache_mb": cache_mb,
+        "keep_caches": keep_caches,
         "threads": threads,
         "distill": distill,
     }

@@ -127,7 +127,7 @@ def test_it_is_the_same_as_token_by_token(
 
 
 def test_proposals_for_several_texts_in_one_call_are_those_of_one_after_the_other(engine: TransformersEngine) -> None:
-    """Greedy, under a seed and sampled ones, of different lengths, with and without thresholds"""
+    """Greedy, under a seed and sampled ones, of different lengths, with and without thresholds."""
     together, alone = [], []
     for made in (together, alone):
         for number in range(8):
@@ -136,7 +136,7 @@ def test_proposals_for_several_texts_in_one_call_are_those_of_one_after_the_othe
     texts = [[*PROMPT[: 1 + number % 5], number] for number in range(8)]
     rules: list[list[Stopping]] = [[Stopping(6) for _ in range(8)] for _ in range(2)]
     for rule in (*rules[0], *rules[1]):
-        rule.decide(CENTRES, CENTRES, [0.2] * 6, [0.25] * 6)
+        rule.decide(CENTRES, CENTRES, [0.4] * 6, [0.25] * 6)
     lengths = set()
     for turn in range(12):
         advice = [[None if n % 3 == 0 else rule for n, rule in enumerate(side)] for side in rules]

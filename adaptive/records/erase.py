@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sqlite3
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -69,10 +70,11 @@ def erase_beside(state: PairState, everything: bool) -> list[str]:
     """Remove what else in the state folder holds what was said; the names of what was there.
 
     Damaged logs that were set aside go with any purge: whatever could be read of them is in the log; so do the features
-    of what is no longer in it. With ``everything``, all features go, where an interrupted training run stood, and what
-    was typed in a chat.
+    of what is no longer in it, and all caches of conversations. With ``everything``, all features go, where an
+    interrupted training run stood, and what was typed in a chat.
     """
     spool = FeatureSpool(state.features, 0)
+    shutil.rmtree(state.caches, ignore_errors=True)
     if everything:
         spool.erase()
     elif state.features.is_dir():

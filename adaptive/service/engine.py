@@ -261,7 +261,7 @@ class EngineThread:
         self._forget_if_asked(session.assistant)
         self._tell_idle()  # who was waited for may have gone away before their turn
         session.swapper.use_promoted()
-        if time.monotonic() - self._answered > QUIET_S:
+        if time.monotonic() - self._answered > QUIET_S and not session.assistant.conversations.keep():
             session.upkeep.idle(lambda: len(self.queue) > 0 or self.state != "ready")
 
     def _tell_idle(self) -> None:

@@ -28,7 +28,7 @@ from adaptive.control.confidence import CENTRES
 from adaptive.control.costs import LONGEST
 from adaptive.control.policy import FixedLength
 from adaptive.control.stopping import Stopping
-from adaptive.decoding.loop import speculative_round
+from adaptive.decoding.round import speculative_round
 from adaptive.decoding.verifier import Verifier
 from adaptive.devices import device_bytes
 from adaptive.drafting.model import ModelDrafter, prepare

@@ -156,6 +156,31 @@ class CpuCache:
             self.hidden[:length] = other.features(0, length)
         self.length = length
 
+    def stored(self) -> dict[str, torch.Tensor] | None:
+        """What is held, in whole panels; None with recurrent states."""
+        if self.states is not None or not self.length:
+            return None
+        whole = min(-(-self.length // GROWTH) * GROWTH, self.capacity)
+        found = {"keys_values": self._buffer[:, :, :, :whole].contiguous()}
+        return found if self.hidden is None else {**found, "hidden": self.hidden[: self.length].contiguous()}
+
+    @torch.inference_mode()
+    def restore(self, stored: dict[str, torch.Tensor], length: int) -> None:
+        """Hold the first ``length`` tokens of what was ``stored``. Raises ValueError for what does not fit."""
+        given, hidden = stored["keys_values"], stored.get("hidden")
+        layers, two, heads, size = self._shape
+        shape = (layers, two, heads, given.shape[3] if given.ndim > 3 else 0, size)
+        fits = given.shape == shape and given.dtype == self._buffer.dtype and shape[3] >= length
+        if self.states is not None or not fits or (hidden is None) != (self.hidden is None):
+            raise ValueError("it is of another kind of cache")
+        self.reserve(max(length, shape[3]))
+        self._buffer[:, :, :, : shape[3]] = given
+        if self.hidden is not None and hidden is not None:
+            if len(hidden) < length or hidden.shape[1] != self.hidden.shape[1]:
+                raise ValueError("it is of another kind of cache")
+            self.hidden[:length] = hidden[:length]
+        self.length = length
+
     @property
     def memory(self) -> Memory:
         """Of the buffers, and of states with their checkpoints."""

@@ -17,6 +17,7 @@ from adaptive.engines.checkpoints import REMEMBER_BEFORE
 from adaptive.engines.cpu import joint as cpu_joint
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import FEW, CpuForward, cpu_forward
+from adaptive.engines.cpu.kernels import library
 from adaptive.engines.hf import joint as hf_joint
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.calls import recurrent_pass, watch
@@ -286,6 +287,28 @@ class TransformersEngine:
         otherwise, and models that decode plainly."""
         if self.undraftable is None and not self.recurrent:
             self.recorded = RecordedPasses(self)
+
+    @property
+    def cache_layout(self) -> dict[str, str | int]:
+        """See ``KeepsCaches``; of our own forward's caches."""
+        forward, kernels = self.cpu_forward, library()
+        if forward is None:
+            return {}
+        computed = {"kernels": "" if kernels is None else kernels.name, "forward": forward.kind}
+        return {"layout": 1, "weights": self.weights, **computed}
+
+    def stored(self, sequence: Sequence) -> dict[str, torch.Tensor] | None:
+        """See ``KeepsCaches``."""
+        cache = getattr(sequence, "cache", None)
+        return cache.stored() if isinstance(cache, CpuCache) else None
+
+    def restore(self, sequence: Sequence, stored: dict[str, torch.Tensor], length: int) -> None:
+        """See ``KeepsCaches``."""
+        assert isinstance(sequence, TransformersSequence)
+        assert isinstance(sequence.cache, CpuCache)
+        sequence.rollback(0)
+        sequence.reserve(length)
+        sequence.cache.restore(stored, length)
 
     def sequence(self, features: bool = False) -> TransformersSequence | PlainSequence | SwitchingSequence:
         """A new empty sequence; see the protocol."""
