@@ -152,4 +152,4 @@ class KeptCaches:
 
 def _sum(tensor: torch.Tensor) -> int:
     """A checksum of a contiguous tensor."""
-    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data)

@@ -130,12 +130,12 @@ class Batch:
                 seconds[decoding] += share
             waiting = [(decoding, turn, given) for (decoding, turn, _), given in zip(asked, found, strict=True)]
         turns.sort(key=lambda one: going.index(one[0]))
-        for decoding, turn in turns:
-            turn.draft_s = seconds[decoding]
-        drafts = [turn for _, turn in turns if turn.proposal is not None and turn.proposal.drafter not in FREE]
+        for decoding, said in turns:
+            said.draft_s = seconds[decoding]
+        drafts = [said for _, said in turns if said.proposal is not None and said.proposal.drafter not in FREE]
         if drafts and not failed:
-            longest = max(len(turn.proposal.tokens) for turn in drafts if turn.proposal is not None)
-            going[0].policy.drafted(len(drafts), longest, sum(turn.draft_s for turn in drafts))
+            longest = max(len(said.proposal.tokens) for said in drafts if said.proposal is not None)
+            going[0].policy.drafted(len(drafts), longest, sum(said.draft_s for said in drafts))
         return turns, failed
 
     def _slices(self, room: int) -> Iterator[tuple[Decoding, int]]:
