@@ -288,7 +288,7 @@ def test_a_rollback_moves_no_number(engine: TransformersEngine, monkeypatch: pyt
     sequence.rollback(22)
     assert sequence.length == 22
     for part, was in zip((states._bases, states._now, states._log), before, strict=True):
-        assert torch.equal(part, was)
+        assert torch.equal(part.view(torch.int32), was.view(torch.int32))  # what is not in use yet may be no number
 
 
 def test_a_log_does_not_grow_without_end() -> None:
