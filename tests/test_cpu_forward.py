@@ -281,8 +281,8 @@ def test_which_forward_it_is_follows_from_the_configuration(name: str, dtype: to
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral, window", *VARIED])
-# In bfloat16 a difference in the last bit may round a product's input the other way.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-3)])
+# In bfloat16 a difference in the last bit may round a product's input the other way, by up to two steps of the largest.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 8e-3)])
 def test_one_call_is_what_layer_by_layer_is(name: str, dtype: torch.dtype, tolerance: float) -> None:
     forward, tokens = own(made(name, dtype)), text(FEW + 20)
     if not forward.fused:
