@@ -186,7 +186,6 @@ def test_the_chat_in_a_terminal(chat: Terminal, width: int) -> None:
     chat.press("/nothing", "Enter")
     chat.until("there is no /nothing")
     chat.press("/help", "Enter")
-    chat.until("Several lines stand between")
-    screen = chat.screen
+    screen = chat.until(r"Several lines stand between.*\n›$")  # with the prompt for what comes next
     assert max(map(len, screen.splitlines())) <= width
     compare(f"chat-{width}", screen)

@@ -161,10 +161,10 @@ def _changes(
 
 def need(source: Source, settings: Settings, device: str, draft: bool = False) -> Need:
     """What one model takes. Raises AdaptiveError for a config that cannot be read."""
+    if source.gguf is not None or source.head:  # whose configs are none of a model's
+        return Need(_named(choose_device(device)), weight_bytes(source), None if source.gguf else 0, 0)
     chosen = choose_forward(source, settings, device, draft)
-    where = "cuda:0" if chosen.device == "cuda" else chosen.device
-    if source.gguf is not None or source.head:
-        return Need(where, weight_bytes(source), None if source.gguf else 0, 0)
+    where = _named(chosen.device)
     assert chosen.dtype is not None
     config = read_config(source, settings)
     keys = 4 if chosen.forward.own else chosen.dtype.itemsize  # our own forward keeps them in float32
@@ -178,6 +178,11 @@ def need(source: Source, settings: Settings, device: str, draft: bool = False) -
     if chosen.forward is Forward.STREAMED and settings.memory is not None:
         weights = min(weights, memory_bytes(settings.memory))
     return Need(where, weights, token, numbers)
+
+
+def _named(device: str) -> str:
+    """With its number."""
+    return "cuda:0" if device == "cuda" else device
 
 
 def _skeleton(source: Source, config: Any, settings: Settings) -> nn.Module:
