@@ -27,7 +27,7 @@ PACKAGES = ("adaptive", "trainers", "cli")
 # Whose lines ask for CUDA; what is run here runs on its CPU.
 TESTS = (
     "test_queued_drafts", "test_cuda_graphs", "test_budget", "test_doctor", "test_worker", "test_trainer",
-    "test_mtp", "test_quantised_checkpoints",
+    "test_quantised_checkpoints",
 )  # fmt: skip
 
 
