@@ -39,7 +39,6 @@ from adaptive.settings import Settings, load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-CHAINS, TREES = (4, 8, 16), (32, 64)
 
 
 def main() -> None:
@@ -58,6 +57,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.7, 0.0])
+    parser.add_argument("--chains", type=int, nargs="*", default=[4, 8, 16])
+    parser.add_argument("--trees", type=int, nargs="*", default=[16, 32, 64])
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     names = ("target", "draft", "memory", "home", "dtype", "quantize")
@@ -159,8 +160,8 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
     for temperature in args.temperatures:
         sampling = SamplingParams(temperature=temperature)
         policies: dict[str, LengthPolicy] = {"plain": FixedLength(0)}
-        policies |= {f"chain of {n}": FixedLength(n) for n in CHAINS}
-        policies |= {f"tree of {n}": FixedLength(n, tree=True) for n in TREES}
+        policies |= {f"chain of {n}": FixedLength(n) for n in args.chains}
+        policies |= {f"tree of {n}": FixedLength(n, tree=True) for n in args.trees}
         policies |= {"controller, chains": GoodputLength(costs), "controller": NodesByCost()}
         seen: dict[str, list[tuple[int, int, float]]] = {name: [] for name in policies}
         for number, prompt in enumerate(prompts):

@@ -51,9 +51,10 @@ class Checkpoint:
             file, begin, said = self._where[name]
             kind, (first, end) = DTYPES[said["dtype"]], said["data_offsets"]
             raw = torch.empty(end - first, dtype=torch.uint8)
+            place: Any = raw.numpy()
             with file.open("rb") as stream:
                 stream.seek(begin + first)
-                if stream.readinto(raw.numpy()) != end - first:  # type: ignore[arg-type]
+                if stream.readinto(place) != end - first:
                     raise OSError(f"{file.name} ends within {name}")
         except KeyError:
             raise AdaptiveError(f"{self.folder} cannot be streamed: it has no weights {name} of a known kind") from None
