@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from conftest import BUNDLED
-from upstream_server import STREAM, Heard, Script, Scripted, chunk, plain, scripted, served, until
+from upstream_server import CLOSE, STREAM, Heard, Script, Scripted, chunk, plain, scripted, served, until
 
 from adaptive.records.log import Log
 from adaptive.records.writer import LogWriter
@@ -140,11 +140,13 @@ def test_everything_else_passes_unchanged(stage: Make) -> None:
 
     def script(heard: Heard, connection: socket.socket) -> None:
         if heard.path.startswith("/missing"):
-            connection.sendall(plain(b"no such thing", "text/plain", "404 Not Found", "X-Why: a\r\nX-Why: b\r\n"))
+            connection.sendall(
+                plain(b"no such thing", "text/plain", "404 Not Found", f"X-Why: a\r\nX-Why: b\r\n{CLOSE}")
+            )
         elif heard.path.startswith("/packed"):
-            connection.sendall(plain(packed, "text/plain", more="Content-Encoding: gzip\r\n"))
+            connection.sendall(plain(packed, "text/plain", more=f"Content-Encoding: gzip\r\n{CLOSE}"))
         else:
-            connection.sendall(plain(heard.body, "application/octet-stream"))
+            connection.sendall(plain(heard.body, "application/octet-stream", more=CLOSE))
 
     here = stage(script)
     with httpx.Client(base_url=here.url) as client:
