@@ -8,6 +8,8 @@ and a hash of all that they depend on: its weights, their numbers here, and the 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import mmap
@@ -98,6 +100,7 @@ class _Writing(Packing):
         name = self.names[modules[0]]
         self._write(name, (linear.outputs, linear.inputs), linear.kernel.parts)
         linear.kernel = None
+        _return_memory()
         self.tell(self.written)
         return linear
 
@@ -133,6 +136,13 @@ class _Writing(Packing):
 
     def _fill(self, step: int) -> None:
         self._bytes(bytes(-self.written % step))
+
+
+def _return_memory() -> None:
+    """Give what is free back to the system. glibc keeps it where something small lies between what was large, and all
+    linear layers together would take as much memory as the model."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def section_of(name: str) -> int:
