@@ -1,11 +1,14 @@
 """What else uses this machine, and which machine it is.
 
 In: the operating system's accounts of processor time. Out: how many cores other programs took since the last look
-(``LoadMeter``), and a line that changes where measured costs no longer hold (``identity``). Imports nothing of ours.
+(``LoadMeter``), and a line that changes where measured costs no longer hold (``identity``). It is also given memory
+back. Imports nothing of ours.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import platform
 import subprocess
@@ -192,3 +195,10 @@ def _governor(folder: Path = CPUFREQ) -> str:
         except OSError:
             continue
     return f"; {', '.join(said)}" if said else ""
+
+
+def give_memory_back() -> None:
+    """Return to the system what the C library keeps of freed memory: what is large comes and goes, and glibc never
+    gives back the holes between what is small and stays."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

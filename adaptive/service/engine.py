@@ -7,7 +7,6 @@ for the trainer. Nothing else touches the assistant.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import threading
 import time
@@ -21,6 +20,7 @@ from adaptive.control.policy import LengthPolicy
 from adaptive.decoding.batch import Batch
 from adaptive.decoding.loop import ANSWER_RESERVE, Decoding
 from adaptive.errors import AdaptiveError
+from adaptive.machine import give_memory_back
 from adaptive.pair import Pair
 from adaptive.printable import printable_line
 from adaptive.records.stats import count_rounds, in_words
@@ -397,7 +397,7 @@ class EngineThread:
             self._tell_idle()
         if time.monotonic() - self._trimmed > TRIM_S:
             self._trimmed = time.monotonic()
-            give_memory_back()
+            give_memory_back()  # or a busy server grows by a tenth in some minutes
 
 
 def _failure(error: Exception) -> Failed:
@@ -406,16 +406,6 @@ def _failure(error: Exception) -> Failed:
         return Failed(400, str(error))
     logger.error("a request failed", exc_info=error)
     return Failed(500, "the server failed on this request; its log says why")
-
-
-def give_memory_back() -> None:
-    """Return to the system what the C library keeps of freed memory.
-
-    Caches of conversations come and go in megabytes, and between what stays, glibc never gives the
-    holes back by itself: without this a busy server grows by a tenth in some minutes.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _line(done: Decoding, how: Speculation) -> str:

@@ -8,8 +8,6 @@ and a hash of all that they depend on: its weights, their numbers here, and the 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import hashlib
 import json
 import mmap
@@ -31,6 +29,7 @@ from adaptive.engines.cpu.weights import PackedLinear
 from adaptive.engines.identity import weights_hash
 from adaptive.engines.streamed.checkpoint import Checkpoint, linear_names
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.machine import give_memory_back
 from checkpoints import files
 
 # Of the format. It is another one where what is packed, or how, changes.
@@ -100,7 +99,7 @@ class _Writing(Packing):
         name = self.names[modules[0]]
         self._write(name, (linear.outputs, linear.inputs), linear.kernel.parts)
         linear.kernel = None
-        _return_memory()
+        give_memory_back()  # or all linear layers together take as much as the model
         self.tell(self.written)
         return linear
 
@@ -136,13 +135,6 @@ class _Writing(Packing):
 
     def _fill(self, step: int) -> None:
         self._bytes(bytes(-self.written % step))
-
-
-def _return_memory() -> None:
-    """Give what is free back to the system. glibc keeps it where something small lies between what was large, and all
-    linear layers together would take as much memory as the model."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def section_of(name: str) -> int:
