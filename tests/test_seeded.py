@@ -45,7 +45,9 @@ def test_over_all_seeds_the_whole_loop_samples_from_the_target(
     assert p_value(run_loop(models, params, 2, runs, seeded=True), exact_distribution(models[0], params)) > 0.001
 
 
-def always_the_drafts(p: torch.Tensor, drafted: list[int], seed: int, position: int) -> verify.Verdict:
+def always_the_drafts(
+    p: torch.Tensor, drafted: list[int], seed: int, position: int, queued: object = None
+) -> verify.Verdict:
     """A rule that lets every drafted token stand."""
     choice = race(p, seed, position)
     return verify.Verdict(len(drafted), [*drafted, int(choice[-1])], p.max(-1).values.log())

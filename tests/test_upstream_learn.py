@@ -69,7 +69,7 @@ class Learning:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    one = Server(tmp_path_factory.mktemp("upstream"), *PAIR, "--distill", "off")
+    one = Server(tmp_path_factory.mktemp("upstream"), *PAIR, "--distill", "off", "--history", "off")
     try:
         yield one.wait_until_ready()
     finally:
