@@ -6,6 +6,7 @@ import json
 import os
 import plistlib
 import shutil
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,7 +53,7 @@ def test_it_is_written_started_shown_and_removed(
     command = next(line for line in unit(tmp_path).read_text().splitlines() if line.startswith("ExecStart="))
     assert command.endswith(f' serve --target "{tmp_path}/my target" --port=8081 --cache-mb 5')
     program = command.removeprefix("ExecStart=").split(" serve ")[0]
-    assert subprocess.run([*program.split(), "--version"], capture_output=True, check=True).stdout
+    assert subprocess.run([*shlex.split(program), "--version"], capture_output=True, check=True).stdout
     told = [line.removeprefix("--user ") for line in manager()]
     assert told == ["daemon-reload", "enable adaptive", "restart adaptive"]
     assert "ADAPTIVE_HOME" in err  # which a service does not have
