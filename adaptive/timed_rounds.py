@@ -221,7 +221,7 @@ class TimedRounds:
 def real_text(pair: Pair, length: int) -> list[int]:
     """So many tokens of what people write: this file, prose and code."""
     written = Path(__file__).read_text(encoding="utf-8")
-    tokens = [int(token) for token in pair.tokenizer.encode(written, add_special_tokens=False)]
+    tokens = [int(token) for token in pair.tokenizer.encode(written, add_special_tokens=False, verbose=False)]
     return (tokens * (1 + length // max(1, len(tokens))))[:length]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import plistlib
-import shutil
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
