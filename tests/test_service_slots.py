@@ -89,25 +89,28 @@ def logged(server: Server) -> Counter[tuple[str, str, str]]:
     return Counter((g.prompt_text, g.text, g.finish_reason) for g in found)
 
 
+def until_seen_busy(server: Server, slots: int, *asked: dict[str, Any]) -> None:
+    """Streams long answers until just ``slots`` slots are seen at work on them, then goes away."""
+    seen = threading.Event()
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = [pool.submit(stream, server, one, lambda pieces: not seen.is_set()) for one in asked]
+        busy = 0
+        while busy < slots and not all(answer.done() for answer in answers):
+            busy = sum(slot["is_processing"] for slot in get(server, "/slots"))
+        seen.set()
+        for answer in answers:
+            answer.result()
+    assert busy == slots
+    until_idle(server)
+
+
 def test_eight_streams_at_once_say_what_each_says_alone(server: Server) -> None:
     asked = [body(number) for number in range(8)]
     alone = [whole(server, one) for one in asked]
     before = logged(server)
-    busiest, done = [0], threading.Event()
-
-    def watch() -> None:
-        while not done.is_set():
-            busy = sum(slot["is_processing"] for slot in get(server, "/slots"))
-            busiest[0] = max(busiest[0], busy)
-
-    watching = threading.Thread(target=watch)
-    watching.start()
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda one: stream(server, one), asked))
-    done.set()
-    watching.join()
     assert together == alone
-    assert busiest[0] == 4
     new = logged(server) - before
     assert new == Counter((one["prompt"], text, "length") for one, text in zip(asked, alone, strict=True))
     assert len(get(server, "/slots")) == get(server, "/props")["total_slots"] == 4
@@ -307,17 +310,13 @@ def test_several_answers_to_one_request_are_made_at_once_where_slots_are_free(se
     asked = {**body(1), "n": 3}
     one_by_one = [whole(server, {**body(1), "seed": 1 + number}) for number in range(3)]
     until_idle(server)
-    before, busiest, said = logged(server), [0], list[dict[str, Any]]()
-
-    def ask() -> None:
-        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S).json()
-        said.append(answer)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while asking.is_alive():
-        busiest[0] = max(busiest[0], sum(slot["is_processing"] for slot in get(server, "/slots")))
-    assert [choice["text"] for choice in said[0]["choices"]] == one_by_one
-    assert [choice["index"] for choice in said[0]["choices"]] == [0, 1, 2]
-    assert busiest[0] == 3
+    before = logged(server)
+    answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S).json()
+    assert [choice["text"] for choice in answer["choices"]] == one_by_one
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert sum((logged(server) - before).values()) == 3
+    until_seen_busy(server, 3, {**body(1, tokens=1500), "n": 3})
+
+
+def test_as_many_are_answered_at_once_as_there_are_slots(server: Server) -> None:
+    until_seen_busy(server, 4, *(body(number, tokens=1500) for number in range(90, 95)))
