@@ -137,7 +137,7 @@ class Conversation:
     @property
     def nbytes(self) -> int:
         """Bytes of them."""
-        return self.memory.total
+        return self.target.sequence.memory.total + (self.draft.sequence.memory.total if self.draft else 0)
 
 
 class Conversations:
@@ -164,7 +164,7 @@ class Conversations:
     @property
     def nbytes(self) -> int:
         """Bytes of them."""
-        return self.memory.total
+        return sum(conversation.nbytes for conversation in self._kept)
 
     def take(
         self, prompt: Sequence[int], messages: tuple[Message, ...] = (), client: str = "", name: str | None = None
@@ -254,12 +254,15 @@ class Conversations:
     def _free_bytes(self, kept: Conversation, needed: int, source: Conversation | None = None) -> bool:
         """Empty the caches of the least recently used, but not of ``kept``, until ``needed`` bytes are free. False, and
         ``source`` is left as it is, where it would be among them."""
+        held = self.nbytes  # counted once: most of those remembered hold nothing any more
         for conversation in self._kept:
-            if self.nbytes + needed <= self.limit or conversation is kept:
+            if held + needed <= self.limit or conversation is kept:
                 return True
             if conversation.under_way:
                 continue
             if conversation is source:
                 return False
-            conversation.forget()
+            if nbytes := conversation.nbytes:
+                conversation.forget()
+                held -= nbytes
         return True

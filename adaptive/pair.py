@@ -31,6 +31,7 @@ from adaptive.engines.load import (
     weight_bytes,
     weights_progress,
 )
+from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.hub import hub_folder
 from adaptive.settings import Quantisation, Settings
@@ -83,7 +84,9 @@ class Pair:
         own = own and Forward.STREAMED not in map(forward_of, engines)
         if not own or time.get_clock_info("thread_time").resolution > FINE_S:
             return time.perf_counter
-        return lambda: time.thread_time() + sum(engine.threads.waited for engine in engines if engine.threads)
+        # Asked several times a round: the target's engine and the draft's, or the target's and one that never waits.
+        first, second = [*(engine.threads for engine in engines if engine.threads), ThreadChoice(1)][:2]
+        return lambda: time.thread_time() + first.waited + second.waited
 
 
 def sources(settings: Settings) -> tuple[Source, Source | None]:

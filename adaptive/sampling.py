@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from adaptive.engines.load import sampling_kernels
 from adaptive.grammar import Constraint
-from adaptive.tokens import Rows, uploaded
+from adaptive.tokens import Rows, on_one_thread, uploaded
 from adaptive.types import SamplingParams
 
 # Numbers from which the work on a few distributions is shared by threads. torch would share five rows of any length,
@@ -66,14 +68,8 @@ class Transform:
         out = self._rows(first, len(logits))
         if self.kernels is not None:
             return self.kernels.probabilities(logits, self.params, out)
-        threads = torch.get_num_threads()
-        if threads == 1 or logits.numel() > SHARED:
+        with nullcontext() if logits.numel() > SHARED else on_one_thread():
             return torch.softmax(transform_logits(logits.float(), self.params), -1, out=out)
-        torch.set_num_threads(1)  # a fraction of a microsecond
-        try:
-            return torch.softmax(transform_logits(logits.float(), self.params), -1, out=out)
-        finally:
-            torch.set_num_threads(threads)
 
 
 class Uniform:

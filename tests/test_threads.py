@@ -167,6 +167,29 @@ class Accounts(machine.LoadMeter):
         return machine._Accounts(self.at, self.idle, 0.0, self.ours)
 
 
+def test_one_number_of_tokens_does_not_stay_on_one_thread_where_all_do_well_for_the_others() -> None:
+    """A moment in which somebody was in the way hit the passes over five tokens, and those alone."""
+    choice = ThreadChoice(2)
+    for tokens in (1, 4, 5, 7):
+        passes(choice, 100, idle, tokens)
+    moment = {1: 1.5e-3, 2: 0.05}
+    passes(choice, 60, moment.__getitem__, tokens=5)
+    assert [choice.best(tokens) for tokens in (4, 5, 7)] == [2, 1, 2]
+    others = [passes(choice, 5, idle, tokens) for _ in range(250) for tokens in (4, 5, 7)]
+    assert len(others) == 750  # two and a half seconds
+    assert choice.best(5) == 2
+    # Where one thread is the better for them, trials become rare.
+    small = {1: 1e-3, 2: 1.3e-3}
+    passes(choice, 500, small.__getitem__, tokens=5)
+    assert choice.best(5) == 1
+    tried = 0
+    for _ in range(4000):
+        passes(choice, 4, idle, tokens=4)
+        tried += passes(choice, 1, small.__getitem__, tokens=5).count(2)
+    assert choice.best(5) == 1
+    assert tried < 400
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_when_other_programs_have_ended_all_threads_are_tried_at_once(told: bool) -> None:
     """Trials beside two other programs cost so much that the next one is seconds of decoding away when these end."""

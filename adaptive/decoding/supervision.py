@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from adaptive.tokens import as_array
+from adaptive.tokens import as_array, on_one_thread
 from adaptive.types import Supervision
 
 # Entries of the distribution kept a position. Fewer lose the tail that sampling at temperature 1
@@ -55,10 +55,11 @@ class SupervisionBuffer:
             self._waiting = 0
 
     def _reduce(self, logits: torch.Tensor) -> None:
-        # One softmax: a logsumexp takes several times as long on a CPU.
-        top = logits.float().log_softmax(-1).topk(min(TOP_K, logits.shape[-1]), dim=-1)
-        logprobs = top.values
-        rest = (1 - logprobs.exp().sum(-1)).clamp_(min=0).log()
+        with on_one_thread():
+            # One softmax: a logsumexp takes several times as long on a CPU.
+            top = logits.float().log_softmax(-1).topk(min(TOP_K, logits.shape[-1]), dim=-1)
+            logprobs = top.values
+            rest = (1 - logprobs.exp().sum(-1)).clamp_(min=0).log()
         self._digested.append((top.indices, logprobs, rest))
 
     def take(self, count: int, first: int = 0) -> Supervision:

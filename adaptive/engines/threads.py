@@ -17,7 +17,10 @@ Where the operating system's accounts say that others take most of a core, all t
 on two threads beside programs that keep both cores busy was seen to take half a second, for one millisecond alone.
 
 On one thread only a trial shows that all of them are faster again. Trials are rare there, because beside another
-program they are dear; where the accounts say that the others have ended, one is made at once.
+program they are dear; where the accounts say that the others have ended, one is made at once. A moment's load may send
+a single number of tokens to one thread and leave the others on all: nobody has been in the way since, or they would
+have gone there too. So the time in which passes on all threads did well is evidence against one thread, and enough of
+it brings the next trial on.
 """
 
 from __future__ import annotations
@@ -47,6 +50,9 @@ DECISIVE = 4.0
 SHARE_ONE, SHARE_ALL = 100, 500
 # And not before so many times the seconds that the last trial took.
 REST = 25
+# On one thread also after so many times its seconds in which all threads did well for other numbers of tokens; twice
+# as many after each trial that was in vain, up to so many times.
+EVIDENCE, MOST_DOUBT = 25, 32
 # Seconds of passes between two looks at what else uses the machine, and looks in a row that have to say so; and that
 # the cores are no longer crowded, which programs that compile or test make them many times a minute.
 LOOK_S, LOOKS, CALM_LOOKS = 0.1, 2, 5
@@ -107,6 +113,8 @@ class Passes:
     when: float = 0.0
     soon: float = 0.0
     rest: float = 0.0  # the seconds after the last trial in which there is no other one; 0 before the first
+    again: float = float("inf")  # the evidence for all threads from which on there is one
+    doubt: int = 1  # so many times as much is asked for: trials in a row were in vain
 
     def begin(self, phase: Phase) -> None:
         """From the next pass on."""
@@ -131,6 +139,7 @@ class ThreadChoice:
         self._crowded: bool | None = None  # None before the first look
         self._calm = 0  # looks in a row
         self._unseen = 0.0  # seconds of passes since the last look
+        self._evidence = 0.0  # seconds of passes in which all threads did well
         self._last = most
         self._passes: dict[int, Passes] = {}  # by number of tokens
         self._before, self._counts = 0, False  # tokens of the last pass, and whether its time is learned from
@@ -187,11 +196,13 @@ class ThreadChoice:
             self._try(known, seconds, fresh)
         elif not fresh:
             known.pace.add(seconds)
+            if known.best == self.most and not known.slow:
+                self._evidence += seconds
             if not known.pace.known:
                 return
             if known.phase is Phase.AFTER:
                 self._end(known, known.tried.mean < BETTER * min(known.before, known.pace.mean))
-            elif known.seconds >= known.when:
+            elif known.seconds >= known.when or (known.best == 1 and self._evidence >= known.again):
                 self._begin(known)
             elif known.seconds >= known.soon and known.pace.mean > known.others:
                 if known.slow:
@@ -275,6 +286,9 @@ class ThreadChoice:
         else:
             known.others = tried.mean
         self._last = known.best
+        known.doubt = 1 if better else min(2 * known.doubt, MOST_DOUBT)
+        # What a trial takes where nobody is in the way: with evidence of that, it will.
+        known.again = self._evidence + EVIDENCE * known.doubt * min(took, 3 * max(SPAN, LEAST * known.before))
         known.rest = REST * took
         known.soon = known.seconds + known.rest
         known.when = known.seconds + max(known.rest, lost * (SHARE_ONE if known.best == 1 else SHARE_ALL))

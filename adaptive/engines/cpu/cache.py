@@ -8,6 +8,8 @@ is an assignment, and the views that all layers need are taken in one call. Laye
 
 from __future__ import annotations
 
+import math
+import mmap
 from array import array
 from typing import Any
 
@@ -15,9 +17,26 @@ import torch
 
 from adaptive.engines.cpu.delta import States
 from adaptive.engines.protocol import Memory
+from adaptive.tokens import on_one_thread
 
 # Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats. A multiple of any panel of keys.
 GROWTH = 512
+
+# Memory of this process alone, where it has to be said.
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+
+
+def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, which on the processor the system gives page by page as they are written: most answers are shorter than
+    what is reserved for them, and filling it would take as long as some ten tokens. Raises MemoryError."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not nbytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, nbytes, **PRIVATE)
+    except OSError as error:
+        raise MemoryError from error
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class CpuCache:
@@ -67,12 +86,16 @@ class CpuCache:
     def _grow(self, capacity: int) -> None:
         layers, two, heads, size = self._shape
         # Zeros, not garbage: attention may multiply what a mask hides, and garbage may be nan.
-        buffer = torch.zeros(layers, two, heads, capacity, size, dtype=self._buffer.dtype, device=self._buffer.device)
-        hidden = None if self.hidden is None else self.hidden.new_zeros(capacity, self.hidden.shape[1])
+        device, hidden = self._buffer.device, self.hidden
+        buffer = blank((layers, two, heads, capacity, size), self._buffer.dtype, device)
+        if hidden is not None:
+            hidden = blank((capacity, hidden.shape[1]), hidden.dtype, device)
         if self.capacity:  # all of it: a tree may lie behind what is held
-            buffer[:, :, :, : self.capacity] = self._buffer
-        if self.hidden is not None and hidden is not None:
-            hidden[: self.capacity] = self.hidden
+            with on_one_thread():
+                buffer[:, :, :, : self.capacity] = self._buffer
+                if self.hidden is not None and hidden is not None:
+                    hidden[: self.capacity] = self.hidden
+        if hidden is not None:
             self.hidden, self.hidden_address = hidden, hidden.data_ptr()
         self._buffer, self.layers = buffer, buffer.unbind(0)
         self._keys, self._values = buffer[:, :1], buffer[:, 1:]
