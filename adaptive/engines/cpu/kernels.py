@@ -7,7 +7,6 @@ twenty operations a layer (``docs/performance.md``). The threads are those of to
 
 from __future__ import annotations
 
-import ctypes
 import importlib.machinery
 import importlib.util
 from collections.abc import Sequence
@@ -60,8 +59,7 @@ class NotBuiltError(UnusableError):
 
 class Library:
     """One compiled library, by the name of its instruction set. ``panel``: outputs that lie side by side in its layout
-    of weights; ``module`` has what ``native/module.h`` declares; ``threaded``: whether its work is shared by
-    threads."""
+    of weights; ``module`` has what ``native/module.h`` declares."""
 
     def __init__(self, name: str) -> None:
         """Raises UnusableError."""
@@ -82,10 +80,6 @@ class Library:
             raise UnusableError(f"the system does not let this program use the processor's {name} instructions")
         self.name, self.module = name, module
         self.panel: int = module.panel
-        functions = _openmp()
-        self.threaded = bool(functions)
-        if functions:
-            module.use_threads_of(*functions)
 
 
 def built(name: str) -> Path | None:
@@ -144,23 +138,6 @@ def runnable() -> tuple[str, ...]:
         return ()
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     return tuple(name for name, needed in LIBRARIES.items() if needed <= flags)
-
-
-def _openmp() -> list[int]:
-    """The addresses of the functions by which work is shared, in the OpenMP library that torch runs on: two would each
-    keep threads that spin. None where there is none, and everything runs on one thread."""
-    from threadpoolctl import threadpool_info
-
-    found = [Path(pool["filepath"]) for pool in threadpool_info() if pool["user_api"] == "openmp"]
-    # torch's own before one of the system's, which something else may have loaded. All know GNU's names.
-    for path in sorted(found, key=lambda path: ("torch" not in str(path), path)):
-        try:
-            openmp = ctypes.CDLL(str(path))
-            functions = [openmp.GOMP_parallel, openmp.omp_get_thread_num, openmp.omp_get_num_threads]
-        except (OSError, AttributeError):
-            continue
-        return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
-    return []
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:

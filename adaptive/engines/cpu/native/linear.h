@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "pool.h"
 #include "vectors.h"
 
 namespace {

@@ -219,11 +219,6 @@ void bind(nb::module_& m) {
   m.attr("usable") = usable();
   m.def("attends", &attends, arg("size"));
   m.def("recurs", &recurs, arg("key_size"), arg("value_size"));
-  m.def("use_threads_of", [](Address run, Address number, Address count) {
-    parallel = reinterpret_cast<Parallel>(run);
-    thread_number = reinterpret_cast<Number>(number);
-    thread_count = reinterpret_cast<Number>(count);
-  });
   m.def("pack", [](Address weight, Address out, int64_t rows, int64_t words, int threads) {
     pack(to<uint32_t>(weight), to<uint32_t>(out), rows, words, threads);
   }, Unlocked());

@@ -1,5 +1,5 @@
-// What the kernels share: vectors of numbers, and how work is shared by threads. Compiled once for each instruction
-// set (avx2.cpp, avx512vnni.cpp, avx512bf16.cpp); kernels.py chooses among them.
+// What the kernels share: vectors of numbers, and memory. Compiled once for each instruction set (avx2.cpp,
+// avx512vnni.cpp, avx512bf16.cpp, amx.cpp); kernels.py chooses among them.
 
 #pragma once
 
@@ -66,24 +66,6 @@ inline Vector exponential(Vector given) {
   sum = sum * r + 1.0f;
   sum = sum * r + 1.0f;
   return given == given ? (Vector)((Words)sum + ((Words)shifted << 23)) : given;
-}
-
-typedef void (*Body)(void*);
-typedef void (*Parallel)(Body, void*, unsigned, unsigned);
-typedef int (*Number)();
-
-// The three functions of the OpenMP library that torch uses.
-Parallel parallel = nullptr;
-Number thread_number = nullptr, thread_count = nullptr;
-
-// Run part(number, count) on so many threads, each with its number. All calls should ask for the same: libgomp ends
-// the threads that a smaller one leaves over, and starts them again for the next.
-template <class Part>
-void run(int threads, const Part& part) {
-  if (threads > 1 && parallel)
-    parallel([](void* given) { (*(const Part*)given)(thread_number(), thread_count()); }, (void*)&part, threads, 0);
-  else
-    part(0, 1);
 }
 
 // Memory for so many numbers, this thread's own; the next call for the same `Use` may move it.

@@ -1,0 +1,72 @@
+"""Work is shared by threads whoever of them runs: beside busy programs, from several callers, in a forked child."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from spinning import spinning
+
+from adaptive.engines.cpu import kernels
+
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="the kernels are not built, or not for this machine")
+
+
+@pytest.fixture(scope="module")
+def linear() -> kernels.NativeLinear:
+    torch.manual_seed(0)
+    return kernels.NativeLinear(torch.randn(512, 256))
+
+
+def product(linear: kernels.NativeLinear, x: torch.Tensor, threads: int) -> torch.Tensor:
+    """On so many threads, which torch keeps for each thread that calls it."""
+    torch.set_num_threads(threads)
+    return linear(x)
+
+
+def on_a_thread_of_its_own(linear: kernels.NativeLinear, x: torch.Tensor, threads: int) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(product, linear, x, threads).result()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_product_is_the_same_on_any_number_of_threads(linear: kernels.NativeLinear, rows: int) -> None:
+    x = torch.randn(rows, 256)
+    alone = on_a_thread_of_its_own(linear, x, 1)
+    with spinning(2):
+        for threads in (2, 3, 7, 2):
+            for _ in range(50):
+                assert torch.equal(on_a_thread_of_its_own(linear, x, threads), alone)
+
+
+def test_several_callers_at_once_get_what_each_gets_alone(linear: kernels.NativeLinear) -> None:
+    xs = [torch.randn(3, 256) for _ in range(4)]
+    alone = [on_a_thread_of_its_own(linear, x, 1) for x in xs]
+    wrong: list[int] = []
+
+    def ask(number: int) -> None:
+        torch.set_num_threads(2)
+        for _ in range(2000):
+            if not torch.equal(linear(xs[number]), alone[number]):
+                wrong.append(number)
+
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert not wrong
+
+
+def test_a_forked_child_shares_its_work_among_threads_of_its_own(linear: kernels.NativeLinear) -> None:
+    x = torch.randn(2, 256)
+    alone = on_a_thread_of_its_own(linear, x, 1)
+    assert torch.equal(on_a_thread_of_its_own(linear, x, 2), alone)
+    child = os.fork()
+    if not child:
+        same = all(torch.equal(on_a_thread_of_its_own(linear, x, 2), alone) for _ in range(200))
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
