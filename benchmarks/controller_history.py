@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from controller import UNLIMITED, Clock, Noise, Stretch, read_costs, workloads_of
@@ -38,7 +39,7 @@ from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.suffixes import suffixes
 from adaptive.types import FREE, MODEL, Round
 
-# Seconds that looking for what may follow takes, and learning from what did, once a round, whoever drafts it.
+# Seconds that looking for what may follow takes, and learning from what did: a look, before a round or behind a draft.
 LOOK_S = 25e-6
 # Lengths of a single drafter, of which the best in hindsight is what all else is held against.
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -47,6 +48,28 @@ PRECEDENCE_LENGTHS = (1, 2, 4, 8)
 # Passes over the prompts of the workload that repeats itself, and answers of each kind in it.
 PASSES, OF_EACH = 3, 8
 TOGETHER = "together"
+
+
+class Looking(HistoryDrafter):
+    """History whose looks take their time."""
+
+    def __init__(self, *args: Any, clock: Clock) -> None:
+        super().__init__(*args)
+        self.clock, self.looks = clock, 0
+
+    def look(self, committed: list[int]) -> list[float]:
+        """As ever."""
+        self._passes()
+        return super().look(committed)
+
+    def look_behind(self, committed: list[int], drafted: list[int]) -> list[float]:
+        """As ever."""
+        self._passes()
+        return super().look_behind(committed, drafted)
+
+    def _passes(self) -> None:
+        self.clock.now += LOOK_S
+        self.looks += 1
 
 
 class Logged:
@@ -161,14 +184,15 @@ class ModelFirst(FixedLength):
 
 @dataclass
 class Replayed:
-    """What came of a workload: ``committed`` tokens, ``seconds``, ``rounds``, and of every drafter tokens that it
-    drafted and of these accepted."""
+    """What came of a workload: ``committed`` tokens, ``seconds``, ``rounds``, ``looks`` for what may follow, and of
+    every drafter tokens that it drafted and of these accepted."""
 
     committed: int
     seconds: float
     rounds: int
     drafted: Counter[str]
     accepted: Counter[str]
+    looks: int = 0
 
     @property
     def rate(self) -> float:
@@ -190,7 +214,7 @@ def replay(make: object, workload: list[Stretch], costs: CostTable, seed: int = 
             policy.swapped()
         for trace in stretch.traces:
             policy.begin(Scope("replay", 0.0))
-            history = HistoryDrafter(running, records, matches, 0.0)
+            history = Looking(running, records, matches, 0.0, clock=clock)
             _replay_one(policy, trace, costs, noise, clock, found, history if looks else None, model)
             if looks:
                 number += 1
@@ -205,7 +229,7 @@ def _replay_one(
     noise: Noise,
     clock: Clock,
     found: Replayed,
-    history: HistoryDrafter | None,
+    history: Looking | None,
     model: bool,
 ) -> None:
     logged = Logged(trace)
@@ -217,8 +241,8 @@ def _replay_one(
         limit = end - held - 1 if trace.limited else UNLIMITED
         length = policy.next_length(limit if model else 0, logged.catch_up(held), held)
         logged.steps = logged.fed = 0
-        if grafting is not None:
-            most = grafting.plan(committed, length, limit)
+        most = None if grafting is None else grafting.plan(committed, length, limit)
+        if grafting is not None and most is not None:
             proposal = grafting.propose(committed, most, policy.adviser) if most else None
         else:
             proposal = logged.propose(committed, length, policy.adviser) if length else None
@@ -234,13 +258,13 @@ def _replay_one(
         said = text[held : held + accepted + 1]
         committed = committed + said
         logged.rollback(held + accepted)
-        if grafting is not None:
+        if grafting is not None and most is not None:
             grafting.observe(outcome, said)
         if outcome.drafter in FREE:
             policy.passed(outcome)
         else:
             policy.observe(outcome)
-        between_s = costs.overhead_s + len(said) * costs.token_s + (LOOK_S if grafting is not None else 0.0)
+        between_s = costs.overhead_s + len(said) * costs.token_s
         clock.now += outcome.draft_s + outcome.verify_s + noise(between_s)
         found.committed += len(said)
         found.seconds += draft_s + verify_s + between_s
@@ -248,6 +272,9 @@ def _replay_one(
         for part in outcome.parts:
             found.drafted[part.drafter] += part.drafted
             found.accepted[part.drafter] += part.accepted
+    if history is not None:
+        found.seconds += history.looks * LOOK_S
+        found.looks += history.looks
 
 
 def with_history(logged: dict[str, list[Trace]]) -> dict[str, list[Stretch]]:

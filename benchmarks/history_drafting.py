@@ -1,6 +1,10 @@
-"""What history drafting costs and brings: the index by its size, and speed with it and without.
+"""What history drafting costs and brings: the index by size, its rebuilding at the start, a round by the size of the
+log, and speed with history and without, answer by answer in turns.
 
 python benchmarks/history_drafting.py index --tokens 10000000
+python benchmarks/history_drafting.py start --tokens 10000000
+python benchmarks/history_drafting.py size --data DATA --sizes 10000 10000000
+python benchmarks/history_drafting.py fresh --data DATA --temperature 1.3 --seeded
 """
 
 from __future__ import annotations
@@ -29,10 +33,12 @@ from adaptive.drafting.archive import Archive, History
 from adaptive.drafting.suffixes import suffixes
 from adaptive.measure import attentive_on, measure
 from adaptive.pair import Pair, load_pair
+from adaptive.records.rows import insert
+from adaptive.records.schema import connect, transaction
 from adaptive.records.stats import by_drafter
 from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
-from adaptive.types import Message, SamplingParams, StopParams
+from adaptive.types import Generation, Message, SamplingParams, StopParams, Timings
 
 WAYS = ("plain", "model", "model+history")
 TEXT = 700  # tokens of a record, about what the lived session's had
@@ -87,6 +93,54 @@ def measure_index(tokens: int, rounds: int = 20_000) -> dict[str, object]:
     }
 
 
+def measure_start(tokens: int) -> dict[str, object]:
+    """A log of so many tokens, and what the index of all of it takes to be there: read by the thread that a server
+    begins with, while this one waits."""
+    vocab = 32_000
+    made = texts(tokens, vocab)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "records.db"
+        connection = connect(path)
+        with transaction(connection):
+            for number, start in enumerate(range(0, tokens, TEXT)):
+                insert(connection, _record(number, made[start : start + TEXT]))
+        connection.close()
+        archive = Archive(path, vocab)
+        began, work = time.perf_counter(), time.process_time()
+        archive.start()
+        archive.loaded.wait()
+        seconds, work = time.perf_counter() - began, time.process_time() - work
+        held, memory = archive.tokens, archive.nbytes
+        archive.close()
+    return {
+        "tokens": held,
+        "start_s": seconds,
+        "processor_s": work,
+        "tokens_per_s": held / seconds,
+        "bytes_per_token": memory / held,
+    }
+
+
+def _record(number: int, tokens: np.ndarray) -> Generation:
+    return Generation(
+        session=f"session {number}",
+        created=1.7e9 + number,
+        messages=(),
+        prompt_text="",
+        text="",
+        prompt=tokens[: TEXT // 2],
+        output=tokens[TEXT // 2 :],
+        sampling=SamplingParams(),
+        adapter=None,
+        engine="transformers",
+        domain=None,
+        finish_reason="stop",
+        rounds=(),
+        timings=Timings(TEXT // 2, 0, 0.1, TEXT // 2, 1.0),
+        supervision=None,
+    )
+
+
 class Way:
     """One way of drafting: an assistant with a log of its own, and what it took."""
 
@@ -122,11 +176,28 @@ class Way:
                 both = by.setdefault(name, [0, 0])
                 both[0], both[1] = both[0] + drafted, both[1] + accepted
         return {
+            "answers": len(of),
             "tokens": tokens,
             "tokens_per_round": tokens / max(rounds, 1),
             "tokens_per_s": tokens / max(seconds, 1e-9),
+            "us_a_round": 1e6 * seconds / max(rounds, 1),
             "drafted_accepted": by,
         }
+
+    def speeds(self, label: str) -> list[float]:
+        """Tokens per second of each answer under ``label``; 0 for one without a round."""
+        return [a["tokens"] / a["s"] if a["tokens"] and a["s"] else 0.0 for a in self.answers if a["label"] == label]
+
+
+def compared(ways: list[Way], label: str) -> list[dict[str, Any]]:
+    """Of each way but the first of them that drafts its speed over that one's, answer by answer: quartiles."""
+    first, *others = [way for way in ways if way.name != WAYS[0]]
+    found = []
+    for way in others:
+        ratios = [a / b for a, b in zip(way.speeds(label), first.speeds(label), strict=True) if a and b]
+        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else []
+        found.append({"label": label, "way": way.name, f"over {first.name}, by answer": quartiles})
+    return found
 
 
 def read(data: Path, kind: str) -> list[list[Message]]:
@@ -143,12 +214,24 @@ def mixed(data: Path, count: int, seed: int) -> list[list[Message]]:
     return [chosen[kinds[i % len(kinds)]][i][:1] for i in range(count)]
 
 
-def ways_of(pair: Pair, folder: Path, sampling: SamplingParams, names: Sequence[str] = WAYS) -> list[Way]:
-    """Plain decoding, the model under the controller, and the model and history under it; all know the same costs."""
+def ways_of(
+    pair: Pair, folder: Path, sampling: SamplingParams, names: Sequence[str] = WAYS, sizes: Sequence[int] = ()
+) -> list[Way]:
+    """Plain decoding, the model under the controller, and the model and history under it, or instead of them the last
+    one with logs of so many tokens; all know the same costs."""
     costs = measure(pair, sampling).costs
     attentive = attentive_on(pair)
     print(json.dumps({"costs": dataclasses.asdict(costs)}), flush=True)
     clock = time.thread_time
+    if sizes:
+        made, sized = texts(max(sizes), pair.target.vocab_size), []
+        for size in sizes:
+            policy = GoodputWithHistory(costs, attentive=attentive, clock=clock)
+            sized.append(way := Way(pair, f"{WAYS[2]}, {size}", policy, folder))
+            assert way.archive is not None
+            for number, start in enumerate(range(0, size, TEXT)):
+                way.archive.index("").add(-1 - number, made[start : min(size, start + TEXT)])
+        return sized
     kinds = GoodputLength, GoodputWithHistory
     policies = [FixedLength(0), *(kind(costs, attentive=attentive, clock=clock) for kind in kinds)]
     return [Way(pair, name, policy, folder) for name, policy in zip(WAYS, policies, strict=True) if name in names]
@@ -170,11 +253,17 @@ def repeat(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) 
 
 
 def fresh(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
-    """No prompt twice."""
-    for messages in mixed(args.data, args.prompts, 4):
-        for way in ways:
-            way.answer(messages, sampling, args.tokens, "fresh")
-    return ["fresh"]
+    """No prompt twice; with a seed each answer is the same text in every way."""
+    for number, messages in enumerate(mixed(args.data, args.prompts, args.chosen)):
+        seeded = dataclasses.replace(sampling, seed=1000 * args.chosen + number) if args.seeded else sampling
+        for way in in_turns(ways, number):
+            way.answer(messages, seeded, args.tokens, args.what)
+    return [args.what]
+
+
+def in_turns(ways: list[Way], number: int) -> list[Way]:
+    """Each of them first as often as the others: what was just computed is in the caches."""
+    return ways[number % len(ways) :] + ways[: number % len(ways)]
 
 
 def tools(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
@@ -187,7 +276,7 @@ def tools(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -
     for way in ways:
         way.said = []  # type: ignore[attr-defined]
     for number, task in enumerate(tasks[: args.prompts]):
-        for way in ways:
+        for way in in_turns(ways, number):
             way.said.append(Message("user", task if number else f"{schema}\n{task}"))  # type: ignore[attr-defined]
             text = way.answer(way.said, sampling, min(args.tokens, 60), "tools")  # type: ignore[attr-defined]
             way.said.append(Message("assistant", text))  # type: ignore[attr-defined]
@@ -237,35 +326,38 @@ def rewrites(pair: Pair, ways: list[Way], args: argparse.Namespace, sampling: Sa
     files = [chat[1].content for chat in read(args.data, "code_instructions")]
     files = [text for text in files if 300 < len(text) < 1500 and text.count("\n") > 8]
     engine: Any = pair.target
-    for text in chance.sample(files, args.prompts):
+    for number, text in enumerate(chance.sample(files, args.prompts)):
         words = [w for w in set("".join(c if c.isidentifier() else " " for c in text).split()) if len(w) > 3]
         old = max(sorted(words), key=text.count)
         messages = [Message("user", f"Rename {old} to {old}_new in this file and repeat the rest.\n{text}")]
         prompt = encode_chat(pair, messages)
         engine.script = pair.tokenizer.encode(text.replace(old, f"{old}_new"), add_special_tokens=False)
         engine.start = len(prompt)
-        for way in ways:
-            way.answer(messages, sampling, len(engine.script), "rewrites")
+        for way in in_turns(ways, number):
+            way.answer(messages, sampling, min(args.tokens, len(engine.script)), "rewrites")
     return ["rewrites"]
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["index", "repeat", "fresh", "tools", "rewrites"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[120], help="of an answer; of the index")
+    parser.add_argument("what", choices=["index", "start", "size", "repeat", "fresh", "tools", "rewrites"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[120], help="of an answer; of the index or the log")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[], help="tokens of the logs that are compared")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--chosen", type=int, default=4, help="which prompts, by chance")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seeded", action="store_true", help="the same text in every way, at any temperature")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="only these: counts need no other")
     parser.add_argument("--target")
     parser.add_argument("--draft")
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
-    if args.what == "index":
+    if args.what in ("index", "start"):
         for tokens in args.tokens:
-            print(json.dumps(measure_index(tokens)), flush=True)
+            print(json.dumps({"index": measure_index, "start": measure_start}[args.what](tokens)), flush=True)
         return
     args.tokens = args.tokens[0]
     sampling = SamplingParams(temperature=args.temperature)
@@ -274,7 +366,7 @@ def main() -> None:
     torch.set_num_threads(1)
     Decoding.clock = staticmethod(time.thread_time)
     with tempfile.TemporaryDirectory() as folder:
-        ways = ways_of(pair, Path(folder), sampling, args.ways)
+        ways = ways_of(pair, Path(folder), sampling, args.ways, args.sizes)
         if args.what == "rewrites":
             forced: Any = ForcedEngine(pair.target)
             pair = dataclasses.replace(pair, target=forced)
@@ -282,10 +374,13 @@ def main() -> None:
                 way.assistant = Assistant(pair, way.assistant.policy, way.log, history=way.assistant.history)
             labels = rewrites(pair, ways, args, sampling)
         else:
-            labels = {"repeat": repeat, "fresh": fresh, "tools": tools}[args.what](ways, args, sampling)
+            run = {"repeat": repeat, "fresh": fresh, "size": fresh, "tools": tools}[args.what]
+            labels = run(ways, args, sampling)
         for label in labels:
             for way in ways:
                 print(json.dumps({"label": label, "way": way.name, **way.figures(label)}), flush=True)
+            for ratios in compared(ways, label):
+                print(json.dumps(ratios), flush=True)
         for way in ways:
             if way.archive is not None:
                 way.archive.close()

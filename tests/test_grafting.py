@@ -211,9 +211,9 @@ def test_no_other_tail_promises_more(
         tokens = sure * sum(reach[:k])
         return tokens - rate * (seconds[before + k] - seconds[before] + token_s * tokens)
 
-    best = best_tail(reach, seconds, rate, token_s, sure, before)
+    best, gained = best_tail(reach, seconds, rate, token_s, sure, before)
     possible = [gain(k) for k in range(min(len(reach), LONGEST - before) + 1)]
-    assert gain(best) == pytest.approx(max(possible))
+    assert gained == pytest.approx(gain(best)) == pytest.approx(max(possible))
     assert (best == 0) == (max(possible) <= 0)
 
 

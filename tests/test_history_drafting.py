@@ -315,7 +315,7 @@ def test_what_is_accepted_is_believed_and_a_longer_match_is_no_worse() -> None:
     for agreement in range(5):
         row = bins.table[8 * agreement : 8 * agreement + 8]
         assert row == sorted(row)
-    assert reach(PRIORS, [39, 39]) == pytest.approx([PRIORS[39], PRIORS[39] ** 2])
+    assert reach(Bins().shares([39, 39])) == pytest.approx([PRIORS[39], PRIORS[39] ** 2])
 
 
 def test_what_disappoints_in_some_bins_is_doubted_in_all() -> None:

@@ -152,6 +152,59 @@ def test_history_verifies_no_more_than_is_worth_its_time_at_the_rate_that_it_rea
     assert lengths[-1] == 6
 
 
+def test_answers_that_share_rounds_verify_no_more_of_history_than_is_worth_it_at_that_rate_either() -> None:
+    """As above, for two answers whose passes take as much longer with every token."""
+    dear = dataclasses.replace(COSTS, verify_s=tuple(0.01 + 0.002 * k for k in range(LONGEST + 1)))
+    promised = [1.0] * 6 + [0.6, 0.55]
+    policy, lengths = GoodputWithHistory(dear), []
+    policy.begin(Scope("s", 0.0))
+    answers = [policy.among(Scope(name, 0.0)) for name in ("a", "b")]
+    for _ in range(60):
+        for answer in answers:
+            answer.next_length(0, 2)
+            lengths.append(answer.lead(promised, 0, 100).history)
+            answer.passed(Round(HISTORY, lengths[-1], min(6, lengths[-1]), 0.0, 0.01))
+    assert lengths[0] == 8
+    assert lengths[-2:] == [6, 6]
+
+
+def looks(policy: GoodputWithHistory, rounds: int, reach: list[float], look_s: float, round_s: float) -> list[int]:
+    """In which of so many plain rounds it was looked for what may follow, where every look finds ``reach`` and takes
+    ``look_s``."""
+    found = []
+    for number in range(rounds):
+        policy.next_length(0, 0, 100)
+        looking = policy.worth_looking()
+        lead = policy.lead(reach if looking else [], 0, 100)
+        if looking:
+            found.append(number)
+            policy.look_took(look_s)
+        if lead.history:
+            policy.passed(Round(HISTORY, lead.history, lead.history, 0.0, round_s))
+        else:
+            policy.observe(Round("none", 0, 0, 0.0, round_s))
+    return found
+
+
+def test_looks_that_bring_nothing_take_a_small_share_of_the_time() -> None:
+    policy = GoodputWithHistory(COSTS)
+    policy.begin(Scope("s", 0.0))
+    looks(policy, 100, [], 40e-6, 0.001)
+    assert len(looks(policy, 1000, [], 40e-6, 0.001)) * 40e-6 <= 0.002 * 1.0 + 40e-6
+    assert len(looks(policy, 100, [], 40e-6, 0.04)) >= 99, "beside a round of 40 ms a look is nothing"
+
+
+def test_every_round_looks_once_something_was_found_and_the_first_of_an_answer() -> None:
+    policy = GoodputWithHistory(COSTS)
+    policy.begin(Scope("s", 0.0))
+    looks(policy, 200, [], 40e-6, 0.001)
+    first, *_ = then = looks(policy, 100, [0.95, 0.9, 0.85], 40e-6, 0.001)
+    assert then == list(range(first, 100))
+    looks(policy, 200, [], 40e-6, 0.001)
+    policy.begin(Scope("t", 0.0))
+    assert policy.worth_looking()
+
+
 def test_history_drafts_where_the_draft_is_not_worth_its_time() -> None:
     policy = GoodputWithHistory(COSTS, attentive=False)
     run(policy, 300, [], 0, 0)

@@ -69,6 +69,7 @@ def test_taking_back_leaves_what_was_there_before(steps: list[tuple[list[int], i
             index.take_back(taken)
             text = text[: len(text) - taken]
             answers.append((*index.follow(text, True), len(index)))
+            assert tuple(index.follow_end(index)) == answers[-1][:2]
         fresh = PlainSuffixes()
         add(fresh, 7, text)
         answers.append(tuple(fresh.follow(text, True)))

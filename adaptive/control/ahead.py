@@ -41,24 +41,20 @@ class Discounted:
 
 
 class Ahead:
-    """The rates, and how much of the text is left to rounds for which nothing was found. All seconds at speed 1."""
+    """The rates, and how much of the text is left to rounds for which nothing was found. All seconds are of one unit,
+    whatever the machine does just now."""
 
     def __init__(self) -> None:
         self.all, self.left = Discounted(KEEP), Discounted(KEEP)  # of ``left`` the other rounds are nought
         self.behind = {False: Discounted(KEEP_BEHIND), True: Discounted(KEEP_BEHIND)}
-        self._last: bool | None = None
 
-    def begin(self) -> None:
-        """Another text: its first round follows none."""
-        self._last = None
-
-    def observe(self, found: bool, tokens: float, seconds: float) -> None:
-        """A round has committed so many tokens; ``found``: a proposal of earlier text was worth verifying in it."""
+    def observe(self, found: bool, tokens: float, seconds: float, after: bool | None) -> None:
+        """A round has committed so many tokens; ``found``: a proposal of earlier text was worth verifying in it, and
+        ``after``: in the round of the same text before it, None where there was none."""
         self.all.observe(tokens, seconds)
         self.left.observe(0.0 if found else 1.0, 0.0 if found else seconds)
-        if self._last is not None:
-            self.behind[self._last].observe(tokens, seconds)
-        self._last = found
+        if after is not None:
+            self.behind[after].observe(tokens, seconds)
 
     def rate(self, found: bool, plain_s: float) -> float:
         """Tokens per second of what follows a round for which something was ``found`` or not; plain decoding, whose

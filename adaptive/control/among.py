@@ -6,6 +6,9 @@ all in one call, to B, where each draft is made by itself. For each of them that
 verification take f(B) * draft(k) / B and T(B * (k + 1)) / B, so that it is decided as for a lone one (``goodput.py``):
 another token is worth it while it is expected to add more than what its time would yield otherwise. The more answers,
 the nearer a pass comes to where more tokens take longer, and the less drafting brings.
+
+Where history drafts too, its tokens and the model's are worth what they are in a lone round (``sources.py``): the time
+in which the rounds behind would say them. Grafts are not considered, nor tries of the model where history leads.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from adaptive.control.acceptance import Acceptance
+from adaptive.control.ahead import Ahead
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, SPEED_STEP, CostModel, Steps
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
@@ -99,6 +103,7 @@ class GoodputBeside(Beside):
         self._rate = 0.0  # tokens per second of all answers
         self._share = 1.0  # of a lone draft's time, that an answer's draft takes
         self.best = 0  # the length of most tokens per second by acceptance at each position
+        self._round = (1.0, 1.0)  # tokens and seconds of such a round
         self._verify: list[float] = []  # an answer's share of a pass, by the tokens that each drafts
 
     @property
@@ -130,14 +135,14 @@ class GoodputBeside(Beside):
             for k in range(known.longest + 1)
         ]
         self._share = known.joint.share(answers)
-        self.best, rate, reach, tokens = 0, 1 / self._verify[0], 1.0, 1.0
+        reach, tokens, rounds = 1.0, 1.0, [(1.0, self._verify[0])]
         for length, accepted in enumerate(hope, 1):
             reach *= accepted
             tokens += reach
-            here = tokens / (self._share * costs.draft(length) + self._verify[length])
-            if here > rate:
-                self.best, rate = length, here
-        self._rate, self.expected = rate, rate / answers
+            rounds.append((tokens, self._share * costs.draft(length) + self._verify[length]))
+        self.best, self._rate = self._best_of(rounds)
+        self._round = rounds[self.best]
+        rate, self.expected = self._rate, self._round[0] / self._round[1] / answers
         if known.attentive:
             least, further = prices(self._verify, self._share * costs.draft_step(), hope)
             self._stopping.decide(
@@ -147,14 +152,11 @@ class GoodputBeside(Beside):
                 [rate * seconds for seconds in further],
             )
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
-        """See ``LengthPolicy``: history where it brings more than an answer's time yields with the model's drafts. One
-        behind the other is not considered here."""
-        later_s = (
-            self._share * self._known.costs.draft(0, 1) if self.best else 0.0
-        )  # the draft is fed what it did not draft
-        most, _ = best_length(reach[: max(0, limit)], self._verify, self._rate, later_s)
-        return Lead(most, 0) if most else Lead(0, length)
+    def _best_of(self, rounds: Sequence[tuple[float, float]]) -> tuple[int, float]:
+        """The best length, of the tokens and the seconds of ``rounds`` by length, and tokens per second otherwise."""
+        rates = [tokens / seconds for tokens, seconds in rounds]
+        best = rates.index(max(rates))
+        return best, rates[best]
 
     def observe(self, outcome: Round) -> None:
         """See ``Beside``. Of what lone rounds cost it says nothing."""
@@ -167,3 +169,50 @@ class GoodputBeside(Beside):
             self._acceptance.observe(self._seen)
             known.calibration.calibrate()
             self._seen = []
+
+
+class BesideWithHistory(GoodputBeside):
+    """The same where there is history to draft from."""
+
+    def __init__(self, known: Known, scope: Scope, ahead: Ahead) -> None:
+        """``ahead``: at what rate all answers that share rounds go on, in units of their plain rounds."""
+        super().__init__(known, scope)
+        self._ahead = ahead
+        self._found = False  # for the round that was asked for last
+        self._after: bool | None = None  # for the one before it
+
+    def _best_of(self, rounds: Sequence[tuple[float, float]]) -> tuple[int, float]:
+        rate = self._rate_behind(False)
+        worth = [tokens - rate * seconds for tokens, seconds in rounds]
+        return worth.index(max(worth)), rate
+
+    def _rate_behind(self, found: bool) -> float:
+        """Tokens per second of an answer's time behind a round for which something was ``found`` or not."""
+        return self._ahead.rate(found, 1.0) / self._verify[0]
+
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+        """See ``LengthPolicy``."""
+        verify = self._verify
+        self._found = bool(reach) and best_length(reach, verify, 1 / verify[0])[0] > 0
+        if not self._found:
+            return Lead(0, length)
+        rate = self._rate_behind(True)
+        tokens, seconds = self._round if length else (1.0, verify[0])
+        # The draft is fed later what it did not draft.
+        fed_s = self._share * self._known.costs.draft(0, 1) if self.best else 0.0
+        most, _ = best_length(reach[: max(0, limit)], verify, rate, fed_s, tokens - rate * seconds)
+        return Lead(most, 0) if most else Lead(0, length)
+
+    def observe(self, outcome: Round) -> None:
+        """See ``Beside``."""
+        self._went_on(outcome, self._share * self._known.costs.draft(outcome.drafted) if outcome.drafted else 0.0)
+        super().observe(outcome)
+
+    def passed(self, outcome: Round) -> None:
+        """See ``LengthPolicy``."""
+        self._went_on(outcome, 0.0)
+
+    def _went_on(self, outcome: Round, draft_s: float) -> None:
+        seconds = draft_s + self._verify[min(outcome.drafted, len(self._verify) - 1)]
+        self._ahead.observe(self._found, 1 + outcome.accepted, seconds / self._verify[0], self._after)
+        self._after, self._found = self._found, False

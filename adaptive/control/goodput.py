@@ -8,16 +8,15 @@ expected to add exceed what its time would yield at rate r:
 
     P(all before it accepted) * P(it is accepted) > r * (draft step + longer verification).
 
-Both probabilities come from the draft's own confidence, calibrated on what was accepted. A draft
-that stops by this rule adapts to every sentence, and needs no best length. Where confidence is not
-to be had (``attentive`` is off), the length of the best fixed rate is drafted, from acceptance by
-position.
+Both probabilities come from the draft's own confidence, calibrated on what was accepted. A draft that stops by this
+rule adapts to every sentence, and needs no best length. Where confidence is not to be had (``attentive`` is off), the
+length of the best fixed rate is drafted, from acceptance by position.
 
-**Whether to speculate at all.** If the rate that speculation reached lately is above that of plain
-decoding, yes. If not, it goes on being tried out of a budget of time: every plain round earns a
-hundredth of its time, a try spends what it took longer than plain decoding would have, and a try
-that took less adds to the budget. So a useless draft costs at most that hundredth and what the
-budget held, while a draft that has become useful pays for its own tries from the first one on.
+**Whether to speculate at all.** If the rate that speculation reached lately is above that of plain decoding, yes. If
+not, it goes on being tried out of a budget of time: every plain round earns a hundredth of its time, a try spends what
+it took longer than plain decoding would have, and a try that took less adds to the budget. So a useless draft costs at
+most that hundredth and what the budget held, while a draft that has become useful pays for its own tries from the
+first one on.
 
 **Both ways as they are in use.** A single drafted round among plain ones, or a plain one among drafted, does not take
 what it takes in a row: threads sleep, weights have left the caches. So now and then a block of rounds is decoded the
@@ -45,8 +44,7 @@ from adaptive.types import Round
 
 # Imaginary rounds, at the rate that acceptance by position predicts, in the rate of speculation.
 RATE_WEIGHT = 4.0
-# Share of plain decoding's time that tries may spend. More finds a useful draft sooner, and is lost
-# for as long as the draft stays useless.
+# Share of plain decoding's time that tries may spend. More finds a useful draft sooner, and is lost beside a bad one.
 TRY_SHARE = 0.01
 # The most that the budget holds, in plain rounds, and what it begins with: some thirty tries of a small
 # draft. Less gives up on a bad beginning, more is spent at every change for the worse.
@@ -54,8 +52,7 @@ BUDGET = 4.0
 # The most that it may owe: a try behind a long prompt costs as many rounds as the draft takes to catch up with it. Less
 # lets such tries cost more than their share, more keeps a draft that has become useful waiting for longer.
 DEBT = 16.0
-# Times that a try may have taken less than was expected of it and still be charged the expected. A clock's noise
-# is not to pay for tries.
+# Times that a try may have taken less than expected and still be charged that. A clock's noise is not to pay for tries.
 FAR_LESS = 1.25
 # Probability of acceptance that a first token must have to be worth its verification, above which tries verify theirs
 # whatever it is until that cost is sure: hardly any token would be verified, and what is not done is not learned.
@@ -67,9 +64,9 @@ JUDGED_EVERY = 4
 LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
 # The draft length by which drafting and plain decoding are compared, where times of several lengths are seen.
 COMPARED = 3
-# Rounds that are learned from together, after which everything is decided anew. A round's own learning is a
-# few dozen small steps in Python, which cost several times as much when the models' passes have driven
-# them out of the caches; one after the other they do not. More rounds are late to see a change.
+# Rounds that are learned from together, after which everything is decided anew. A round's own learning is a few dozen
+# small steps in Python, which cost several times as much when the models' passes have driven them out of the caches;
+# one after the other they do not. More rounds are late to see a change.
 BATCH = 8
 # Decisions for which the best length by acceptance at each position is kept. It is what a forecast starts from
 # and, where confidence is asked for, decides nothing by itself; its inputs move by a percent a round.
@@ -305,19 +302,22 @@ class GoodputLength(LengthPolicy):
         ``apart`` only costs and confidence are: it is of another sort than those that are decided of."""
         bins = self.stopping.bins_of(self.rounds) if self.attentive else []
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
-        tokens = 1 + outcome.accepted
-        self.rounds += 1
-        self.rounds_s += outcome.draft_s + outcome.verify_s
-        self.committed += tokens
-        self.this_answer += tokens
         drafted = steps > 0
         tried = drafted and not apart and not self.speculating and not self.blocks.left
         settled, again = self.blocks.passed(drafted)
-        self.seen.append(Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart))
+        timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart)
+        self._ended(timed)
+        self.seen.append(timed)
         self.sure.append(bins)
-        self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
+        self.waiting = max(0, 1 + outcome.accepted - steps) if steps else self.waiting + 1 + outcome.accepted
         if len(self.seen) >= BATCH or tried:
             self.settle()
+
+    def _ended(self, timed: Timed) -> None:
+        """A round has ended, which is learned from later."""
+        outcome, tokens = timed.outcome, 1 + timed.outcome.accepted
+        self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
+        self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
 
     def settle(self) -> None:
         """Learn costs, acceptance and calibration from the rounds seen since the last time."""

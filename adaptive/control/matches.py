@@ -12,6 +12,8 @@ running text, the records) and by temperature, since a token that is drawn is le
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 from adaptive.control.isotonic import rising
@@ -42,9 +44,24 @@ class Bins:
     def __init__(self, accepted: Sequence[float] | None = None, rejected: Sequence[float] | None = None) -> None:
         self.accepted = list(accepted or [0.0] * len(PRIORS))
         self.rejected = list(rejected or [0.0] * len(PRIORS))
-        self.table = list(PRIORS)
+        self._table = list(PRIORS)
+        self._stale: set[int] = set()  # ways of agreeing of which more was seen than the table says
         self.rounds, self.scale = 0, 1.0
-        self._calibrate_all()
+        self._rescale()
+
+    @property
+    def table(self) -> list[float]:
+        """The share of every bin that is accepted."""
+        for agreement in [*self._stale]:
+            self._calibrate(agreement)
+        return self._table
+
+    def shares(self, bins: Sequence[int]) -> list[float]:
+        """That of these bins. What is not asked for is not computed."""
+        for agreement in self._stale.intersection([b // LENGTHS for b in bins]) if self._stale else ():
+            self._calibrate(agreement)
+        table = self._table
+        return [table[b] for b in bins]
 
     def observe(self, bins: Sequence[int], accepted: int, used: bool = True) -> None:
         """Tokens of these bins were found, and so many of them are what was said. Where they were not ``used``, that is
@@ -56,24 +73,23 @@ class Bins:
             self.rejected[b] = self.rejected[b] * KEEP + 1.0 - hit
         self.rounds += 1
         if self.rounds % SCALE_EVERY == 0:
-            self._calibrate_all()
+            self._rescale()
         elif used:
-            for agreement in {b // LENGTHS for b in judged}:
-                self._calibrate(agreement)
+            self._stale.update([b // LENGTHS for b in judged])
 
-    def _calibrate_all(self) -> None:
+    def _rescale(self) -> None:
         seen = zip(self.accepted, self.rejected, PRIORS, strict=True)
         promised = sum((a + r) * prior for a, r, prior in seen)
         self.scale = min(MOST_SCALE, (sum(self.accepted) + SCALE_WEIGHT) / (promised + SCALE_WEIGHT))
-        for agreement in range(AGREEMENTS):
-            self._calibrate(agreement)
+        self._stale.update(range(AGREEMENTS))
 
     def _calibrate(self, agreement: int) -> None:
+        self._stale.discard(agreement)
         of = slice(agreement * LENGTHS, (agreement + 1) * LENGTHS)
         weights = [a + r + WEIGHT for a, r in zip(self.accepted[of], self.rejected[of], strict=True)]
         usual = [min(1.0, self.scale * prior) for prior in PRIORS[of]]
         means = [(a + WEIGHT * p) / w for a, p, w in zip(self.accepted[of], usual, weights, strict=True)]
-        self.table[of] = rising(means, weights)
+        self._table[of] = rising(means, weights)
 
 
 class Matches:
@@ -87,10 +103,6 @@ class Matches:
         return self.kinds.setdefault(f"{source}@{temperature:.1f}", Bins())
 
 
-def reach(table: Sequence[float], bins: Sequence[int]) -> list[float]:
-    """Of each token of a chain the probability that all up to it are accepted."""
-    found, sure = [], 1.0
-    for b in bins:
-        sure *= table[b]
-        found.append(sure)
-    return found
+def reach(shares: Sequence[float]) -> list[float]:
+    """Of each token of a chain the probability that all up to it are accepted, from that of each given those before."""
+    return list(itertools.accumulate(shares, operator.mul))

@@ -64,6 +64,7 @@ class Beside:
     """
 
     expected: float = 0.0
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     @property
     def adviser(self) -> Adviser | None:
@@ -73,6 +74,16 @@ class Beside:
     def next_length(self, limit: int, answers: int) -> int:
         """The most tokens that the next round drafts, 0 to ``limit``, where ``answers`` share its pass."""
         return 0
+
+    def worth_looking(self, behind: bool = False) -> bool:
+        """As of a ``LengthPolicy``."""
+        return True
+
+    def look_took(self, seconds: float, behind: bool = False) -> None:
+        """As of a ``LengthPolicy``."""
+
+    def leave_alone(self) -> None:
+        """As of a ``LengthPolicy``."""
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """As of a ``LengthPolicy``: who proposes in the round whose length was asked for last."""
@@ -96,6 +107,9 @@ class Beside:
 
     def observe(self, outcome: Round) -> None:
         """Learn from a finished round of the model's, or a plain one. Its seconds are a share of the pass."""
+
+    def passed(self, outcome: Round) -> None:
+        """As of a ``LengthPolicy``."""
 
 
 class LengthPolicy(ABC):
@@ -146,6 +160,17 @@ class LengthPolicy(ABC):
     @abstractmethod
     def observe(self, outcome: Round) -> None:
         """Learn from a finished round of the model's, or a plain one."""
+
+    def worth_looking(self, behind: bool = False) -> bool:
+        """Whether looking for a proposal that takes no forward of the draft is worth its time: before the next round,
+        or ``behind`` the draft of this one."""
+        return True
+
+    def look_took(self, seconds: float, behind: bool = False) -> None:  # noqa: B027 - most look whatever it takes
+        """Such a look, with what was decided by it, took so long."""
+
+    def leave_alone(self) -> None:  # noqa: B027 - as above
+        """The next round is the model's or a plain one, for which nothing is looked for; ``lead`` is not asked."""
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """What the next round proposes, at most ``limit`` tokens. ``next_length`` chose ``length`` of the draft's,

@@ -32,9 +32,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from adaptive.control.ahead import Ahead, Discounted
+from adaptive.control.among import BesideWithHistory
 from adaptive.control.costs import LONGEST, CostTable, Timed
 from adaptive.control.goodput import BATCH, BUDGET, FEW_WAITING, RATE_WEIGHT, TRY_SHARE, GoodputLength
-from adaptive.control.policy import Adviser, Lead, Scope
+from adaptive.control.looking import Looking
+from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import best_length
 from adaptive.control.stopping import Stopping
 from adaptive.types import FREE, MODEL, Round
@@ -48,7 +50,7 @@ LOSS_STEP = 0.05
 
 def best_tail(
     reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float, sure: float, before: int
-) -> int:
+) -> tuple[int, float]:
     """As ``best_length`` behind ``before`` tokens that are verified anyway, and are all accepted with probability
     ``sure``: only what comes on top counts."""
     best, most, tokens = 0, 0.0, 0.0
@@ -57,7 +59,7 @@ def best_tail(
         gain = tokens - rate * (seconds[before + k] - seconds[before] + token_s * tokens)
         if gain > most:
             best, most = k, gain
-    return best
+    return best, most
 
 
 class Rival:
@@ -87,17 +89,23 @@ class GoodputWithHistory(GoodputLength):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As ``GoodputLength``."""
         self.ahead, self.rival = Ahead(), Rival()
+        self.before, self.behind = Looking(), Looking()  # of a round, and its draft
         # Of each round since ``next_length`` was asked: whether history found something worth more than plain decoding,
         # and what its draft is worth, None where that is not the best it could do.
         self.found: list[bool] = []
         self.gains: list[float | None] = []
         self.beyond: list[Timed] = []  # rounds that costs have not been learned from yet and others nothing
+        # Rounds that ``ahead`` has not been told of yet, and whether something was found for them.
+        self.untold: list[tuple[Timed, bool]] = []
+        self.after: bool | None = None  # the last of those that it was told of, in this answer
+        self.together = Ahead()  # of rounds that answers share, in plain rounds
         self.room = 0  # tokens that the draft could be asked for when ``next_length`` was
         self.read: list[tuple[list[int], Round]] = []  # how sure the draft was behind history, and what became of it
         self.stopping_behind: Stopping | None = None
-        # Of the round that ``lead`` was asked of last: the rate otherwise, and what a token takes that the draft is fed
-        # later.
-        self.rate, self.token_s = 0.0, 0.0
+        # Of the round that ``lead`` was asked of last: whether something was found for it; the rate otherwise, and what a
+        # token takes that the draft is fed later, once they were asked for.
+        self.now = False
+        self.priced: tuple[float, float] | None = None
         # Known anew with every decision, and only where it is asked for: seconds of a round of history's by its tokens,
         # and the draft's acceptance by position.
         self.history_s: list[float] | None = None
@@ -107,7 +115,8 @@ class GoodputWithHistory(GoodputLength):
     def begin(self, scope: Scope) -> None:
         """See ``LengthPolicy``."""
         super().begin(scope)
-        self.ahead.begin()
+        self.after = None
+        self.before.soon = self.behind.soon = True
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """See ``LengthPolicy``."""
@@ -117,17 +126,31 @@ class GoodputWithHistory(GoodputLength):
         self.room = limit
         return length
 
+    def worth_looking(self, behind: bool = False) -> bool:
+        """See ``LengthPolicy``."""
+        return (self.behind if behind else self.before).due()
+
+    def look_took(self, seconds: float, behind: bool = False) -> None:
+        """See ``LengthPolicy``."""
+        (self.behind if behind else self.before).looked(seconds)
+
+    def leave_alone(self) -> None:
+        """See ``LengthPolicy``."""
+        self.found.append(False)
+        self.gains.append(None)
+
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """By the rule above, for the next round; to be asked once for each."""
-        seconds, plain_s = self._seconds(), self.plain_s
-        found = bool(reach) and best_length(reach, seconds, 1 / plain_s)[0] > 0
-        rate = self.rate = self._rate_behind(found)
-        self.token_s = self.costs.draft(0, 1) if self.speculating and self.room else 0.0
-        alone, gain = 0, 0.0
-        if found:
-            alone, gain = best_length(reach[: max(0, limit)], seconds, rate, self.token_s, 1.0 - rate * plain_s)
+        self.now, self.priced = False, None
+        plain_s, alone, gain = self.plain_s, 0, 0.0
+        if reach:
+            seconds = self._seconds()
+            found = self.now = best_length(reach, seconds, 1 / plain_s)[0] > 0
+            if found:
+                rate, token_s = self._prices_now()
+                alone, gain = best_length(reach[: max(0, limit)], seconds, rate, token_s, 1.0 - rate * plain_s)
         passed = len(self.found)  # rounds since ``next_length``, of a token each
-        self.found.append(found)
+        self.found.append(self.now)
         self.gains.append(gain if alone else None)
         if not alone:
             return Lead(0, length)
@@ -137,6 +160,7 @@ class GoodputWithHistory(GoodputLength):
             if more > gain:
                 lead, gain = Lead(before, min(length, limit - before, LONGEST - before)), more
                 self.gains[-1] = gain
+        self.before.found(self._saved_by(gain, bool(length)))
         most = min(limit, self.room - passed, self.longest if self.attentive else self.best)
         if most <= 0:
             return lead
@@ -155,8 +179,30 @@ class GoodputWithHistory(GoodputLength):
         catching_up = self.costs.draft(0, waiting) if waiting > FEW_WAITING else 0.0
         return (gain - tokens) / self.rate + took * speed + catching_up
 
+    def _saved_by(self, gain: float, drafts: bool) -> float:
+        """Seconds that a round which is worth ``gain`` saves against what would be done if nothing had been found;
+        ``drafts``: the model would be asked."""
+        otherwise = 1.0 - self.rate * self.plain_s
+        if drafts and self.speculating:
+            tokens, seconds = self._model_round()
+            otherwise = max(otherwise, tokens - self.rate * seconds)
+        return max(0.0, gain - otherwise) / self.rate
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of what is behind the round that ``lead`` was asked of last."""
+        return self._prices_now()[0]
+
+    def _prices_now(self) -> tuple[float, float]:
+        """That rate, and the seconds of a token that the draft is fed later."""
+        if self.priced is None:
+            token_s = self.costs.draft(0, 1) if self.speculating and self.room else 0.0
+            self.priced = self._rate_behind(self.now), token_s
+        return self.priced
+
     def _rate_behind(self, found: bool) -> float:
         """Tokens per second at which the text goes on behind a round for which something was ``found`` or not."""
+        self._tell()
         speed = self.costs.speed
         return self.ahead.rate(found, self.plain_s / speed) / speed
 
@@ -237,7 +283,10 @@ class GoodputWithHistory(GoodputLength):
 
     def tail(self, drafted: int, sure: float, reach: Sequence[float], limit: int) -> int:
         """See ``LengthPolicy``."""
-        return best_tail(reach[:limit], self._seconds(), self.rate, self.token_s, sure, drafted)
+        rate, token_s = self._prices_now()
+        most, gain = best_tail(reach[:limit], self._seconds(), rate, token_s, sure, drafted)
+        self.behind.found(gain / rate)
+        return most
 
     def passed(self, outcome: Round) -> None:
         """A round of history's: it shows what a verification takes, and says nothing of the draft, unless that was
@@ -248,20 +297,14 @@ class GoodputWithHistory(GoodputLength):
         self._beside(Timed(outcome, 0, 0))
 
     def _beside(self, timed: Timed) -> None:
-        outcome = timed.outcome
-        self._went_on(timed)
-        self.rounds += 1
-        self.rounds_s += outcome.draft_s + outcome.verify_s
-        self.committed += 1 + outcome.accepted
-        self.this_answer += 1 + outcome.accepted
+        self._ended(timed)
         self.beyond.append(timed)
         if len(self.seen) + len(self.beyond) >= BATCH:
             self.settle()
 
     def observe(self, outcome: Round, apart: bool = False) -> None:
         """See ``LengthPolicy``."""
-        parts = outcome.parts
-        if len(parts) > 1 and parts[0].drafter in FREE:
+        if outcome.first and (parts := outcome.parts)[0].drafter in FREE:
             bins = [] if self.stopping_behind is None else self.stopping_behind.bins_of()
             if outcome.learned is not None:
                 self.read.append((bins, outcome.learned))
@@ -271,31 +314,52 @@ class GoodputWithHistory(GoodputLength):
             else:
                 self._beside(Timed(outcome, steps, self.waiting + fed))
             return
-        bins = self.stopping.bins_of(self.rounds) if self.attentive else []
-        steps = len(bins) if self.attentive else outcome.first or outcome.drafted
-        seconds = self._went_on(Timed(outcome, steps, self.waiting))
-        gain = self.gains[self.rounds] if steps and self.rounds < len(self.gains) else None
+        gain = self.gains[self.rounds] if self.rounds < len(self.gains) else None
         if gain is not None:
-            self.rival.seen.observe(1 + outcome.accepted, seconds)
-            lost = (gain - 1 - outcome.accepted) / self._rate_behind(True)
-            self.rival.owed += (lost + seconds * self.costs.speed) / self.plain_s
+            bins = self.stopping.bins_of(self.rounds) if self.attentive else []
+            steps = len(bins) if self.attentive else outcome.first or outcome.drafted
+            if steps:
+                self._tried_instead(Timed(outcome, steps, self.waiting), gain)
+            else:
+                gain = None
         super().observe(outcome, gain is not None)
 
-    def _went_on(self, timed: Timed) -> float:
-        """Tell ``ahead`` of a round that has ended; its seconds at speed 1, as they are believed."""
+    def _tried_instead(self, timed: Timed, gain: float) -> None:
+        """A round was the model's that history would have drafted, where it was worth ``gain``."""
+        tokens, seconds = 1 + timed.outcome.accepted, self._believed(timed)
+        self.rival.seen.observe(tokens, seconds / self.costs.speed)
+        self.rival.owed += ((gain - tokens) / self._rate_behind(True) + seconds) / self.plain_s
+
+    def _believed(self, timed: Timed) -> float:
+        """Seconds of a round, by what is believed of the costs."""
         costs, (outcome, steps, waiting, *_) = self.costs, timed
-        if steps or outcome.drafted:
-            # What it is fed of a long prompt is not of this round.
-            drafted_s = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0)
-            seconds = drafted_s + costs.beside_drafting(outcome.drafted)
-        else:
-            seconds = self.plain_s
-        found = self.rounds < len(self.found) and self.found[self.rounds]
-        self.ahead.observe(found, 1 + outcome.accepted, seconds / costs.speed)
-        return seconds / costs.speed
+        if not steps and not outcome.drafted:
+            return self.plain_s
+        # What it is fed of a long prompt is not of this round.
+        return costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.beside_drafting(outcome.drafted)
+
+    def _ended(self, timed: Timed) -> None:
+        seconds = timed.outcome.draft_s + timed.outcome.verify_s
+        self.before.since += seconds
+        self.behind.since += seconds
+        self.untold.append((timed, self.rounds < len(self.found) and self.found[self.rounds]))
+        super()._ended(timed)
+
+    def _tell(self) -> None:
+        """Tell ``ahead`` of the rounds that have ended. Not after each: several one after the other take less."""
+        untold, self.untold = self.untold, []
+        for timed, found in untold:
+            seconds = self._believed(timed) / self.costs.speed
+            self.ahead.observe(found, 1 + timed.outcome.accepted, seconds, self.after)
+            self.after = found
+
+    def among(self, scope: Scope) -> Beside:
+        """See ``GoodputLength``."""
+        return BesideWithHistory(self, scope, self.together)
 
     def settle(self) -> None:
         """Learn from all rounds seen since the last time."""
+        self._tell()
         if self.beyond:
             beyond, self.beyond = self.beyond, []
             self.costs.observe(beyond)
@@ -319,8 +383,7 @@ class GoodputWithHistory(GoodputLength):
 
     def _decide(self, context: int, waiting: int) -> None:
         super()._decide(context, waiting)
-        self.history_s = self.hope = None
-        self.rate = self._rate_behind(False)  # until ``lead`` is asked
+        self.history_s = self.hope = self.priced = None
 
     def _seconds(self) -> list[float]:
         """Seconds of a round of history's, by how many of its tokens are verified."""

@@ -243,9 +243,11 @@ class Decoding:
         assert self._beside is not None
         expected = self._beside.expected
         self._expected.append((1 + verdict.accepted) / expected if expected else 0.0)
-        if self._grafting_beside is not None and turn.drafter is not self.forced:
+        if self._grafting_beside is not None and turn.drafter is self._grafting_beside:
             self._grafting_beside.observe(outcome, verdict.tokens)
-        if outcome.drafter not in FREE:
+        if outcome.drafter in FREE:
+            self._beside.passed(outcome)
+        else:
             self._beside.observe(outcome)
         self._stretch(len(self.rounds) - 1, times)
 
@@ -288,7 +290,7 @@ class Decoding:
                 times -= 1
                 if outcome.first or outcome.drafter in FREE or outcome.drafted > length:
                     times = 0  # it may have committed more than the policy reckoned with
-                if self.grafting is not None and drafter is not self.forced:
+                if self.grafting is not None and drafter is self.grafting:
                     self.grafting.observe(outcome, verdict.tokens)
                 late = clock() >= until
                 if late or self._ended or times <= 0:
@@ -317,7 +319,9 @@ class Decoding:
                 return self.forced, certain
         if grafting is not None:
             # A round commits one token more than it accepts.
-            return grafting, grafting.plan(self.committed, length, self._left - 1)
+            most = grafting.plan(self.committed, length, self._left - 1)
+            if most is not None:
+                return grafting, most
         return self.drafter, length
 
     def _reserve(self, length: int) -> None:

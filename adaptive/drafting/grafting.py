@@ -29,11 +29,22 @@ class Grafting:
         self._singly = model is not None and model.name != MODEL  # a head
         self._lead, self._reach, self._limit = Lead(0, 0), list[float](), 0
 
-    def plan(self, committed: list[int], length: int, limit: int) -> int:
+    def plan(self, committed: list[int], length: int, limit: int) -> int | None:
         """Look for what may follow ``committed``, and decide who begins the next round, where the draft was to have
-        ``length`` tokens and at most ``limit`` may be proposed. How many are asked for; 0 for plain decoding."""
-        self._reach, self._limit = self.history.look(committed), limit
-        lead = self.policy.lead(self._reach, length, limit, self._singly)
+        ``length`` tokens and at most ``limit`` may be proposed. How many are asked for, 0 for plain decoding; None
+        where looking is not worth its time: then the model drafts as if there were no history."""
+        policy, history, self._limit = self.policy, self.history, limit
+        if policy.worth_looking():
+            began = policy.clock()
+            self._reach = history.look(committed)
+            lead = policy.lead(self._reach, length, limit, self._singly)
+            policy.look_took(policy.clock() - began)
+        elif length and policy.worth_looking(behind=True):
+            self._reach = history.look_away()
+            lead = policy.lead(self._reach, length, limit, self._singly)
+        else:
+            policy.leave_alone()
+            return None
         if lead.history and lead.model:
             room = 0 if self._goes_on is None else self._goes_on.limit(len(committed) + lead.history)
             lead = Lead(lead.history, min(lead.model, room))
@@ -72,24 +83,25 @@ class Grafting:
         drafted = 0 if draft is None else len(draft.tokens)
         policy, room = self.policy, self._limit - drafted
         tree = draft is not None and draft.parents is not None
-        if room <= 0 or tree or not policy.tail_may_pay(drafted, 1.0):
+        if room <= 0 or tree or not policy.worth_looking(behind=True) or not policy.tail_may_pay(drafted, 1.0):
             return draft
         draft = _closed(draft)  # what is looked up behind it has to be known
         drafted = 0 if draft is None else len(draft.tokens)
         room = self._limit - drafted
-        tokens = [] if draft is None else as_list(draft.tokens)
+        if draft is None:  # there it was looked already
+            most = policy.tail(0, 1.0, self._reach, room)
+            return self.history.propose(committed, most) if most else None
+        began, tokens = policy.clock(), as_list(draft.tokens)
         sure = policy.sure_of_draft(drafted, self.history.agreed(tokens))
         if not policy.tail_may_pay(drafted, sure):
             return draft
         most = policy.tail(drafted, sure, self.history.look_behind(committed, tokens), room)
-        if not most:
-            return draft
-        tail = self.history.propose_behind(most)
-        return tail if draft is None else grafted(draft, tail)
+        policy.look_took(policy.clock() - began, behind=True)
+        return grafted(draft, self.history.propose_behind(most)) if most else draft
 
     def observe(self, outcome: Round, said: list[int]) -> None:
         """The round has ended, and committed the tokens ``said``."""
-        self.history.observe(said, any(part.drafter in FREE for part in outcome.parts))
+        self.history.observe(said, bool(outcome.first) or outcome.drafter in FREE)
 
     def limit(self, committed: int) -> int:
         """As of the model."""

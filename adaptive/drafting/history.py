@@ -11,7 +11,7 @@ from adaptive.control.matches import Bins, Matches, reach
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import WithoutForward
-from adaptive.drafting.suffixes import LONGEST, Suffixes, suffixes
+from adaptive.drafting.suffixes import Suffixes, suffixes
 from adaptive.types import HISTORY
 
 # The sources of a match, apart in the calibration; AGREED: what the model proposes too.
@@ -83,9 +83,9 @@ class HistoryDrafter(WithoutForward):
     ) -> None:
         """``records`` is what was said earlier, if it is to be used."""
         self.text = text
-        self._sources: list[tuple[Suffixes, Bins, bool]] = [(text.index, matches.of(RUNNING, temperature), True)]
+        self._sources: list[tuple[Suffixes, Bins]] = [(text.index, matches.of(RUNNING, temperature))]
         if records is not None:
-            self._sources.append((records, matches.of(RECORDS, temperature), False))
+            self._sources.append((records, matches.of(RECORDS, temperature)))
         self._nothing = Found([], [], [], self._sources[0][1])
         self._together = matches.of(AGREED, temperature)
         self._begun = False
@@ -95,37 +95,47 @@ class HistoryDrafter(WithoutForward):
 
     def look(self, committed: list[int]) -> list[float]:
         """Find what may follow ``committed``; of each of its tokens the probability that all up to it are accepted."""
+        self._read(committed)
+        self._found, self._behind, self._agreed = self._best(), self._nothing, 0
+        return self._found.reach
+
+    def look_away(self) -> list[float]:
+        """Have found nothing for the next round, for which this does not look."""
+        self._found = self._behind = self._nothing
+        self._agreed = 0
+        return self._found.reach
+
+    def _read(self, committed: list[int]) -> None:
         if self._begun:
             self.text.go_on(committed)
         else:
             self.text.follow(committed)
             self._begun = True
-        self._found, self._behind, self._agreed = self._best(committed[-LONGEST:]), self._nothing, 0
-        return self._found.reach
 
     def agreed(self, drafted: list[int]) -> list[float]:
         """Of the first tokens of a draft that were found too, how likely such a token is accepted."""
         self._agreed = _common(self._found.tokens, drafted)
-        return [self._together.table[b] for b in self._found.bins[: self._agreed]]
+        return self._together.shares(self._found.bins[: self._agreed]) if self._agreed else []
 
     def look_behind(self, committed: list[int], drafted: list[int]) -> list[float]:
         """Find what may follow the tokens of a draft behind ``committed``, as ``look``."""
+        self._read(committed)
         self._draft = drafted
         self.text.index.append(drafted)
         try:
-            self._behind = self._best([*committed[-LONGEST:], *drafted][-LONGEST:])
+            self._behind = self._best()
         finally:
             self.text.index.take_back(len(drafted))
         return self._behind.reach
 
-    def _best(self, context: list[int]) -> Found:
-        """Of the sources that which promises the most."""
+    def _best(self) -> Found:
+        """Of the sources that which promises the most behind the running text."""
         best, most = self._nothing, 0.0
-        for index, calibration, grows in self._sources:
-            tokens, bins = index.follow(context, grows)
+        for index, calibration in self._sources:
+            tokens, bins = index.follow_end(self.text.index)
             if not tokens:
                 continue
-            sure = reach(calibration.table, bins)
+            sure = reach(calibration.shares(bins))
             if sum(sure) > most:
                 best, most = Found(tokens, bins, sure, calibration), sum(sure)
         return best
@@ -140,7 +150,8 @@ class HistoryDrafter(WithoutForward):
 
     def observe(self, said: list[int], used: bool = True) -> None:
         """What the round committed for which this looked, and whether a token of it was this drafter's proposal."""
-        self._found.observe(said, used)
+        if self._found.tokens:
+            self._found.observe(said, used)
         if self._agreed:
             agreed, said_too = self._agreed, _common(self._found.tokens[: self._agreed], said)
             self._together.observe(self._found.bins[: min(agreed, len(said))], said_too, used)

@@ -68,6 +68,9 @@ class Suffixes(Protocol):
         """What followed the longest suffix of ``context`` that was met before; nothing while another thread changes the
         index. ``grows``: the context is the last text itself, which goes on with what is proposed."""
 
+    def follow_end(self, of: Suffixes) -> Continuation:
+        """As ``follow``, of the end of the last text of ``of``; where that is this index, the text grows."""
+
     def __len__(self) -> int:
         """Tokens held."""
 
@@ -191,6 +194,13 @@ class PlainSuffixes:
             return self._vote(self._matches(context), grows)
         finally:
             self._lock.release()
+
+    def follow_end(self, of: Suffixes) -> Continuation:
+        assert isinstance(of, PlainSuffixes)
+        with of._lock:
+            last = of._texts[-1]
+            context = of._tokens[max(last.first, last.end - LONGEST) : last.end]
+        return self.follow(context, of is self)
 
     def _matches(self, context: list[int]) -> list[_Match]:
         """The latest places where the longest of the orders is found."""

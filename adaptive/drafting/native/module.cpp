@@ -12,6 +12,15 @@ using nb::arg;
 typedef nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> Tokens;
 typedef std::vector<int32_t> Short;
 
+static nb::tuple said(const Continuation& found) {
+  nb::list tokens, bins;
+  for (int i = 0; i < found.count; i++) {
+    tokens.append(found.tokens[i]);
+    bins.append(found.bins[i]);
+  }
+  return nb::make_tuple(tokens, bins);
+}
+
 NB_MODULE(suffixes, m) {
   m.attr("sources") = ADAPTIVE_SOURCES;
   nb::class_<Suffixes>(m, "Suffixes")
@@ -30,14 +39,9 @@ NB_MODULE(suffixes, m) {
         return self.remove(ids.data(), int64_t(ids.size()));
       }, arg("ids"))
       .def("follow", [](Suffixes& self, const Short& context, bool grows) {
-        const Continuation found = self.follow(context.data(), context.data() + context.size(), grows);
-        nb::list tokens, bins;
-        for (int i = 0; i < found.count; i++) {
-          tokens.append(found.tokens[i]);
-          bins.append(found.bins[i]);
-        }
-        return nb::make_tuple(tokens, bins);
+        return said(self.follow(context.data(), context.data() + context.size(), grows));
       }, arg("context"), arg("grows") = false)
+      .def("follow_end", [](Suffixes& self, Suffixes& of) { return said(self.follow_end(of)); }, arg("of"))
       .def("__len__", &Suffixes::length)
       .def_prop_ro("nbytes", &Suffixes::nbytes);
 }

@@ -16,6 +16,9 @@
 #include <mutex>
 #include <new>
 #include <vector>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace {
 
@@ -28,6 +31,11 @@ constexpr int AHEAD = 16, MATCHES = 16, FAILURES = 64;
 // Tokens of the first segment and of the largest.
 constexpr int64_t SMALLEST = 1 << 12, LARGEST = 1 << 20;
 constexpr int32_t NO_TOKEN = -1;
+// Tokens ahead of the one that is appended whose places in the tables are asked for: nearly every one is a miss of the caches,
+// and so many are waited for together.
+constexpr int EARLY = 8;
+// Bytes from which on an array lies in large pages, of which the processor's table holds all that a lookup needs.
+constexpr size_t LARGE_PAGE = size_t(2) << 20;
 
 // By length of a match, which grows with every token that is proposed, and by how far matches agree: the bin of a token.
 constexpr int LENGTHS = 8;
@@ -47,6 +55,11 @@ struct Array {  // of plain numbers, which the system gives only where they are 
   T* data;
   explicit Array(int64_t count) : data(static_cast<T*>(std::calloc(count, sizeof(T)))) {
     if (!data) throw std::bad_alloc();
+#ifdef __linux__
+    const uintptr_t begin = (uintptr_t(data) + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+    const uintptr_t end = uintptr_t(data + count) / LARGE_PAGE * LARGE_PAGE;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: never mind the answer
+#endif
   }
   ~Array() { std::free(data); }
   Array(const Array&) = delete;
@@ -95,16 +108,31 @@ struct Segment {
 
   bool full() const { return size >= capacity; }
 
-  void push(int32_t token) {
-    uint64_t before[KINDS];
-    const int kinds = token == NO_TOKEN ? 0 : hashes(tokens.data + size, before);
-    for (int kind = 0; kind < kinds; kind++) {
-      int32_t& last = latest[place(before[kind], kind)];
-      earlier[KINDS * size + kind] = last;
-      last = int32_t(size);
+  void push(int32_t token) { push(&token, 1); }
+
+  // As many of these as there is room for, and how many.
+  int64_t push(const int32_t* some, int64_t count) {
+    count = std::min(count, capacity - size);
+    std::copy(some, some + count, tokens.data + size);
+    tokens[size + count] = NO_TOKEN;
+    uint64_t before[EARLY][KINDS];
+    int kinds[EARLY];
+    for (int64_t i = 0; i < count + EARLY; i++) {
+      const int slot = int(i % EARLY);
+      if (const int64_t position = size + i - EARLY; i >= EARLY) {
+        for (int kind = 0; kind < kinds[slot]; kind++) {
+          int32_t& last = latest[place(before[slot][kind], kind)];
+          earlier[KINDS * position + kind] = last;
+          last = int32_t(position);
+        }
+      }
+      if (i >= count) continue;
+      const int32_t* here = tokens.data + size + i;
+      kinds[slot] = *here == NO_TOKEN ? 0 : hashes(here, before[slot]);
+      for (int kind = 0; kind < kinds[slot]; kind++) __builtin_prefetch(&latest[place(before[slot][kind], kind)], 1);
     }
-    tokens[size++] = token;
-    tokens[size] = NO_TOKEN;
+    size += count;
+    return count;
   }
 
   void pop() {
@@ -195,7 +223,10 @@ class Suffixes {
     Match matches[MATCHES];
     int count = 0;
     uint64_t before[KINDS];
-    for (int kind = hashes(tail + 1 + known, before) - 1; kind >= 0 && !count; kind--) {
+    const int kinds = hashes(tail + 1 + known, before);
+    for (const auto& segment : segments)  // all at once rather than one after the other
+      for (int kind = 0; kind < kinds; kind++) __builtin_prefetch(&segment->latest[segment->place(before[kind], kind)]);
+    for (int kind = kinds - 1; kind >= 0 && !count; kind--) {
       int failures = 0;
       for (auto s = segments.rbegin(); s != segments.rend() && count < MATCHES && failures < FAILURES; ++s) {
         Segment& segment = **s;
@@ -215,6 +246,13 @@ class Suffixes {
     }
     if (count) vote(matches, count, grows, found);
     return found;
+  }
+
+  // The same of the end of the last text of an index.
+  Continuation follow_end(Suffixes& of) {
+    int32_t end[LONGEST];
+    const int count = of.end_of_text(end);
+    return follow(end + LONGEST - count, end + LONGEST, &of == this);
   }
 
   int64_t nbytes() {
@@ -245,6 +283,17 @@ class Suffixes {
   const int64_t most, largest;
   int64_t held = 0, next = 0;
 
+  // The last tokens of the last text, at the end of LONGEST numbers; how many there are. All lie in the last segment.
+  int end_of_text(int32_t* found) {
+    std::lock_guard<std::mutex> lock(mutex);
+    int count = 0;
+    if (segments.empty()) return count;
+    const Segment& last = *segments.back();
+    for (int32_t token; count < LONGEST && (token = last.tokens[last.size - 1 - count]) != NO_TOKEN; count++)
+      found[LONGEST - 1 - count] = token;
+    return count;
+  }
+
   Segment* of(int64_t number) { return segments[number - segments.front()->number].get(); }
 
   int64_t tokens_of(const Piece& piece) {
@@ -266,12 +315,14 @@ class Suffixes {
 
   void append_tokens(const int32_t* tokens, int64_t count) {
     if (pieces.empty()) begin_text(-1);
-    for (int64_t i = 0; i < count; i++) {
+    while (count > 0) {
       if (segments.back()->full()) go_on();
       Segment& segment = *segments.back();
-      segment.push(tokens[i]);
+      const int64_t pushed = segment.push(tokens, count);
       pieces.back().end = segment.size;
-      held++;
+      held += pushed;
+      tokens += pushed;
+      count -= pushed;
     }
     while (most && held > most && segments.size() > 1) drop();
   }
