@@ -102,8 +102,8 @@ class GoodputWithHistory(GoodputLength):
         self.room = 0  # tokens that the draft could be asked for when ``next_length`` was
         self.read: list[tuple[list[int], Round]] = []  # how sure the draft was behind history, and what became of it
         self.stopping_behind: Stopping | None = None
-        # Of the round that ``lead`` was asked of last: whether something was found for it; the rate otherwise, and what a
-        # token takes that the draft is fed later, once they were asked for.
+        # Of the round that ``lead`` was asked of last: whether something was found for it; the rate otherwise, and what
+        # a token takes that the draft is fed later, once they were asked for.
         self.now = False
         self.priced: tuple[float, float] | None = None
         # Known anew with every decision, and only where it is asked for: seconds of a round of history's by its tokens,
