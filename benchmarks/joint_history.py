@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +61,7 @@ class Answer:
         self.trace, self.logged = trace, Logged(trace)
         self.committed = self.logged.text[: trace.prompt + 1]
         self.beside = policy.among(Scope("replay", 0.0))
-        self.history = history
+        self.history, self.looked = history, False
         self.grafting = None if history is None else Grafting(self.logged, history, self.beside)
 
     def propose(self, answers: int) -> tuple[str, list[int]]:
@@ -73,8 +73,10 @@ class Answer:
         if self.grafting is None:
             proposal = logged.propose(self.committed, length, self.beside.adviser) if length else None
         else:
-            most = self.grafting.plan(self.committed, length, limit)  # always looks
-            proposal = self.grafting.propose(self.committed, most, self.beside.adviser) if most else None
+            most = self.grafting.plan(self.committed, length, limit)
+            self.looked = most is not None
+            drafter, most = (self.grafting, most) if most is not None else (logged, length)
+            proposal = drafter.propose(self.committed, most, self.beside.adviser) if most else None
         return ("none", []) if proposal is None else (proposal.drafter, list(proposal.tokens))  # type: ignore[arg-type]
 
     def judge(self, who: str, tokens: list[int], draft_s: float, verify_s: float) -> int:
@@ -86,17 +88,23 @@ class Answer:
         outcome = Round(who, len(tokens), min(accepted, len(tokens)), draft_s, verify_s)
         self.committed = self.committed + said
         self.logged.rollback(held + accepted)
-        if self.grafting is not None:
+        if self.grafting is not None and self.looked:
             self.grafting.observe(outcome, said)
         (self.beside.passed if who in FREE else self.beside.observe)(outcome)
         return len(said)
 
 
 def replay(
-    policy: LengthPolicy, workload: list[Stretch], costs: CostTable, answers: int, seed: int, looks: bool
+    make: Callable[[Clock], LengthPolicy],
+    workload: list[Stretch],
+    costs: CostTable,
+    answers: int,
+    seed: int,
+    looks: bool,
 ) -> float:
     """Tokens per second of all, so many at a time."""
     noise, clock = Noise(seed), Clock()
+    policy = make(clock)
     true, joint = CostModel(costs), JointCosts()
     records, matches = suffixes(), Matches()
     waiting = iter([trace for stretch in workload for trace in stretch.traces])
@@ -156,10 +164,24 @@ def main() -> None:
         if args.only and not any(part in name for part in args.only):
             continue
         seeds = range(args.seeds)
-        fixed = {k: replay(Found(k), workload, costs, args.answers, 0, k > 0) for k in LENGTHS}
+        fixed = {k: replay(lambda _, k=k: Found(k), workload, costs, args.answers, 0, k > 0) for k in LENGTHS}
         best = max(fixed, key=lambda k: fixed[k])
         model, both = (
-            float(np.mean([replay(kind(costs), workload, costs, args.answers, seed, looks) for seed in seeds]))
+            float(
+                np.mean(
+                    [
+                        replay(
+                            lambda clock, kind=kind: kind(costs, clock=clock),
+                            workload,
+                            costs,
+                            args.answers,
+                            seed,
+                            looks,
+                        )
+                        for seed in seeds
+                    ]
+                )
+            )
             for kind, looks in ((GoodputLength, False), (GoodputWithHistory, True))
         )
         print(json.dumps({

@@ -13,13 +13,14 @@ in which the rounds behind would say them. Grafts are not considered, nor tries 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from adaptive.control.acceptance import Acceptance
 from adaptive.control.ahead import Ahead
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, SPEED_STEP, CostModel, Steps
+from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import best_length, prices
 from adaptive.control.stopping import Stopping
@@ -174,10 +175,13 @@ class GoodputBeside(Beside):
 class BesideWithHistory(GoodputBeside):
     """The same where there is history to draft from."""
 
-    def __init__(self, known: Known, scope: Scope, ahead: Ahead) -> None:
-        """``ahead``: at what rate all answers that share rounds go on, in units of their plain rounds."""
+    def __init__(self, known: Known, scope: Scope, ahead: Ahead, looks: Looks, clock: Callable[[], float]) -> None:
+        """Of all answers that share rounds: ``ahead`` is at what rate they go on, in units of their plain rounds, and
+        ``looks`` what looking for what may follow takes and saves, by this ``clock``."""
         super().__init__(known, scope)
         self._ahead = ahead
+        self._looking, self._passed_s = Looking(looks), 0.0  # this answer's, and its share of the time
+        self.clock = clock
         self._found = False  # for the round that was asked for last
         self._after: bool | None = None  # for the one before it
 
@@ -190,6 +194,14 @@ class BesideWithHistory(GoodputBeside):
         """Tokens per second of an answer's time behind a round for which something was ``found`` or not."""
         return self._ahead.rate(found, 1.0) / self._verify[0]
 
+    def worth_looking(self, behind: bool = False) -> bool:
+        """See ``LengthPolicy``."""
+        return not behind and self._looking.due(self._passed_s)
+
+    def look_took(self, seconds: float, behind: bool = False) -> None:
+        """See ``LengthPolicy``."""
+        self._looking.looked(seconds, self._passed_s)
+
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """See ``LengthPolicy``."""
         verify = self._verify
@@ -200,7 +212,9 @@ class BesideWithHistory(GoodputBeside):
         tokens, seconds = self._round if length else (1.0, verify[0])
         # The draft is fed later what it did not draft.
         fed_s = self._share * self._known.costs.draft(0, 1) if self.best else 0.0
-        most, _ = best_length(reach[: max(0, limit)], verify, rate, fed_s, tokens - rate * seconds)
+        otherwise = tokens - rate * seconds
+        most, gain = best_length(reach[: max(0, limit)], verify, rate, fed_s, otherwise)
+        self._looking.found((gain - otherwise) / rate)
         return Lead(most, 0) if most else Lead(0, length)
 
     def observe(self, outcome: Round) -> None:
@@ -214,5 +228,6 @@ class BesideWithHistory(GoodputBeside):
 
     def _went_on(self, outcome: Round, draft_s: float) -> None:
         seconds = draft_s + self._verify[min(outcome.drafted, len(self._verify) - 1)]
+        self._passed_s += seconds
         self._ahead.observe(self._found, 1 + outcome.accepted, seconds / self._verify[0], self._after)
         self._after, self._found = self._found, False

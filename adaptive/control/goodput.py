@@ -302,22 +302,21 @@ class GoodputLength(LengthPolicy):
         ``apart`` only costs and confidence are: it is of another sort than those that are decided of."""
         bins = self.stopping.bins_of(self.rounds) if self.attentive else []
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
-        drafted = steps > 0
+        tokens, drafted = 1 + outcome.accepted, steps > 0
         tried = drafted and not apart and not self.speculating and not self.blocks.left
         settled, again = self.blocks.passed(drafted)
         timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart)
         self._ended(timed)
+        self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
+        self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
         self.seen.append(timed)
         self.sure.append(bins)
-        self.waiting = max(0, 1 + outcome.accepted - steps) if steps else self.waiting + 1 + outcome.accepted
+        self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
         if len(self.seen) >= BATCH or tried:
             self.settle()
 
     def _ended(self, timed: Timed) -> None:
         """A round has ended, which is learned from later."""
-        outcome, tokens = timed.outcome, 1 + timed.outcome.accepted
-        self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
-        self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
 
     def settle(self) -> None:
         """Learn costs, acceptance and calibration from the rounds seen since the last time."""

@@ -8,9 +8,9 @@ does so for many rounds, so that one which finds it a few rounds late loses litt
 
 from __future__ import annotations
 
-# Weight of one look in the means of what looks bring and take. More forgets between two matches that looking pays.
+# Weight of one look in the means of what looks save and take. More forgets between two matches that looking pays.
 STEP = 0.05
-# Share of the time that looks may take which bring less than they take. More loses more where nothing repeats itself,
+# Share of the time that looks may take which save less than they take. More loses more where nothing repeats itself,
 # less is later to find what does.
 SHARE = 0.002
 # Seconds that a look is believed to take at first, and to save: every round looks until some were in vain. How many
@@ -18,27 +18,43 @@ SHARE = 0.002
 USUAL_S, HOPED_S, MOST = 30e-6, 300e-6, 4.0
 
 
-class Looking:
-    """Whether looks of one sort are due: those before a round, or those behind its draft."""
+class Looks:
+    """What looks of one sort have taken and saved lately, in seconds."""
 
     def __init__(self) -> None:
-        self.took = USUAL_S
-        self.brought = HOPED_S  # seconds that a look saved
-        self.since = 0.0  # seconds of the rounds since the last one
-        self.soon = True  # where something was just found the next tokens are likely found too
-        self._saved = 0.0
+        self.took, self.saved = USUAL_S, HOPED_S
 
-    def due(self) -> bool:
-        """Whether to look now."""
-        self._saved = 0.0
-        return self.soon or self.brought >= self.took or self.since * SHARE >= self.took
+    def observe(self, took: float, saved: float) -> None:
+        """One more."""
+        self.took += STEP * (min(took, MOST * self.took) - self.took)
+        self.saved += STEP * (saved - self.saved)
 
-    def found(self, saved: float) -> None:
+
+class Looking:
+    """When one text is looked up: before its rounds, or behind their drafts."""
+
+    def __init__(self, looks: Looks | None = None) -> None:
+        """``looks``: of all texts of a kind, where there are several at once."""
+        self.looks = looks or Looks()
+        self.last = 0.0  # when the last look was, by the seconds of the rounds until then
+        self.soon = True  # where something worth its look was just found the next tokens are likely found too
+        self._saves = 0.0
+
+    def due(self, now: float) -> bool:
+        """Whether to look now, after rounds of so many seconds."""
+        self._saves = 0.0
+        return self.soon or self.wait(now) <= 0.0
+
+    def wait(self, now: float) -> float:
+        """Seconds of rounds until the next look is due, at most 0 where it is."""
+        looks = self.looks
+        return 0.0 if looks.saved >= looks.took else looks.took / SHARE - (now - self.last)
+
+    def found(self, saves: float) -> None:
         """The look under way has found what is expected to save so many seconds."""
-        self._saved = saved
+        self._saves = saves
 
-    def looked(self, seconds: float) -> None:
+    def looked(self, seconds: float, now: float) -> None:
         """It is over, and took so long."""
-        self.took += STEP * (min(seconds, MOST * self.took) - self.took)
-        self.brought += STEP * (self._saved - self.brought)
-        self.soon, self.since = self._saved > 0.0, 0.0
+        self.looks.observe(seconds, self._saves)
+        self.soon, self.last = self._saves >= self.looks.took, now

@@ -85,6 +85,10 @@ class Beside:
     def leave_alone(self) -> None:
         """As of a ``LengthPolicy``."""
 
+    def rests(self, drafting: bool) -> int:
+        """As of a ``LengthPolicy``."""
+        return 0
+
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """As of a ``LengthPolicy``: who proposes in the round whose length was asked for last."""
         return Lead(0, length)
@@ -171,6 +175,10 @@ class LengthPolicy(ABC):
 
     def leave_alone(self) -> None:  # noqa: B027 - as above
         """The next round is the model's or a plain one, for which nothing is looked for; ``lead`` is not asked."""
+
+    def rests(self, drafting: bool) -> int:
+        """For how many rounds behind it nothing is to be looked for either; ``drafting``: they are the model's."""
+        return 0
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """What the next round proposes, at most ``limit`` tokens. ``next_length`` chose ``length`` of the draft's,

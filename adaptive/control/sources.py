@@ -35,7 +35,7 @@ from adaptive.control.ahead import Ahead, Discounted
 from adaptive.control.among import BesideWithHistory
 from adaptive.control.costs import LONGEST, CostTable, Timed
 from adaptive.control.goodput import BATCH, BUDGET, FEW_WAITING, RATE_WEIGHT, TRY_SHARE, GoodputLength
-from adaptive.control.looking import Looking
+from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import best_length
 from adaptive.control.stopping import Stopping
@@ -46,6 +46,8 @@ from adaptive.types import FREE, MODEL, Round
 KEEP, WEIGHT = 0.97, 2.0
 # Weight of one round in the mean of what such a round of the model's loses.
 LOSS_STEP = 0.05
+# Rounds that nothing is looked for without asking again. More are late where rounds have become longer.
+MOST_RESTS = 16
 
 
 def best_tail(
@@ -90,6 +92,7 @@ class GoodputWithHistory(GoodputLength):
         """As ``GoodputLength``."""
         self.ahead, self.rival = Ahead(), Rival()
         self.before, self.behind = Looking(), Looking()  # of a round, and its draft
+        self.passed_s = self.round_s = 0.0  # seconds of all rounds, and of the last one
         # Of each round since ``next_length`` was asked: whether history found something worth more than plain decoding,
         # and what its draft is worth, None where that is not the best it could do.
         self.found: list[bool] = []
@@ -98,7 +101,7 @@ class GoodputWithHistory(GoodputLength):
         # Rounds that ``ahead`` has not been told of yet, and whether something was found for them.
         self.untold: list[tuple[Timed, bool]] = []
         self.after: bool | None = None  # the last of those that it was told of, in this answer
-        self.together = Ahead()  # of rounds that answers share, in plain rounds
+        self.together, self.looks_together = Ahead(), Looks()  # of rounds that answers share, in plain rounds; of looks
         self.room = 0  # tokens that the draft could be asked for when ``next_length`` was
         self.read: list[tuple[list[int], Round]] = []  # how sure the draft was behind history, and what became of it
         self.stopping_behind: Stopping | None = None
@@ -128,16 +131,21 @@ class GoodputWithHistory(GoodputLength):
 
     def worth_looking(self, behind: bool = False) -> bool:
         """See ``LengthPolicy``."""
-        return (self.behind if behind else self.before).due()
+        return (self.behind if behind else self.before).due(self.passed_s)
 
     def look_took(self, seconds: float, behind: bool = False) -> None:
         """See ``LengthPolicy``."""
-        (self.behind if behind else self.before).looked(seconds)
+        (self.behind if behind else self.before).looked(seconds, self.passed_s)
 
     def leave_alone(self) -> None:
         """See ``LengthPolicy``."""
         self.found.append(False)
         self.gains.append(None)
+
+    def rests(self, drafting: bool) -> int:
+        """See ``LengthPolicy``."""
+        wait_s = min(self.before.wait(self.passed_s), self.behind.wait(self.passed_s) if drafting else math.inf)
+        return min(MOST_RESTS, int(wait_s / max(self.round_s, 1e-9)))
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """By the rule above, for the next round; to be asked once for each."""
@@ -297,7 +305,10 @@ class GoodputWithHistory(GoodputLength):
         self._beside(Timed(outcome, 0, 0))
 
     def _beside(self, timed: Timed) -> None:
+        outcome, tokens = timed.outcome, 1 + timed.outcome.accepted
         self._ended(timed)
+        self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
+        self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
         self.beyond.append(timed)
         if len(self.seen) + len(self.beyond) >= BATCH:
             self.settle()
@@ -339,11 +350,9 @@ class GoodputWithHistory(GoodputLength):
         return costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.beside_drafting(outcome.drafted)
 
     def _ended(self, timed: Timed) -> None:
-        seconds = timed.outcome.draft_s + timed.outcome.verify_s
-        self.before.since += seconds
-        self.behind.since += seconds
+        self.round_s = timed.outcome.draft_s + timed.outcome.verify_s
+        self.passed_s += self.round_s
         self.untold.append((timed, self.rounds < len(self.found) and self.found[self.rounds]))
-        super()._ended(timed)
 
     def _tell(self) -> None:
         """Tell ``ahead`` of the rounds that have ended. Not after each: several one after the other take less."""
@@ -355,7 +364,7 @@ class GoodputWithHistory(GoodputLength):
 
     def among(self, scope: Scope) -> Beside:
         """See ``GoodputLength``."""
-        return BesideWithHistory(self, scope, self.together)
+        return BesideWithHistory(self, scope, self.together, self.looks_together, self.clock)
 
     def settle(self) -> None:
         """Learn from all rounds seen since the last time."""

@@ -28,12 +28,17 @@ class Grafting:
         self._goes_on = model if isinstance(model, GoesOn) else None
         self._singly = model is not None and model.name != MODEL  # a head
         self._lead, self._reach, self._limit = Lead(0, 0), list[float](), 0
+        self._rests = 0  # rounds for which nothing is to be looked for
 
     def plan(self, committed: list[int], length: int, limit: int) -> int | None:
         """Look for what may follow ``committed``, and decide who begins the next round, where the draft was to have
         ``length`` tokens and at most ``limit`` may be proposed. How many are asked for, 0 for plain decoding; None
         where looking is not worth its time: then the model drafts as if there were no history."""
         policy, history, self._limit = self.policy, self.history, limit
+        if self._rests:
+            self._rests -= 1
+            policy.leave_alone()
+            return None
         if policy.worth_looking():
             began = policy.clock()
             self._reach = history.look(committed)
@@ -44,6 +49,7 @@ class Grafting:
             lead = policy.lead(self._reach, length, limit, self._singly)
         else:
             policy.leave_alone()
+            self._rests = policy.rests(length > 0)
             return None
         if lead.history and lead.model:
             room = 0 if self._goes_on is None else self._goes_on.limit(len(committed) + lead.history)
