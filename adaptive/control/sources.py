@@ -19,7 +19,7 @@ all of its draft is accepted: its own confidence, calibrated, or what is known o
 left to the model. Where history finds a long match the text repeats itself, and a model guesses such text better too;
 where it finds nothing the text is harder than most. Whether the model drafts at all is decided by the rounds that are
 left to it, with the tries and the budget of ``goodput.py``, of which it has as large a part as they have of the time.
-Where history would draft, a hundredth of the time is for rounds of the model's all the same, so that what these bring
+Where history would draft, a small share of the time is for rounds of the model's all the same, so that what these bring
 stays known.
 """
 
@@ -34,7 +34,7 @@ from typing import Any
 from adaptive.control.ahead import Ahead, Discounted
 from adaptive.control.among import BesideWithHistory
 from adaptive.control.costs import LONGEST, CostTable, Timed
-from adaptive.control.goodput import BATCH, BUDGET, FEW_WAITING, RATE_WEIGHT, TRY_SHARE, GoodputLength
+from adaptive.control.goodput import BATCH, BUDGET, FEW_WAITING, RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import best_length
@@ -46,6 +46,9 @@ from adaptive.types import FREE, MODEL, Round
 KEEP, WEIGHT = 0.97, 2.0
 # Weight of one round in the mean of what such a round of the model's loses.
 LOSS_STEP = 0.05
+# Share of the time of history's rounds that such tries may lose. More is lost for as long as history does better, less is
+# late to see where the model does.
+RIVAL_SHARE = 0.003
 # Rounds that nothing is looked for without asking again. More are late where rounds have become longer.
 MOST_RESTS = 16
 
@@ -76,7 +79,7 @@ class Rival:
         """Whether this round, which history would draft, is the model's all the same: that is expected to lose so much,
         what history does takes as much as ``passed`` plain rounds, and tries may lose ``most`` at once."""
         self.loss = loss if not self.loss else self.loss + LOSS_STEP * (loss - self.loss)
-        self.owed = max(0.0, self.owed - TRY_SHARE * passed)
+        self.owed = max(0.0, self.owed - RIVAL_SHARE * passed)
         return self.owed + self.loss <= most
 
 
@@ -397,8 +400,9 @@ class GoodputWithHistory(GoodputLength):
     def _seconds(self) -> list[float]:
         """Seconds of a round of history's, by how many of its tokens are verified."""
         if self.history_s is None:
-            plain_s, beside = self.plain_s, (self.costs.beside_drafting(k) for k in range(LONGEST + 1))
-            self.history_s = [plain_s + self.marginal * (seconds - plain_s) for seconds in beside]
+            # As they were seen: by how much the model's rounds take longer than is believed is another matter, and known
+            # from few of them where history leads.
+            self.history_s = [self.plain_s, *(self.costs.beside_drafting(k) for k in range(1, LONGEST + 1))]
         return self.history_s
 
     def _hope(self) -> list[float]:
