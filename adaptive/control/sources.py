@@ -46,8 +46,8 @@ from adaptive.types import FREE, MODEL, Round
 KEEP, WEIGHT = 0.97, 2.0
 # Weight of one round in the mean of what such a round of the model's loses.
 LOSS_STEP = 0.05
-# Share of the time of history's rounds that such tries may lose. More is lost for as long as history does better, less is
-# late to see where the model does.
+# Share of the time of history's rounds that such tries may lose. More is lost for as long as history does better, less
+# is late to see where the model does.
 RIVAL_SHARE = 0.003
 # Rounds that nothing is looked for without asking again. More are late where rounds have become longer.
 MOST_RESTS = 16
@@ -400,8 +400,8 @@ class GoodputWithHistory(GoodputLength):
     def _seconds(self) -> list[float]:
         """Seconds of a round of history's, by how many of its tokens are verified."""
         if self.history_s is None:
-            # As they were seen: by how much the model's rounds take longer than is believed is another matter, and known
-            # from few of them where history leads.
+            # As they were seen: by how much the model's take longer than is believed is another matter, and known from
+            # few of them where history leads.
             self.history_s = [self.plain_s, *(self.costs.beside_drafting(k) for k in range(1, LONGEST + 1))]
         return self.history_s
 
