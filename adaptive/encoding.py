@@ -25,7 +25,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, context: int, add
     """
     try:
         _refuse_too_long(tokenizer, text, context)
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special)
+        # It would warn of what is refused in a sentence.
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special, verbose=False)
     except (TypeError, ValueError) as error:  # half of a surrogate pair, say
         raise AdaptiveError("the text is not valid Unicode") from error
     return ids
@@ -87,7 +88,7 @@ def _refuse_too_long(tokenizer: PreTrainedTokenizerBase, text: str, context: int
         return  # quick to tokenize, or more likely to fit than not
     count = 0
     for start in range(0, len(text), PIECE):
-        count += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False)) - PER_CUT
+        count += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False, verbose=False)) - PER_CUT
         if count > context:
             raise ContextFullError(
                 f"the prompt has far more than the {context} tokens that the model's context holds; shorten it"

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NamedTuple
 
 from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:  # settings need this module before anything is shown, and numpy takes 50 ms
+    import numpy as np
+    import numpy.typing as npt
 
 # What ``Generation.engine`` begins with where another server answered, and the servers of which that is known that a
 # draft's likeliest tokens are proposed, and stand where the target says the same: whatever the temperature, a token is
