@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,4 +48,4 @@ def answer_into_log(settings: Settings, prompts: Sequence[PromptLine], console: 
                 assert done is not None
                 tokens, seconds = tokens + len(done.output), seconds + done.timings.predicted_s
                 progress.update(task, advance=1, speed=f"{tokens / max(seconds, 1e-9):.0f} tokens/s")
-    console.print(f"answered {len(prompts)} prompts, {tokens} tokens")
+    console.print(f"answered {counted(len(prompts), 'prompt')}, {counted(tokens, 'token')}")

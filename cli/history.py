@@ -130,7 +130,12 @@ def print_summary(state: PairState, console: Console, session: str | None = None
 
 def drafters_in_words(drafters: dict[str, Drafted]) -> str:
     """Who drafted how much, in a line."""
-    said = (f"{who} {one.drafted} tokens, {one.accepted / one.drafted:.0%} accepted" for who, one in drafters.items())
+    from adaptive.printable import counted
+
+    said = (
+        f"{who} {counted(one.drafted, 'token')}, {one.accepted / one.drafted:.0%} accepted"
+        for who, one in drafters.items()
+    )
     return f"drafted by: {'; '.join(said)}" if drafters else "drafted by: nobody"
 
 

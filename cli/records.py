@@ -174,8 +174,8 @@ def import_(
     if as_json:
         print(json.dumps({"pair": state.root.name, **asdict(done)}))
         return
-    damaged = f"; {done.damaged} are damaged and left out" if done.damaged else ""
-    print(f"{done.taken} records are new in {state.root.name}, {done.known} were there already{damaged}")
+    damaged = f"; {done.damaged} damaged and left out" if done.damaged else ""
+    print(f"{counted(done.taken, 'new record')} in {state.root.name}, {done.known} known already{damaged}")
 
 
 @app.command()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 from checkpoints.manifest import BaseDraft, HeldOut, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 from trainers import processes
@@ -303,19 +304,18 @@ def _settle(
 
 def _message(manifest: Manifest | None, verdict: Verdict | None, result: Fit, validation: int) -> str:
     """One sentence for a person."""
+    stopped = f"Stopped after {counted(result.steps, 'step')}"
     if manifest is None and result.stopped:
-        return (
-            f"Stopped after {result.steps} steps, before any better draft was found; log and adapters are as they were."
-        )
+        return f"{stopped}, before any better draft was found; log and adapters are as they were."
     if manifest is None:
         return (
-            f"No state of training was as good as the draft in use on {validation} validation generations; "
+            f"No state of training was as good as the draft in use on {counted(validation, 'validation generation')}; "
             "nothing was kept, and the draft in use stays."
         )
     if verdict is None:
         return (
-            f"Stopped after {result.steps} steps; the best draft so far (step {result.best_step}) is kept as candidate "
-            f"{manifest.id}, not judged and not in use."
+            f"{stopped}; the best draft so far (step {result.best_step}) is kept as candidate {manifest.id}, not "
+            "judged and not in use."
         )
     if manifest.status == "promoted":
         forced = "" if verdict.promote else " by hand, against the gate"

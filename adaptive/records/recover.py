@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 from adaptive.records.pages import Pages, cut_short
 from adaptive.records.rows import CHECKED, ROUND, insert, mended
 from adaptive.records.schema import DamagedLogError, DiskFullError, connect, is_damage, is_disk_full, transaction
@@ -144,8 +145,8 @@ def recover(path: Path) -> str:
             found.let_go()
             files.finished(new)
     return (
-        f"the log was damaged ({found.wrong}): {kept} records of it are kept in a new one, and the damaged file is set "
-        f"aside as {aside.name}"
+        f"the log was damaged ({found.wrong}): a new one has the {counted(kept, 'record')} that could be read, and the "
+        f"damaged file is set aside as {aside.name}"
     )
 
 

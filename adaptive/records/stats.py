@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from adaptive.printable import counted
 from adaptive.types import Round
 
 
@@ -154,8 +155,8 @@ def in_words(counts: Iterable[RoundCount]) -> str:
     if not stats.num_draft_tokens:
         return f"{tokens:.2f} tokens a round, nothing drafted"
     return (
-        f"{tokens:.2f} tokens a round, {stats.draft_acceptance_rate:.0%} of {stats.num_draft_tokens} drafted tokens "
-        "accepted"
+        f"{tokens:.2f} tokens a round, {stats.draft_acceptance_rate:.0%} of "
+        f"{counted(stats.num_draft_tokens, 'drafted token')} accepted"
     )
 
 

@@ -151,7 +151,7 @@ class LogWriter:
                 )
             if self.lost:
                 return f"{counted(self.lost, 'generation')} could not be logged ({self._loss})"
-            return f"{self.stripped} generations are logged without supervision" if self.stripped else None
+            return f"{counted(self.stripped, 'generation')} logged without supervision" if self.stripped else None
 
     @property
     def state(self) -> WriterState:

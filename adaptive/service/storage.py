@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from adaptive.printable import counted
 from adaptive.state import PairState, existing_states
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Storage:
-    """``memory`` is empty, and ``memory_free`` None, where no server runs; the free bytes are the machine's."""
+    """``folder`` begins with ~ in a home folder. ``memory`` is empty, and ``memory_free`` None, where no server runs;
+    the free bytes are the machine's."""
 
     folder: str
     disk: tuple[Size, ...]
@@ -47,10 +49,16 @@ def on_disk(state: PairState) -> Storage:
     sizes = [Size(name, sum(map(_bytes, places))) for name, places in parts]
     sizes.append(Size("everything else of this pair", _bytes(state.root) - sum(one.bytes for one in sizes)))
     others = [other.root for other in existing_states(state.root.parent) if other.root != state.root]
-    pairs = f"{len(others)} other pair{'' if len(others) == 1 else 's'} of models"
+    pairs = f"{counted(len(others), 'other pair')} of models"
     sizes.append(Size(pairs, sum(map(_bytes, others))))
     free = shutil.disk_usage(state.root).free
-    return Storage(str(state.root), tuple(size for size in sizes if size.bytes > 0), free)
+    return Storage(_short(state.root), tuple(size for size in sizes if size.bytes > 0), free)
+
+
+def _short(folder: Path) -> str:
+    """Without whose home folder it is in, which a report that is passed on need not tell."""
+    home = Path.home()
+    return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
 
 
 def with_memory(storage: Storage, session: Opened | None) -> Storage:
