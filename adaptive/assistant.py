@@ -65,7 +65,8 @@ class Assistant:
 
     ``adapter`` is the id of the adapter in use. Finished generations go to ``log``, if there is one; each
     names the adapter that it began with. ``between_rounds``, if set, is called between two rounds of an
-    answer: it may swap, and says whether the draft may be used.
+    answer: it may swap, and says whether the draft may be used. ``reading``, if set, is called before each part of a
+    long prompt with the tokens of it that are still to be computed; what it raises ends the answer.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Assistant:
         self.under_way: list[Answering] = []
         self.chance: random.Random = random.SystemRandom()  # where answers without a seed begin
         self.between_rounds: Callable[[], bool] | None = None
+        self.reading: Callable[[int], None] | None = None
         self._swap: tuple[str | None, Iterator[None], Sequence[float] | None] | None = None
         self.session = uuid.uuid4().hex[:12]
         self.conversations = Conversations(pair.target, pair.draft, cache_bytes, kept)
@@ -339,6 +341,7 @@ class Assistant:
             None if self.history is None else self.history.drafter(owner, sampling.temperature),
             scope,
         )
+        decoding.reading = self.reading
         if target.undraftable is not None:
             decoding.forced = None
         return decoding

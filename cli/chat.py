@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from adaptive.errors import AdaptiveError
 from cli.options import shared_options
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def chat(
     if not typing:
         question = "\n\n".join(text for text in (question, piped()) if text)
         if not question:
-            return
+            raise AdaptiveError("nothing is asked: standard input is empty; give a question, or start it in a terminal")
     # Beside an answer that goes somewhere else, or nowhere but to its reader, nothing is said on standard output.
     console = Console(highlight=False, stderr=not (typing and sys.stdout.isatty()))
     if distill is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -45,7 +46,7 @@ def _set(chat: Chat, said: str) -> None:
     names = [f.name for f in dataclasses.fields(chat.sampling) if f.name not in NO_NUMBERS]
     if len(words) == 2:
         if words[0] == MOST_TOKENS:
-            chat.limits = dataclasses.replace(chat.limits, max_new_tokens=int(_number(words[1])))
+            chat.limits = dataclasses.replace(chat.limits, max_new_tokens=_whole(words[1]))
         elif words[0] in names:
             chat.sampling = _with(chat.sampling, *words)
         else:
@@ -57,10 +58,17 @@ def _set(chat: Chat, said: str) -> None:
 
 
 def _with(sampling: SamplingParams, name: str, value: str) -> SamplingParams:
-    whole = name in ("top_k", "seed")
-    number = None if name == "seed" and value == "off" else _number(value)
-    changed: Any = int(number) if whole and number is not None else number
+    changed: Any = None
+    if name != "seed" or value != "off":
+        changed = _whole(value) if name in ("top_k", "seed") else _number(value)
     return dataclasses.replace(sampling, **{name: changed})
+
+
+def _whole(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError as error:
+        raise AdaptiveError(f"{value!r} is no whole number") from error
 
 
 def _number(value: str) -> float:
@@ -71,11 +79,13 @@ def _number(value: str) -> float:
 
 
 def _retry(chat: Chat, said: str) -> None:
+    before = list(chat.talk.messages)
     question = chat.talk.take_back()
     if question is None:
         raise AdaptiveError("nothing has been asked yet")
     chat.note(f"again: {question}")
-    chat.ask(question)
+    if not chat.ask(question):
+        chat.talk.messages = before
 
 
 def _undo(chat: Chat, said: str) -> None:
@@ -94,8 +104,10 @@ def _forget(chat: Chat, said: str) -> None:
 
 def _save(chat: Chat, said: str) -> None:
     file = _file(said, "/save talk.json")
+    if not chat.talk.messages:
+        raise AdaptiveError("there is nothing to save yet")
     chat.talk.save(file)
-    chat.note(f"saved {_messages(len(chat.talk.messages))} to {file}; /load {file} brings them back")
+    chat.note(f"saved {counted(len(chat.talk.messages), 'message')} to {file}; /load {file} brings them back")
 
 
 def _load(chat: Chat, said: str) -> None:
@@ -151,7 +163,7 @@ def _sessions(chat: Chat, said: str) -> None:
     with Log(chat.opened.state.records) as log:
         for session in log.sessions():
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(session.last))
-            answers = f"{session.generations} answer{'' if session.generations == 1 else 's'}"
+            answers = counted(session.generations, "answer")
             line = titled(session.id, f"{when} · {answers} · {' '.join(session.opening.split())}")
             chat.console.print(line, no_wrap=True, overflow="ellipsis")
 
@@ -201,10 +213,6 @@ def help_text() -> Group:
         table.add_row(Text.assemble((name, "bold"), f" {command.arguments}"), Text(command.help))
     keys = "ctrl-C stops an answer. A line that ends with \\ goes on in the next."
     return Group(table, Text(keys), Text('Several lines stand between """ and """.'))
-
-
-def _messages(count: int) -> str:
-    return f"{count} message{'' if count == 1 else 's'}"
 
 
 def carry_out(chat: Chat, text: str) -> bool:

@@ -33,11 +33,14 @@ def piped() -> str:
 
 @contextlib.contextmanager
 def echo() -> Iterator[None]:
-    """What is typed shows on the terminal also where answers go somewhere else."""
+    """What is typed shows on the terminal also where answers go somewhere else; a dumb one is sent text alone."""
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.output import create_output
+    from prompt_toolkit.output.plain_text import PlainTextOutput
+    from prompt_toolkit.utils import is_dumb_terminal
 
-    with create_app_session(output=create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)):
+    shown = sys.stdout if sys.stdout.isatty() else sys.stderr
+    with create_app_session(output=PlainTextOutput(shown) if is_dumb_terminal() else create_output(stdout=shown)):
         yield
 
 

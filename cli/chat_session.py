@@ -6,11 +6,13 @@ import contextlib
 import itertools
 import signal
 import sys
+import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 # Of the context, what the conversation may take after its oldest turns were forgotten: the rest is for what comes.
 FORGET_TO = 0.5
+# Seconds after which it is said that a question is being read. Sooner, a line would flicker before each answer.
+SAID_AFTER_S = 0.5
 
 
 class Chat:
@@ -98,7 +102,7 @@ class Chat:
     def show_last(self) -> None:
         """Where an earlier conversation stands: its last question, and what was answered."""
         turns = self.talk.turns
-        self.note(f"session {self.name} goes on after {len(turns)} message{'' if len(turns) == 1 else 's'}")
+        self.note(f"session {self.name} goes on after {counted(len(turns), 'message')}")
         asked = next((i for i in reversed(range(len(turns))) if turns[i].role == "user"), len(turns))
         for message in turns[asked:]:
             if message.role == "user":
@@ -108,8 +112,9 @@ class Chat:
                 shown.feed(message.content)
                 shown.close()
 
-    def ask(self, text: str) -> None:
-        """Ask and show the answer. Where the conversation no longer fits, forget its oldest turns if that is wanted.
+    def ask(self, text: str) -> bool:
+        """Ask and show the answer; whether there was one. Where the conversation no longer fits, forget its oldest
+        turns if that is wanted.
 
         Raises AdaptiveError only where nobody types, who could ask something else."""
         from adaptive.errors import ContextFullError
@@ -125,9 +130,9 @@ class Chat:
                 self.console.print(str(error), style="red", markup=False)
                 if isinstance(error, ContextFullError) and self._makes_room(text):
                     continue
-                return
+                return False
             self.talk.messages = [*asked, Message("assistant", answer)]
-            return
+            return True
 
     def _makes_room(self, text: str) -> bool:
         """Forget the oldest turns, if a person agrees, until the conversation and ``text`` fit."""
@@ -140,8 +145,8 @@ class Chat:
         forgotten = len(self.talk.turns) - len(shorter.turns)
         assert self.keyboard is not None
         helps = forgotten and self._fits(shorter, text)
-        if not helps or not self.keyboard.agrees(f"Forget the oldest {forgotten} messages and ask again?"):
-            self.note("/reset begins anew, /forget drops the oldest question and its answer")
+        self.note("/reset begins anew, /forget drops the oldest question and its answer")
+        if not helps or not self.keyboard.agrees(f"Forget the oldest {counted(forgotten, 'message')} and ask again?"):
             return False
         self.talk = shorter
         return True
@@ -200,7 +205,8 @@ class Chat:
 
     def _show(self, steps: Iterable[Step]) -> None:
         with interruptible() as interrupted, contextlib.closing(steps):  # type: ignore[type-var]
-            first = next(iter(steps), None)  # which says what is wrong with the prompt before anything is shown
+            with self._reading(interrupted):
+                first = next(iter(steps), None)  # which says what is wrong with the prompt before anything is shown
             display = self._display()
             try:
                 for step in itertools.chain([] if first is None else [first], steps):
@@ -210,9 +216,32 @@ class Chat:
             finally:
                 display.close()
 
+    @contextlib.contextmanager
+    def _reading(self, interrupted: Callable[[], bool]) -> Iterator[None]:
+        """While a prompt is read, which may take long: say so, and give up where that is wanted."""
+        status = self.console.status("reading")
+        later = threading.Timer(SAID_AFTER_S, status.start)
+
+        def part(left: int) -> None:
+            if interrupted():
+                raise AdaptiveError("stopped before the answer began; the question is not part of the conversation")
+            status.update(f"reading, {counted(left, 'token')} to go")
+
+        self.opened.assistant.reading = part
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            later.start()
+        try:
+            yield
+        finally:
+            self.opened.assistant.reading = None
+            later.cancel()
+            if later.is_alive():
+                later.join()
+            status.stop()
+
     def _keep(self) -> None:
         """Wait until the answer is in the log, and say how it was decoded and how it ended."""
-        from cli.generate import figures, keep
+        from cli.generate import figures, how_cut, keep
 
         assistant = self.opened.assistant
         keep(assistant)
@@ -223,10 +252,9 @@ class Chat:
             self.trainer.answered(adapter, rounds)
         stopped = "stopped · " if assistant.last.finish_reason == "cancelled" else ""
         self.console.print(f"[dim]{stopped}{figures(assistant)}[/]")
-        if assistant.last.finish_reason == "length" and self.keyboard is not None:
-            whole = len(assistant.last.request.prompt) + len(assistant.last.output)
-            full = whole >= self.opened.pair.target.context_length
-            cut = "cut where the context is full: /reset begins anew" if full else "cut at the limit: /more goes on"
+        typing = self.keyboard is not None
+        cut = how_cut(assistant, ": /more goes on", ": /reset begins anew") if typing else how_cut(assistant)
+        if cut is not None:
             self.console.print(cut, style="yellow")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 from cli.options import shared_options
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def generate(
                 show(steps)
                 keep(session.assistant)
                 console.print(f"[dim]{figures(session.assistant)}[/]", highlight=False)
+                if cut := how_cut(session.assistant):
+                    console.print(cut, style="yellow", highlight=False)
 
 
 def _grammar(json_schema: Path | None, grammar: Path | None, regex: str | None) -> Grammar | None:
@@ -137,15 +140,28 @@ def figures(assistant: Assistant) -> str:
     from adaptive.speculation import speculation
 
     done = last(assistant)
-    parts = [f"{len(done.output)} tokens", f"{done.timings.per_second:.0f} tokens/s"]
+    parts = [counted(len(done.output), "token")]
+    if done.rounds:
+        parts.append(f"{done.timings.per_second:.0f} tokens/s")
     if done.cached:
-        parts.append(f"{done.cached} prompt tokens from the cache")
-    parts.append(speculation(assistant).sentence)
+        parts.append(f"{counted(done.cached, 'prompt token')} from the cache")
+    if done.rounds:  # a lone token comes with the prompt
+        parts.append(speculation(assistant).sentence)
     if assistant.pair.draft is not None:
         if done.rounds:
             parts.append(in_words(count_rounds(done.rounds)))
         parts.append(f"adapter {assistant.adapter}" if assistant.adapter else "no adapter")
     return " · ".join(parts)
+
+
+def how_cut(assistant: Assistant, more: str = ": --max-new-tokens allows more", anew: str = "") -> str | None:
+    """By what the last answer was cut, and what to do then: ``more``, or ``anew`` where it was the context's end; None
+    where it came to its end."""
+    done = last(assistant)
+    if done.finish_reason != "length":
+        return None
+    full = len(done.request.prompt) + len(done.output) >= assistant.pair.target.context_length
+    return f"cut where the context is full{anew}" if full else f"cut at the limit{more}"
 
 
 def as_object(prompt: PromptLine, assistant: Assistant) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from adaptive.decoding.loop import BURST_S, Decoding, Turn, stretch
+from adaptive.decoding.loop import BURST_S, PART, Decoding, Turn, stretch
 from adaptive.drafting.protocol import Wanted
 from adaptive.engines.protocol import Engine, ExtendCall, Proposed
 from adaptive.errors import AdaptiveError
@@ -25,9 +25,6 @@ PASS, LEAST = 128, 32
 # Share of the prompts' tokens, one in so many, that is of the one which has waited longest: the rest goes to the
 # shortest first, so that a short question does not wait for a long text.
 WAITED_LONGEST = 4
-# Tokens of a lone prompt after which it is looked whether somebody else has come. Transformers' own forward makes
-# passes of so many, our own of fewer.
-PART = 512
 
 Failed = tuple[Decoding, Exception]
 

@@ -40,6 +40,9 @@ AHEAD = 32
 # Tokens that a draft catches up with in a round that several answers share. More keep the others waiting, fewer read
 # its weights more often.
 SLICE = 128
+# Tokens of a lone prompt after which it is looked whether somebody else has come, or has lost interest. Transformers'
+# own forward makes passes of so many, our own of fewer.
+PART = 512
 
 
 class Step(NamedTuple):
@@ -124,6 +127,7 @@ class Decoding:
         self.policy = policy
         self.stream = stream
         self.between = between or (lambda: True)
+        self.reading: Callable[[int], None] | None = None  # as ``Assistant.reading``
         self.history = history
         self.grafting = None if history is None else Grafting(drafter, history, policy)
         sampling = request.sampling
@@ -153,6 +157,10 @@ class Decoding:
         """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
         try:
             self.begin()
+            while self.unread > PART:
+                if self.reading is not None:
+                    self.reading(self.unread)
+                self.alone(False, PART)
             self.alone(False)
             while True:
                 yield from self.show()
