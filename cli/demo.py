@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from cli.options import shared_options
+from cli.options import as_typed, shared_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -221,6 +221,11 @@ class Tour:
             self._say("[bold]3. Distil.[/] A LoRA adapter of the draft learns from that log.")
             adapter = self._distil(session)
             if adapter is None:
+                self._say(
+                    "So the draft in use stays as it was: an adapter comes into use only if it surely drafts better on "
+                    "answers that it was not trained on. More answers teach it more."
+                )
+                self._next()
                 return
             self._say("[bold]4. After.[/] The first prompts again. None of them was trained on; every way in turn.")
             self.after = [
@@ -232,6 +237,7 @@ class Tour:
             self._compare(session, self.after)
             self._plot(session)
             self._conclude(self.after)
+            self._next()
 
     def _say(self, text: str) -> None:
         self.console.print()
@@ -331,10 +337,21 @@ class Tour:
             f"{controlled.per_second / before.per_second:.2f}x as fast as the speculation it began with. What it says "
             "is still drawn from the target's own distribution."
         )
+
+    def _next(self) -> None:
+        """What to type now, for this pair or, after the bundled one, for one's own."""
+        pair = as_typed(self.settings, "target", "draft")
+        quantized = "" if self.settings.quantize == "none" else " " + as_typed(self.settings, "quantize")
+        chat = pair + quantized
+        if not pair:
+            pair = "--target ... --draft ..."
+            chat = "--target Qwen/Qwen2.5-14B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --quantize nf4"
+        own = self.settings.target is not None
+        self._say("To go on with this pair:" if own else "The bundled pair is a toy. With your own models:")
         self.console.print(
-            "\nThe bundled pair is a toy. With your own models:\n\n"
-            "  adaptive chat --target Qwen/Qwen2.5-14B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --quantize nf4\n"
-            "  adaptive distill --target ... --draft ...     now and then, or overnight\n"
-            "  adaptive history --target ... --draft ...     what it brought\n",
+            f"\n  adaptive chat {chat}\n"
+            f"  adaptive distill {pair}     now and then, or overnight\n"
+            f"  adaptive history {pair}     what it brought\n",
             soft_wrap=True,
+            markup=False,
         )
