@@ -1,5 +1,5 @@
-"""What a person sees, kept as text: the main commands at three widths, in a dumb terminal and through a pipe, and the
-chat's own screens in a real terminal.
+"""What a person sees, kept as text: the main commands and the chat, at three widths, in a dumb terminal and through a
+pipe.
 
 Figures that depend on the machine are masked. After a change that is meant: ``UPDATE_SCREENS=1 pytest -n 0
 tests/test_screens.py``, then read the difference.
@@ -7,30 +7,39 @@ tests/test_screens.py``, then read the difference.
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pexpect
 import pytest
+from conftest import save_model_that_says
 from records_factory import generation
 
 from adaptive.records.writer import LogWriter
-from adaptive.types import Round
+from adaptive.types import Message, Round
+from cli.talk import Talk
 
 SCREENS = Path(__file__).parent / "screens"
 WIDTHS = (60, 80, 200)
 TMUX = shutil.which("tmux")
 # Lines of a terminal; more than any screen has.
-HEIGHT = 60
+HEIGHT, TALL = 60, 120
 # Seconds for a chat to be there on a busy machine.
 START_S = 120
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][A-Z0-9]|\x1b[=>]|\r")
+MASKED = (
+    (r"\d+(\.\d+)? (kB|MB)", "# kB"), (r"(?<![\d.])\d+ tokens/s", "# tokens/s"),
+    (r"\d+ prompt tokens from", "# prompt tokens from"),
+    (r"session [0-9a-f]{12}", "session ############"), (r"says--none-[0-9a-f]+", "says--none-#"),
+)  # fmt: skip
 COMMANDS = (
     ("history",),
     ("history", "--by", "session"),
@@ -77,9 +86,12 @@ def environment(term: str) -> dict[str, str]:
 
 
 def plain(text: str) -> str:
-    """As lines without colours and without spaces at their ends; sizes masked."""
-    lines = (line.rstrip() for line in ESCAPES.sub("", text).splitlines())
-    return re.sub(r"\d+(\.\d+)? (kB|MB)", "# kB", "\n".join(lines)).strip() + "\n"
+    """As lines without colours and without spaces at their ends; sizes, speeds and names by chance masked."""
+    screen = "\n".join(line.rstrip() for line in ESCAPES.sub("", text).splitlines()).strip() + "\n"
+    for figure, masked in MASKED:
+        screen = re.sub(figure, masked, screen)
+    # Where this line breaks depends on how long the speed is.
+    return re.sub(r"# tokens/s[^›]*?no draft", lambda said: " ".join(said[0].split()), screen)
 
 
 def compare(name: str, screen: str) -> None:
@@ -126,7 +138,7 @@ class Terminal:
         assert TMUX is not None
         self._tmux = [TMUX, "-S", str(folder / "tmux"), "-f", os.devnull]
         self._folder = folder
-        self._run("new-session", "-d", "-x", str(WIDTHS[0]), "-y", str(HEIGHT), *command)
+        self._run("new-session", "-d", "-x", str(WIDTHS[0]), "-y", str(TALL), *command)
 
     def _run(self, *words: str) -> str:
         done = subprocess.run(
@@ -135,7 +147,7 @@ class Terminal:
         return done.stdout.decode("utf-8")
 
     def resize(self, width: int) -> None:
-        self._run("resize-window", "-x", str(width), "-y", str(HEIGHT))
+        self._run("resize-window", "-x", str(width), "-y", str(TALL))
         name = self._run("display-message", "-p", "#{pane_tty}").strip()
         with open(name, "rb", buffering=0) as tty:  # tmux tells the program only a while later
             deadline = time.monotonic() + START_S
@@ -150,29 +162,95 @@ class Terminal:
     def screen(self) -> str:
         return plain(self._run("capture-pane", "-p"))
 
-    def until(self, pattern: str) -> str:
-        """The screen, when this stands on it."""
+    def until(self, there: Callable[[str], bool]) -> None:
+        """Wait for a screen of which this is true."""
         deadline = time.monotonic() + START_S
-        while not re.search(pattern, screen := self.screen, re.MULTILINE):
-            assert time.monotonic() < deadline, f"no {pattern!r} on\n{screen}"
-            time.sleep(0.1)
-        return screen
+        while not there(screen := self.screen):
+            assert time.monotonic() < deadline, screen
+            time.sleep(0.05)
 
     def close(self) -> None:
         subprocess.run([*self._tmux, "kill-server"], capture_output=True, check=False)
 
 
+# What the model of these chats says, whatever it is asked.
+SAID = (
+    "## A plan\nBegin with **one** small `step` that you could finish before lunch, since many hours go into what "
+    "nobody asked for."
+)
+OPTIONS = ("--draft", "none", "--dtype", "float32", "--temperature", "0", "--no-record")
+# What is typed, a line each, and what stands above the next prompt then.
+SCENES = {
+    "questions": (
+        ("What now?", "# tokens/s"),
+        ("One line,\\", None),
+        ("and another.", "# tokens/s"),
+        ('"""Three', None),
+        ("of", None),
+        ('them"""', "# tokens/s"),
+        ("/etc/hosts what is this?", "# tokens/s"),
+        ("/retry", "# tokens/s"),
+        ("/undo", "forgot: "),
+    ),
+    "an answer that is cut": (
+        ("/set max_tokens 5", "max_tokens 5"),
+        ("And now?", "/more goes on"),
+        ("/set max_tokens 100", "max_tokens 100"),
+        ("/more", "# tokens/s"),
+    ),
+    "settings": (
+        ("/set temperature 0.2", "temperature 0.2"),
+        ("/set temperature warm", "number"),
+        ("/set colour 1", "max_tokens"),
+        ("/system Be short.", "Be short"),
+        ("/system off", "none"),
+        ("/nothing", "lists what there is"),
+    ),
+    "files": (
+        ("/save", "talk.json"),
+        ("/save talk-WIDTH.json", "back"),
+        ("/save talk-WIDTH.json", "another name"),
+        ("/reset", "new session"),
+        ("/load talk-WIDTH.json", "asked for"),
+        ("/load nowhere.json", "nowhere.json"),
+    ),
+    "a full context": (
+        ("/load long.json", "Yes"),
+        ("What now?", "Y/n"),
+        ("n", "n"),
+        ("/reset", "new session"),
+    ),
+    "help": (("/help", "Several lines"),),
+}  # fmt: skip
+
+
+def started(folder: Path) -> Path:
+    """A folder with what the chats need: the model, and a conversation that fills its context."""
+    save_model_that_says(SAID, folder / "says")
+    long = Talk("Be brief.")
+    for number in range(100):
+        long.messages += [Message("user", f"{number}? " + "word " * 20), Message("assistant", "Yes.")]
+    long.save(folder / "long.json")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
-    """``adaptive chat`` on the bundled pair, ready for a question."""
-    folder = tmp_path_factory.mktemp("chat")
-    options = ("--dtype", "float32", "--temperature", "0", "--no-record", "--draft-length", "2")
-    one = Terminal(folder, sys.executable, "-m", "cli.main", "chat", *options)
+    """``adaptive chat``, ready for a question."""
+    folder = started(tmp_path_factory.mktemp("chat"))
+    one = Terminal(folder, sys.executable, "-m", "cli.main", "chat", "--target", "says", *OPTIONS)
     try:
-        one.until(r"^> ?$|^› ?$|^❯ ?$")
+        one.until(lambda screen: screen.endswith("\n›\n"))
         yield one
     finally:
         one.close()
+
+
+def answered(screen: str, shown: str | None) -> bool:
+    """Whether this stands on the screen, and after it what is typed next."""
+    if shown is None:
+        return screen.endswith("\n…\n")
+    return shown in " ".join(screen.split()) and screen.rstrip().endswith(("\n›", "[Y/n]"))
 
 
 @pytest.mark.skipif(TMUX is None, reason="tmux is not here")
@@ -180,12 +258,50 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_chat_in_a_terminal(chat: Terminal, width: int) -> None:
     chat.resize(width)
-    chat.press("C-l")
-    chat.press("/set", "Enter")
-    chat.until("max_tokens")
-    chat.press("/nothing", "Enter")
-    chat.until("there is no /nothing")
-    chat.press("/help", "Enter")
-    screen = chat.until(r"Several lines stand between.*\n›$")  # with the prompt for what comes next
-    assert max(map(len, screen.splitlines())) <= width
-    compare(f"chat-{width}", screen)
+    screens = []
+    for name, lines in SCENES.items():
+        chat.press("C-l")
+        chat.until(lambda screen: screen == "›\n")
+        for typed, shown in lines:
+            text = typed.replace("WIDTH", str(width))
+            before = len(chat.screen)
+            chat.press("-l", text)
+            chat.press("Enter")
+            chat.until(lambda screen: answered(screen[before:], shown))  # noqa: B023
+        screens.append(f"== {name}\n{chat.screen}")
+    compare(f"chat-{width}", "".join(screens).replace(f"talk-{width}", "talk"))
+
+
+@pytest.mark.thorough
+def test_the_chat_in_a_dumb_terminal(tmp_path: Path) -> None:
+    command = ["-m", "cli.main", "chat", "--target", "says", *OPTIONS]
+    said = io.StringIO()
+    spawned = pexpect.spawn(
+        sys.executable, command, cwd=str(started(tmp_path)), env=environment("dumb"), dimensions=(HEIGHT, 80),
+        timeout=START_S, encoding="utf-8",
+    )  # fmt: skip
+    spawned.logfile_read = said
+    for typed, _ in (*itertools.chain(*SCENES.values()), ("/exit", None)):
+        spawned.expect([r"› \Z", r"… \Z", r"\[Y/n\] \Z"])
+        spawned.sendline(typed.replace("WIDTH", "dumb"))
+    spawned.expect(pexpect.EOF)
+    assert "\x1b" not in said.getvalue()
+    compare("chat-dumb", plain(said.getvalue()))
+
+
+@pytest.mark.thorough
+def test_the_chat_through_a_pipe(tmp_path: Path) -> None:
+    def chat(text: str, *given: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "cli.main", "chat", *given, "--target", "says", *OPTIONS], cwd=tmp_path,
+            env=environment("xterm-256color"), input=text, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        said = f"{done.stdout}== on standard error, and status {done.returncode}\n{done.stderr}"
+        assert "\x1b" not in said
+        return said
+
+    started(tmp_path)
+    answered = chat("line one\n/help\nline three\n", "Explain this:")
+    assert answered.startswith(SAID + "\n== ")
+    cut, empty, long = chat("Go on.", "--max-new-tokens", "5"), chat(""), chat("word " * 3000)
+    compare("chat-pipe", plain("\n".join((answered, cut, empty, long))))
