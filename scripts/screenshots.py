@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -29,7 +30,7 @@ from adaptive.pair import BUNDLED
 
 # CSS pixels of the width, the scheme, and what a picture's name ends with.
 VIEWS = ((400, "light", "400"), (1280, "light", "1280"), (1280, "dark", "1280-dark"))
-HIGHEST = 4000
+HIGHEST = 6000
 # Nothing but the pages is asked for, and nothing of an earlier run is known.
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run",
@@ -40,12 +41,18 @@ PATIENCE_S = 120
 QUESTION = "Write a Python function that returns the sum of a list."
 
 
+def at_home(home: Path) -> dict[str, str]:
+    """The environment of somebody whose home folder this is, and who has set nothing."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ADAPTIVE_")}
+    return {**kept, "HOME": str(home), "XDG_DATA_HOME": str(home / ".local" / "share")}
+
+
 @contextmanager
 def served(home: Path) -> Iterator[str]:
     """The address of ``adaptive serve`` on a free port, ready to answer."""
-    command = [sys.executable, "-m", "cli.main", "serve", "--state-dir", str(home), "--port", "0", "--distill", "off"]
+    command = [sys.executable, "-m", "cli.main", "serve", "--port", "0", "--distill", "off"]
     with (home / "server.log").open("w") as log:
-        server = subprocess.Popen(command, stderr=log)
+        server = subprocess.Popen(command, stderr=log, env=at_home(home))
     try:
         while (found := re.search(r"listening on (\S+)", (home / "server.log").read_text())) is None:
             time.sleep(0.2)
@@ -132,8 +139,8 @@ def chat(driver: Any, url: str, out: Path) -> None:
 def report(driver: Any, home: Path, out: Path) -> None:
     """As ``adaptive history --html`` writes it."""
     file = home / "report.html"
-    command = [sys.executable, "-m", "cli.main", "history", "--state-dir", str(home), "--html", str(file)]
-    subprocess.run(command, check=True)
+    command = [sys.executable, "-m", "cli.main", "history", "--html", str(file)]
+    subprocess.run(command, check=True, env=at_home(home))
     driver.get(file.as_uri())
     until(lambda: len(driver.find_elements("css selector", ".plot svg[role=img]")) >= 4)
     photograph(driver, "report", out)
@@ -144,7 +151,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     parser.add_argument("--answers", type=int, default=40, help="before, and again after distilling")
     parser.add_argument("--no-distill", action="store_true", help="do not let the draft learn in between")
-    parser.add_argument("--home", type=Path, help="keep the state here, or go on with what is there")
+    parser.add_argument("--home", type=Path, help="a home folder to keep, or to go on with what it has")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     lines = (BUNDLED / "prompts" / "math.jsonl").read_text(encoding="utf-8").splitlines()
@@ -152,13 +159,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         home = args.home or Path(temporary)
         home.mkdir(parents=True, exist_ok=True)
-        known = any(home.glob("*/records.db"))
+        known = any(home.rglob("records.db"))
         with served(home) as url:
             if not known:
                 ask(url, prompts[: args.answers])
             if not known and not args.no_distill:
-                command = [sys.executable, "-m", "cli.main", "distill", "--state-dir", str(home)]
-                subprocess.run(command, check=True)
+                subprocess.run([sys.executable, "-m", "cli.main", "distill"], check=True, env=at_home(home))
                 ask(url, prompts[args.answers : 2 * args.answers])
             with browser() as driver:
                 chat(driver, url, args.out)
