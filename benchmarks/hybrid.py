@@ -5,7 +5,8 @@
 
 Prints plain decoding against transformers' own; passes over several tokens against one; what a rollback costs, in the
 call and in the pass after it, which applies the tokens that stand, as a share of a round; and speculation against what
-the forwards alone allow. Ours and theirs are timed in turn.
+the forwards alone allow. Ours and theirs are timed in turn, and on as many threads: a target that chooses (one thread,
+beside another program) is compared with transformers, which does not.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import timing
 import torch
 from rounds import show_round
 from timing import bare, count_processor_time, filled, settle
+from transformers.generation import BaseStreamer
 
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.load import forward_of
@@ -28,6 +30,20 @@ from cli.prompts import read_prompts
 
 # Tokens of a text before what is timed.
 CONTEXT = 200
+
+
+class Clocked(BaseStreamer):  # type: ignore[misc]  # transformers' own is not typed
+    """When ``generate`` has made each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, and then each token."""
+        self.times.append(timing.clock())
+
+    def end(self) -> None:
+        """The text is over."""
 
 
 def show_plain(engine: Engine, tokens: int, repeats: int) -> float:
@@ -49,22 +65,21 @@ def show_plain(engine: Engine, tokens: int, repeats: int) -> float:
     @torch.inference_mode()
     def theirs() -> float:
         given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
-        spent = []
-        for count in (1, 1 + tokens):  # the first is the prompt's
-            began = timing.clock()
-            engine.model.generate(ids, max_new_tokens=count, **given)
-            spent.append(timing.clock() - began)
-        return (spent[1] - spent[0]) / tokens
+        clocked = Clocked()
+        engine.model.generate(ids, max_new_tokens=1 + tokens, streamer=clocked, **given)
+        return (clocked.times[-1] - clocked.times[1]) / tokens  # the first token is the prompt's pass
 
     settle(sequence, 1)
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for call, seen in zip((ours, theirs), taken, strict=True):
             seen.append(call())
-    one, other = map(statistics.median, taken)
+    one_s, other_s = taken
+    one, other = statistics.median(one_s), statistics.median(other_s)
     print(
         f"plain: {one * 1e3:.2f} ms a token by {forward_of(engine).value}, {other * 1e3:.2f} ms by transformers' own: "
-        f"{other / one:.2f} times as fast"
+        f"{other / one:.2f} times as fast (from {min(one_s) * 1e3:.2f} to {max(one_s) * 1e3:.2f}, "
+        f"{min(other_s) * 1e3:.2f} to {max(other_s) * 1e3:.2f})"
     )
     return other / one
 
@@ -138,8 +153,11 @@ def main() -> None:
     folders = {name: str(args.pair / name) for name in ("target", "draft")}
     pair = load_pair(load_settings({**folders, "dtype": args.dtype, "draft_quantize": "none", "device": "cpu"}))
     assert isinstance(pair.target, TransformersEngine)
+    assert pair.target.threads is not None
+    threads = pair.target.threads.held = torch.get_num_threads()
     size = sum(parameter.numel() for parameter in pair.target.model.parameters())
-    print(f"target of {size / 1e6:.0f}M parameters, {pair.target.weights}; {forward_of(pair.target).value}")
+    kind = f"{pair.target.weights}; {forward_of(pair.target).value}, {threads} thread(s)"
+    print(f"target of {size / 1e6:.0f}M parameters, {kind}")
     show_plain(pair.target, args.tokens, args.repeats)
     show_passes(pair.target)
     show_rollback(pair, args.length)

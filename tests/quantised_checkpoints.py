@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,53 @@ def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     }, dense.reshape(len(weight), weight.shape[2], -1).transpose(1, 2).contiguous()
 
 
+def gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Four bits in groups of 32 inputs, eight inputs in a number of 32 bits, and zero points less one."""
+    whole, scale, dense = _from_the_middle(weight)
+    zeros = torch.full_like(scale, MIDDLE - 1, dtype=torch.int64)
+    return {
+        "qweight": _words(whole.reshape(-1, 8, len(weight)).transpose(1, 2), range(8)),
+        "qzeros": _words(zeros.reshape(len(scale), -1, 8), range(8)),
+        "scales": scale,
+        "g_idx": (torch.arange(weight.shape[1]) // BLOCK).to(torch.int32),
+    }, dense
+
+
+def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """The same with eight outputs in a number of 32 bits, even ones first, and zero points as they are."""
+    whole, scale, dense = _from_the_middle(weight)
+    zeros = torch.full_like(scale, MIDDLE, dtype=torch.int64)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": _words(whole.reshape(weight.shape[1], -1, 8), order),
+        "qzeros": _words(zeros.reshape(len(scale), -1, 8), order),
+        "scales": scale,
+    }, dense
+
+
+# Of the sixteen numbers of four bits, the one that stands for zero.
+MIDDLE = 8
+
+
+def _from_the_middle(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight (out, in) as numbers from 0 to 15 (in, out), the scales (groups, out) in float16, and what they stand
+    for."""
+    groups = weight.T.reshape(-1, BLOCK, len(weight))
+    scale = (groups.abs().amax(1) / (MIDDLE - 1)).half()
+    small = (groups / scale.float()[:, None]).round().clamp(-MIDDLE, MIDDLE - 1)
+    dense = (small * scale.float()[:, None]).reshape(-1, len(weight)).T.contiguous()
+    return (small + MIDDLE).to(torch.int64).reshape(-1, len(weight)), scale, dense
+
+
+def _words(nibbles: torch.Tensor, order: Iterable[int]) -> torch.Tensor:
+    """Eight numbers of four bits (..., 8) in one of 32 bits, from the lowest bits on in the given order."""
+    words = sum(nibbles[..., number] << (4 * place) for place, number in enumerate(order))
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
 # What a config says of each.
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 _WEIGHTS: dict[str, Any] = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}

@@ -280,10 +280,15 @@ def test_which_forward_it_is_follows_from_the_configuration(name: str, dtype: to
         assert kind == forward.kind
 
 
+# Those of whose numbers torch computes some where a pass goes by layers: norms of heads, and of what a part adds.
+NORMED_BY_TORCH = {"qwen3", "gemma3", "olmo3", "hunyuan_v1_dense"}
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral, window", *VARIED])
-# In bfloat16 a difference in the last bit may round a product's input the other way, by up to two steps of the largest.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 8e-3)])
-def test_one_call_is_what_layer_by_layer_is(name: str, dtype: torch.dtype, tolerance: float) -> None:
+# Where torch norms, a last bit may differ, and in bfloat16 a product's input then rounds to the neighbouring number, by
+# twice the unit roundoff of 2 ** -8: a logit of which that input makes up all moves by as much.
+@pytest.mark.parametrize(("dtype", "rounded"), [(torch.float32, 1e-5), (torch.bfloat16, 2 * 2**-8)])
+def test_one_call_is_what_layer_by_layer_is(name: str, dtype: torch.dtype, rounded: float) -> None:
     forward, tokens = own(made(name, dtype)), text(FEW + 20)
     if not forward.fused:
         pytest.skip("there are no kernels for this processor, or none were built")
@@ -295,8 +300,8 @@ def test_one_call_is_what_layer_by_layer_is(name: str, dtype: torch.dtype, toler
         forward.fused = True
         fused = forward(part, count, one)
         forward.fused = False
-        tolerance_here = tolerance * float(fused.abs().max())
-        torch.testing.assert_close(fused, forward(part, count, other), rtol=0, atol=tolerance_here)
+        near = rounded * float(fused.abs().max()) if name in NORMED_BY_TORCH else 0
+        torch.testing.assert_close(fused, forward(part, count, other), rtol=0, atol=near)
 
 
 def test_the_cache_grows_without_forgetting() -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import BUNDLED, Command
@@ -20,6 +21,8 @@ from adaptive.engines.load import Source, load_engine, read_config
 from adaptive.pair import load_pair
 from adaptive.settings import load_settings
 from adaptive.types import Message, StopParams
+from trainers.dataset import Example
+from trainers.fit import fit
 from trainers.lora import attach, linear_names
 from trainers.recipe import Recipe
 
@@ -282,6 +285,17 @@ def test_routers_and_layers_that_peft_forbids_get_no_adapter() -> None:
     assert any(name.endswith("in_proj") for name in names)
     assert not [name for name in names if name.endswith("out_proj")]
     attach(falcon, Recipe(rank=4))(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_a_model_that_cannot_be_trained_in_bfloat16_is_trained_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    model = attach(tiny_model("dbrx", n_layers=1), Recipe(rank=4))
+    text = np.array(prompt_of(20), np.int32)
+    example = Example(0, "", text, text, GREEDY, limited=True, supervision=None)
+    fit(model, [example], lambda: 1.0, Recipe(rank=4, loss="cross-entropy", epochs=1))
+    learned = [weight for name, weight in model.named_parameters() if "lora_B" in name]
+    assert learned
+    assert all(weight.isfinite().all() and weight.any() for weight in learned)
 
 
 def test_doctor_says_what_a_models_layers_hold(tmp_path: Path, adaptive: Command) -> None:

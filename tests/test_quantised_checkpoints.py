@@ -10,7 +10,22 @@ import pytest
 import torch
 from conftest import BUNDLED
 from foreign_heads import save_with_mtp
-from quantised_checkpoints import CHANNELS, FP8, MXFP4, PACKED, channels, fp8, mxfp4, packed, quantise, say
+from quantised_checkpoints import (
+    AWQ,
+    CHANNELS,
+    FP8,
+    GPTQ,
+    MXFP4,
+    PACKED,
+    awq,
+    channels,
+    fp8,
+    gptq,
+    mxfp4,
+    packed,
+    quantise,
+    say,
+)
 from safetensors.torch import load_file
 from test_doctor import findings
 from test_models import TEXT, VISION, several_kinds
@@ -134,6 +149,27 @@ def test_bitsandbytes_keeps_a_target_and_a_draft_is_dequantised(bits: str, tmp_p
     assert found["target weights"]["value"] == "bitsandbytes in the checkpoint, kept so"
 
 
+@pytest.mark.parametrize(("made", "config"), [(gptq, GPTQ), (awq, AWQ)], ids=["gptq", "awq"])
+def test_what_gptqmodel_multiplies_is_kept_and_drafted_for(made: Any, config: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("gptqmodel", reason="gptqmodel is not installed")
+    model = tiny_model("llama", **SMALL)
+    model.save_pretrained(tmp_path / "dense")
+    noisy(model).save_pretrained(tmp_path / "draft")
+    quantise(tmp_path / "dense", tmp_path / "target", made, config)
+    target, draft = loaded(tmp_path / "target"), loaded(tmp_path / "draft", draft=True)
+    assert target.quantised
+    assert "gptqmodel" in type(target.model.get_submodule("model.layers.0.mlp.down_proj")).__module__
+    prompt, right = prompt_of(30), dense(tmp_path / "dense")
+    with torch.inference_mode():
+        wanted = right(torch.tensor([prompt])).logits[0]
+    # The package's kernels multiply in sixteen bits.
+    near = 2**-8 * float(wanted.abs().max())
+    torch.testing.assert_close(target.sequence().extend(prompt, 30).float(), wanted, rtol=0, atol=near)
+    greedy = Greedy(target, draft, 4)
+    assert greedy.say(prompt, TOKENS) == alone(right, prompt, TOKENS)
+    assert 0 < greedy.accepted < 1
+
+
 def test_the_language_model_of_one_with_vision_is_dequantised_alone(tmp_path: Path) -> None:
     several_kinds(TEXT["qwen3_5"], "qwen3_5", **VISION["qwen3_5"]).save_pretrained(tmp_path / "dense")
     kept = [f"model.language_model.layers.{layer}.linear_attn.in_proj_{part}" for layer in range(3) for part in "ab"]
@@ -181,9 +217,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_refused_before_weights_are(name: str, tmp_path: Path) -> None:
     config, words = REFUSED[name]
-    for package in ("gptqmodel", "compressed_tensors"):
-        if package.startswith(name[:4]) and _importable(package):
-            pytest.skip(f"{package} is installed")
+    package = {"compressed-tensors": "compressed_tensors", "gptq": "gptqmodel", "awq": "gptqmodel"}.get(name)
+    if package is not None and _importable(package):
+        pytest.skip(f"{package} is installed")
     tiny_model("llama", **SMALL).save_pretrained(tmp_path / "model")
     say(unreadable(tmp_path / "model"), config)
     with pytest.raises(AdaptiveError, match=words):

@@ -200,9 +200,7 @@ def _step(
         stopped = stop()
         if stopped:
             break
-        with _precision(device):
-            losses = student.losses(group, recipe)
-        loss = losses.sum() / positions
+        loss = _losses(student, group, recipe, device).sum() / positions
         loss.backward()
         value += loss.item()
     value, anyone_stopped = processes.total([value, stopped])
@@ -212,6 +210,18 @@ def _step(
     torch.nn.utils.clip_grad_norm_(weights, CLIP)
     optimizer.step()
     return value
+
+
+def _losses(student: Student, group: list[Example], recipe: Recipe, device: torch.device) -> torch.Tensor:
+    """Losses of one pass, in float32 where the model's own code adds products in bfloat16 to what is float32 (dbrx's
+    experts), which torch refuses."""
+    try:
+        with _precision(device):
+            return student.losses(group, recipe)
+    except RuntimeError as error:
+        if "same scalar type" not in str(error):
+            raise
+        return student.losses(group, recipe)
 
 
 def _precision(device: torch.device) -> AbstractContextManager[object]:
