@@ -12,6 +12,7 @@ beside another program) is compared with transformers, which does not.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from pathlib import Path
 
@@ -54,32 +55,31 @@ def show_plain(engine: Engine, tokens: int, repeats: int) -> float:
     sequence = engine.sequence()
     sequence.reserve(CONTEXT + tokens + 1)
 
-    def ours() -> float:
+    def ours() -> list[float]:
         sequence.rollback(0)
         token = int(sequence.extend(prompt, 1).argmax())
-        began = timing.clock()
+        times = [timing.clock()]
         for _ in range(tokens):
             token = int(sequence.extend([token], 1).argmax())
-        return (timing.clock() - began) / tokens
+            times.append(timing.clock())
+        return times
 
     @torch.inference_mode()
-    def theirs() -> float:
+    def theirs() -> list[float]:
         given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
         clocked = Clocked()
         engine.model.generate(ids, max_new_tokens=1 + tokens, streamer=clocked, **given)
-        return (clocked.times[-1] - clocked.times[1]) / tokens  # the first token is the prompt's pass
+        return clocked.times[1:]  # the first is the prompt's, before its pass
 
     settle(sequence, 1)
     taken: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for call, seen in zip((ours, theirs), taken, strict=True):
-            seen.append(call())
-    one_s, other_s = taken
-    one, other = statistics.median(one_s), statistics.median(other_s)
+            seen += [after - before for before, after in itertools.pairwise(call())]
+    (best, one, _), (others_best, other, _) = (statistics.quantiles(seen, n=4) for seen in taken)
     print(
         f"plain: {one * 1e3:.2f} ms a token by {forward_of(engine).value}, {other * 1e3:.2f} ms by transformers' own: "
-        f"{other / one:.2f} times as fast (from {min(one_s) * 1e3:.2f} to {max(one_s) * 1e3:.2f}, "
-        f"{min(other_s) * 1e3:.2f} to {max(other_s) * 1e3:.2f})"
+        f"{other / one:.2f} times as fast (medians; lower quartiles {best * 1e3:.2f}, {others_best * 1e3:.2f})"
     )
     return other / one
 
