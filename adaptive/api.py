@@ -32,6 +32,7 @@ from adaptive.opened import opened
 from adaptive.pair import load_pair
 from adaptive.pipe import IDLE, LAST, Order, Report, start_worker
 from adaptive.records.stats import count_rounds, stats_of_counts, tokens_per_round
+from adaptive.remote import untrained
 from adaptive.service.trainer import background
 from adaptive.settings import load_settings
 from adaptive.speculation import speculation
@@ -151,6 +152,9 @@ class Assistant:
         reason in ``message`` (too few answers yet), ``taken`` where another process trains this pair, or ``memory``.
         Raises AdaptiveError where nothing is logged, or the training process fails.
         """
+        elsewhere = untrained(self.settings)
+        if elsewhere is not None:
+            raise AdaptiveError(elsewhere)
         if self._assistant.log is None:
             raise AdaptiveError("nothing is logged (record is off), so that there is nothing to learn from")
         self._assistant.log.flush()

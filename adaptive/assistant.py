@@ -23,11 +23,16 @@ from adaptive.control.policy import FixedLength, LengthPolicy, Scope
 from adaptive.decoding.loop import Decoding, Request, Step
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verifier import Verifier
+from adaptive.drafting.ahead import Beside, ChainAhead, TreeAhead, Worker
 from adaptive.drafting.archive import History
 from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.protocol import Drafter
+from adaptive.drafting.remote import RemoteDrafter
 from adaptive.drafting.tree import TreeDrafter
 from adaptive.encoding import encode_text, render_chat
-from adaptive.engines.protocol import ReadsFeatures, no_trees
+from adaptive.engines.load import Forward, forward_of
+from adaptive.engines.protocol import Engine, ReadsFeatures, no_trees
+from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError, ContextFullError
 from adaptive.grammar import Constraint, Grammar, Grammars
 from adaptive.kept import KeptCaches
@@ -81,9 +86,12 @@ class Assistant:
         """``cache_bytes`` is what the caches of several conversations may take; 0 keeps one conversation. ``history``
         is what may be drafted from beside the model, ``kept`` keeps caches on disk. Raises AdaptiveError for trees
         where a model takes none."""
+        drafted = pair.draft is not None or pair.remote is not None
         for engine in (pair.target, pair.draft):
-            if policy.tree and pair.draft is not None and engine is not None and not engine.trees:
+            if policy.tree and drafted and engine is not None and not engine.trees:
                 raise no_trees(engine.name)
+        if policy.tree and pair.remote is not None and not pair.remote.hello.trees:
+            raise no_trees(f"the draft at {pair.remote.url}")
         self.pair = pair
         self.policy = policy
         self.log = log
@@ -94,6 +102,9 @@ class Assistant:
         self.chance: random.Random = random.SystemRandom()  # where answers without a seed begin
         self.between_rounds: Callable[[], bool] | None = None
         self.reading: Callable[[int], None] | None = None
+        # Whether the model drafts while the target verifies: where that waits for its disk.
+        self.drafts_ahead = forward_of(pair.target) is Forward.STREAMED and not isinstance(pair.draft, ReadsFeatures)
+        self._worker = Worker()
         self._swap: tuple[str | None, Iterator[None], Sequence[float] | None] | None = None
         self.session = uuid.uuid4().hex[:12]
         self.conversations = Conversations(pair.target, pair.draft, cache_bytes, kept)
@@ -171,6 +182,8 @@ class Assistant:
         """Have nothing of what was said in memory: neither caches nor the last answer. An answer that is under way
         keeps what it needs to its end, and nothing of it is kept after that."""
         self.conversations.forget()
+        if self.pair.remote is not None:
+            self.pair.remote.forget()
         self.latest = None
         if self.history is not None:
             self.history.forget()
@@ -317,17 +330,16 @@ class Assistant:
         target, sampling = self.pair.target, request.sampling
         processor = LogitsProcessor(sampling, target.vocab_size, target.device, constraint)
         conversation.target.keep_prefix_of(request.prompt)
-        drafter = None
-        if conversation.draft is not None and self.pair.draft is not None:
-            conversation.draft.keep_prefix_of(request.prompt)
-            drafter = (TreeDrafter if self.policy.tree else ModelDrafter)(
-                conversation.draft.sequence,
-                self.pair.draft,
-                target.vocab_size,
-                sampling,
-                processor,
-                self._generator(self.pair.draft.device),
+        drafter: Drafter | None = None
+        if self.pair.remote is not None:
+            there = RemoteDrafter(
+                self.pair.remote, conversation, target.vocab_size, sampling, processor, self.policy.tree
             )
+            there.begin(request.prompt)
+            drafter = there
+        elif conversation.draft is not None and self.pair.draft is not None:
+            conversation.draft.keep_prefix_of(request.prompt)
+            drafter = self._drafter(conversation.draft.sequence, self.pair.draft, sampling, processor)
         verifier = Verifier(sampling, processor, self._generator(target.device))
         decoding = Decoding(
             request,
@@ -345,6 +357,15 @@ class Assistant:
         if target.undraftable is not None:
             decoding.forced = None
         return decoding
+
+    def _drafter(
+        self, sequence: EngineSequence, draft: Engine, sampling: SamplingParams, processor: LogitsProcessor
+    ) -> Drafter:
+        """The model as a drafter: beside a target that waits for its disk it drafts ahead."""
+        given = sequence, draft, self.pair.target.vocab_size, sampling, processor, self._generator(draft.device)
+        if not self.drafts_ahead:
+            return (TreeDrafter if self.policy.tree else ModelDrafter)(*given)
+        return Beside((TreeAhead if self.policy.tree else ChainAhead)(*given), self._worker)
 
 
 def encode_chat(pair: Pair, messages: Sequence[Message]) -> list[int]:

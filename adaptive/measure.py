@@ -70,14 +70,14 @@ def where_it_runs(pair: Pair) -> str:
     engines = [engine for engine in (pair.target, pair.draft) if engine is not None]
     found = library()
     kernels = "torch" if found is None else found.name
-    return " ".join(
-        f"{engine.name}:{engine.weights}:{engine.device}:{torch.get_num_threads()}:{kernels}" for engine in engines
-    )
+    on = f"{torch.get_num_threads()}:{kernels}"
+    named = [f"{engine.name}:{engine.weights}:{engine.device}:{on}" for engine in engines]
+    return " ".join(named + ([] if pair.remote is None else [f"draft at {pair.remote.url}"]))
 
 
 def trees_pay(pair: Pair) -> bool:
     """Whether the target's passes take what reading its weights takes, so that trees may be verified for nothing."""
-    draft = pair.draft
+    draft = pair.draft if pair.remote is None else pair.remote.hello
     can = draft is not None and draft.trees and pair.target.trees
     return can and forward_of(pair.target) is Forward.STREAMED
 

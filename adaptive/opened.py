@@ -67,6 +67,8 @@ def opened(
     state = open_state(settings.state_dir, pair.identity.id)
     memory = last_memory(state.controller, pair)
     policy = length_policy(settings, memory, attentive_on(pair), pair.clock, trees_pay(pair))
+    if pair.remote is not None:
+        pair.remote.say = warn
     store = AdapterStore(state.adapters)
     keep = Keep(settings.keep_days, settings.keep_gb)
     spool, after = spool_of(state, settings.feature_gb), store.last_record()

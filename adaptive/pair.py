@@ -34,7 +34,9 @@ from adaptive.engines.load import (
 from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.hub import hub_folder
+from adaptive.remote import Remote, is_address, remote_of, untrained
 from adaptive.settings import Quantisation, Settings
+from adaptive.vocabulary import difference_of, vocabulary_of
 from checkpoints.manifest import BaseDraft
 
 if TYPE_CHECKING:
@@ -62,13 +64,15 @@ class PairIdentity:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two loaded engines, their tokenizer, and what the user should know about the combination."""
+    """Two loaded engines, their tokenizer, and what the user should know about the combination. There is no draft where
+    a draft server's is used (``remote``)."""
 
     identity: PairIdentity
     target: Engine
     draft: Engine | None
     tokenizer: PreTrainedTokenizerBase
     warnings: tuple[str, ...]
+    remote: Remote | None = None
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -81,7 +85,7 @@ class Pair:
         """
         engines = [engine for engine in (self.target, self.draft) if engine is not None]
         own = all(engine.device.type == "cpu" and engine.threads is not None for engine in engines)
-        own = own and Forward.STREAMED not in map(forward_of, engines)
+        own = own and self.remote is None and Forward.STREAMED not in map(forward_of, engines)
         if not own or time.get_clock_info("thread_time").resolution > FINE_S:
             return time.perf_counter
         # Asked several times a round: the target's engine and the draft's, or the target's and one that never waits.
@@ -92,10 +96,11 @@ class Pair:
 def sources(settings: Settings) -> tuple[Source, Source | None]:
     """The target and the draft named in the settings; the bundled pair where neither is.
 
-    The draft may be a head inside of the target's checkpoint. There is none where none is wanted, or a head is to be
-    grown (``grows_on``). Raises AdaptiveError for a model that is not there.
+    The draft may be a head inside of the target's checkpoint. There is none where none is wanted, a head is to be
+    grown (``grows_on``), or a draft server has it (``remote_of``). Raises AdaptiveError for a model that is not there.
     """
-    named = settings.draft if settings.draft not in (GROW, MTP, PLAIN) else None
+    elsewhere = is_address(settings.draft)
+    named = None if elsewhere or settings.draft in (GROW, MTP, PLAIN) else settings.draft
     if settings.target is None and settings.draft is None:
         target, draft = str(BUNDLED / "target"), str(BUNDLED / "draft")
     elif settings.target is None and named is not None:
@@ -107,7 +112,7 @@ def sources(settings: Settings) -> tuple[Source, Source | None]:
     if whole.head:
         raise AdaptiveError(f"--target {target} is a head, which only drafts; name the model that it was made for")
     small = _source(draft, settings.draft_revision, draft_quantize, "--draft-quantize") if draft else None
-    if not draft and settings.draft != PLAIN:
+    if not draft and not elsewhere and settings.draft != PLAIN:
         small = _inside(whole, settings.draft == MTP)
     if small is not None and small.head and whole.gguf is not None:
         raise AdaptiveError(
@@ -222,19 +227,26 @@ def pair_identity(settings: Settings) -> PairIdentity:
     folder of its config and tokenizer alone."""
     target, draft = sources(settings)
     grows = grows_on(settings) is not None
-    return _identity(target, draft, _trained(draft, settings), grows, whole=grows)
+    return _identity(target, draft, _trained(draft, settings), grows, whole=grows, remote=remote_of(settings))
 
 
 def _identity(
-    target: Source, draft: Source | None, trained: Source | None, grows: bool, whole: bool = True
+    target: Source,
+    draft: Source | None,
+    trained: Source | None,
+    grows: bool,
+    whole: bool = True,
+    remote: Remote | None = None,
 ) -> PairIdentity:
     """``trained`` is the checkpoint that adapters belong to; a GGUF draft without one has adapters of its own file. A
-    head that ``grows`` shares the folder of its target alone, and so the log. ``whole``: the target needs weights."""
+    head that ``grows`` shares the folder of its target alone, and so the log; a draft server's draft that of the pair
+    with the same draft here. ``whole``: the target needs weights."""
     target_hash = _weights_hash(target, whole)
-    draft_hash = _weights_hash(draft) if draft else "none"
-    both = hashlib.sha256(f"{target_hash}{draft_hash}".encode()).hexdigest()[:8]
-    names = [re.sub(r"[^\w.-]+", "-", Path(s.id).name) if s else "none" for s in (target, draft)]
-    base = BaseDraft(draft.id if draft else "none", draft_hash)
+    base = base_of(draft) if draft else BaseDraft("none", "none")
+    if remote is not None:
+        base = BaseDraft(remote.hello.id, remote.hello.weights)
+    both = hashlib.sha256(f"{target_hash}{base.weights}".encode()).hexdigest()[:8]
+    names = [re.sub(r"[^\w.-]+", "-", Path(name).name) for name in (target.id, base.id)]
     if grows:
         base = BaseDraft(f"a head on {target.id}", target_hash)
     if trained is not None and trained is not draft:
@@ -242,63 +254,67 @@ def _identity(
     return PairIdentity(f"{names[0]}--{names[1]}-{both}", base)
 
 
+def base_of(draft: Source) -> BaseDraft:
+    """Which model this is. Raises AdaptiveError for one without weights."""
+    return BaseDraft(draft.id, _weights_hash(draft))
+
+
+def draft_alone(settings: Settings) -> tuple[Source, PreTrainedTokenizerBase]:
+    """The draft model and its tokenizer, for who serves it to others; the bundled one where none is named. Raises
+    AdaptiveError for one that is not there, or drafts on a target only."""
+    named = settings.draft or str(BUNDLED / "draft")
+    if is_address(named) or named in (GROW, MTP, PLAIN):
+        raise AdaptiveError(f"--draft is {named}; name a model's folder, hub id or GGUF file to serve")
+    quantize = "none" if settings.draft_quantize == "auto" else settings.draft_quantize
+    draft = _source(named, settings.draft_revision, quantize, "--draft-quantize")
+    if draft.head:
+        raise AdaptiveError(f"{named} is a head, which drafts beside its target only; name a model")
+    return draft, _read_tokenizer(draft, settings.trust_remote_code)
+
+
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     """The target's tokenizer, found to agree with the draft's. Raises AdaptiveError where they differ."""
     target, draft = sources(settings)
-    return _tokenizer(target, draft, _trained(draft, settings), settings.trust_remote_code)
+    return _tokenizer(target, draft, _trained(draft, settings), remote_of(settings), settings.trust_remote_code)
 
 
-def _tokenizer(target: Source, draft: Source | None, trained: Source | None, trust: bool) -> PreTrainedTokenizerBase:
+def _read_tokenizer(source: Source, trust: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    def read(source: Source) -> PreTrainedTokenizerBase:
-        if source.gguf is not None:
-            return gguf_tokenizer(source.gguf)
-        try:
-            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
-        except Exception as error:
-            raise AdaptiveError(f"the tokenizer of {source.id} cannot be read: {first_line(error)}") from error
-        return loaded
+    if source.gguf is not None:
+        return gguf_tokenizer(source.gguf)
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
+    except Exception as error:
+        raise AdaptiveError(f"the tokenizer of {source.id} cannot be read: {first_line(error)}") from error
+    return loaded
 
-    tokenizer = read(target)
+
+def _tokenizer(
+    target: Source, draft: Source | None, trained: Source | None, remote: Remote | None, trust: bool
+) -> PreTrainedTokenizerBase:
+    tokenizer = _read_tokenizer(target, trust)
     if draft is not None and draft.head:
         return tokenizer  # it has the target's vocabulary, and none of its own
+    ours, theirs = vocabulary_of(tokenizer), None
     if draft is not None:
-        difference = tokenizer_difference(tokenizer, read(draft))
-        if difference:
-            raise AdaptiveError(
-                f"target {target.id} and draft {draft.id} have different tokenizers: {difference}; "
-                "a draft must come from the target's own family"
-            )
+        theirs, name = vocabulary_of(_read_tokenizer(draft, trust)), f"draft {draft.id}"
+    elif remote is not None and remote.hello.vocabulary != ours.digest:
+        theirs, name = remote.vocabulary(), f"the draft {remote.hello.id} at {remote.url}"
+    difference = None if theirs is None else difference_of(ours, theirs)
+    if difference:
+        raise AdaptiveError(
+            f"target {target.id} and {name} have different tokenizers: {difference}; "
+            "a draft must come from the target's own family"
+        )
     if trained is not None and trained is not draft:
-        difference = tokenizer_difference(tokenizer, read(trained))
+        difference = difference_of(ours, vocabulary_of(_read_tokenizer(trained, trust)))
         if difference:
             raise AdaptiveError(
                 f"draft checkpoint {trained.id} has another tokenizer than the target {target.id}: {difference}; "
                 "name the checkpoint that the GGUF draft was made from"
             )
     return tokenizer
-
-
-# Exercises spaces, digits, case, punctuation, accents, other scripts and line ends.
-PROBE = "Hello, World! 3.14 + 2710 = def f(x):\n\treturn  naïve\u200b Straße 你好 мир 🙂\r\n\n"
-
-
-def tokenizer_difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
-    """The first difference that matters, in words, or None.
-
-    The same token for every id that both use, special tokens included, and the same ids for a probe
-    text. Ids that only one of them has are padding or additions and are no difference.
-    """
-    ours, theirs = ({i: t for t, i in tokenizer.get_vocab().items()} for tokenizer in (target, draft))
-    for number in sorted(ours.keys() & theirs.keys()):
-        if ours[number] != theirs[number]:
-            return f"token {number} is {ours[number]!r} in the target and {theirs[number]!r} in the draft"
-    first, second = (tokenizer.encode(PROBE, add_special_tokens=False) for tokenizer in (target, draft))
-    for place, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return f"the same text becomes {ours.get(one)!r} and {theirs.get(other)!r} at its token {place}"
-    return None if len(first) == len(second) else f"the same text becomes {len(first)} and {len(second)} tokens"
 
 
 def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | None = None) -> Pair:
@@ -310,11 +326,11 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     tell("tokenizers", 0.0)
     target, draft = sources(settings)
     trained = _trained(draft, settings)
-    grows, refused = grows_on(settings) is not None, None
-    identity = _identity(target, draft, trained, grows)
+    grows, refused, remote = grows_on(settings) is not None, None, remote_of(settings)
+    identity = _identity(target, draft, trained, grows, remote=remote)
     if grows:
         refused = _refused(target, settings)
-    tokenizer = _tokenizer(target, draft, trained, settings.trust_remote_code)
+    tokenizer = _tokenizer(target, draft, trained, remote, settings.trust_remote_code)
     check_readable(target, settings, settings.device)
     if draft is not None:
         check_readable(draft, settings, settings.draft_device or settings.device, draft=True)
@@ -359,7 +375,8 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     problem = lacks_kernels(target_engine)
     if problem is not None:
         warnings.append(problem)
-    return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings))
+    remote = None if alone is not None else remote
+    return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings), remote)
 
 
 def instead(source: Source) -> str:
@@ -407,6 +424,9 @@ def load_draft_for_training(settings: Settings) -> PreTrainedModel | Head:
     from adaptive.engines.head.module import Head
     from adaptive.engines.head.parts import parts_of_folder
 
+    elsewhere = untrained(settings)
+    if elsewhere is not None:
+        raise AdaptiveError(elsewhere)
     draft, grown = trained_draft(settings), grows_on(settings)
     device = settings.draft_device or settings.device
     if grown is not None or (draft is not None and draft.head):

@@ -55,6 +55,8 @@ class Settings(BaseSettings):
     target: str | None = None
     draft: str | None = None
     draft_checkpoint: str | None = None
+    draft_key: SecretStr | None = None
+    draft_key_file: Path | None = None
     home: Path | None = None
     device: str = "auto"
     draft_device: str | None = None
@@ -129,7 +131,7 @@ class Settings(BaseSettings):
 
     def for_worker(self) -> dict[str, Any]:
         """What the training process is told, as plain JSON values: all but keys."""
-        return self.model_dump(mode="json", exclude={"api_key", "api_key_file"})
+        return self.model_dump(mode="json", exclude={"api_key", "api_key_file", "draft_key", "draft_key_file"})
 
     @property
     def state_dir(self) -> Path:

@@ -12,10 +12,11 @@ from typing import Any
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
+from adaptive.drafting.model import drafter_name
 from adaptive.engines.protocol import ReadsFeatures
 from adaptive.pair import Pair
 from adaptive.records.stats import RoundCount, count_rounds
-from adaptive.types import Round
+from adaptive.types import REMOTE, Round
 
 # Share of an answer's rounds that must have drafted for it to be called drafting. A controller that decodes plainly
 # tries the draft in a few of a hundred rounds, one that drafts decodes plainly in as few.
@@ -29,7 +30,8 @@ class Speculation:
     """How the last answer was decoded. ``rounds`` are all of it, ``drafting_rounds`` those that drafted something,
     ``drafted`` their tokens; 0 of each before the first answer. ``switched_off`` is a draft length of 0 that was asked
     for. ``expected_speed_up`` is what the policy expects of drafting now, over plain decoding; None where unknown.
-    ``growing``: the draft is a head that has not been trained yet."""
+    ``growing``: the draft is a head that has not been trained yet. ``away``: it is a draft server's, which does not
+    answer."""
 
     draft: bool
     switched_off: bool
@@ -38,6 +40,7 @@ class Speculation:
     drafted: int
     expected_speed_up: float | None
     growing: bool = False
+    away: bool = False
 
     @property
     def drafting(self) -> bool:
@@ -71,6 +74,8 @@ class Speculation:
     def _why_plain(self) -> str:
         if self.switched_off:
             return "the draft length is set to 0"
+        if self.away:
+            return "the draft server does not answer"
         if self.expected_speed_up is None:
             return "what drafting would bring is not known yet"
         expected = f"drafting would be {_times(self.expected_speed_up)}x here"
@@ -95,11 +100,19 @@ def speculation(assistant: Assistant, rounds: Sequence[Round] | None = None) -> 
     policy = assistant.policy
     return of_counts(
         count_rounds(rounds),
-        draft=assistant.pair.draft is not None,
+        draft=who_drafts(assistant.pair) is not None,
         switched_off=isinstance(policy, FixedLength) and policy.length == 0,
         expected_speed_up=policy.expected_speed_up,
         growing=growing(assistant.pair),
+        away=assistant.pair.remote is not None and not assistant.pair.remote.connected,
     )
+
+
+def who_drafts(pair: Pair) -> str | None:
+    """Who drafts beside history and grammars, as rounds name it; None for nobody."""
+    if pair.remote is not None:
+        return REMOTE
+    return None if pair.draft is None else drafter_name(pair.draft)
 
 
 def growing(pair: Pair) -> bool:
@@ -114,6 +127,7 @@ def of_counts(
     switched_off: bool = False,
     expected_speed_up: float | None = None,
     growing: bool = False,
+    away: bool = False,
 ) -> Speculation:
     """The same of rounds that are already summed up."""
     rounds = list(counts)
@@ -125,6 +139,7 @@ def of_counts(
         drafted=sum(count.drafted * count.rounds for count in rounds),
         expected_speed_up=expected_speed_up,
         growing=growing,
+        away=away,
     )
 
 

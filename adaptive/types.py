@@ -24,9 +24,10 @@ UPSTREAM_PREFIX = "upstream "
 LIKELIEST_PROPOSED = frozenset(UPSTREAM_PREFIX + name for name in ("llama-server", "vllm", "sglang", "lm-studio"))
 
 # Who drafts, in rounds, records and figures; heads have names of their own. Those that are FREE take no forward and
-# learn nothing: what was said before, and a grammar. A TREE is the model's too. Between the names of two that took
-# turns stands GRAFT.
+# learn nothing: what was said before, and a grammar. A TREE is the model's too; REMOTE is a draft server's model, whose
+# trees are a REMOTE_TREE. Between the names of two that took turns stands GRAFT.
 MODEL, TREE, HISTORY, GRAMMAR, GRAFT = "model", "tree", "history", "grammar", "+"
+REMOTE, REMOTE_TREE = "remote", "remote-tree"
 FREE = frozenset({HISTORY, GRAMMAR})
 # Below it logits divided by a temperature are no numbers any more; a client that sends 1e-8 wants the likeliest token.
 LEAST_TEMPERATURE = 1e-5
@@ -184,7 +185,7 @@ class Round(NamedTuple):  # which is made in a third of the time that a frozen d
         None where only others drafted, or nothing of its own was judged, or a tree was drafted, of whose nodes most are
         not meant to stand. A plain step is as it is."""
         if not self.first:
-            return None if self.drafter in FREE or self.drafter == TREE else self
+            return None if self.drafter in (*FREE, TREE, REMOTE_TREE) else self
         for part in self.parts:
             if part.drafter not in FREE and part.judged:
                 return Round(part.drafter, part.drafted, part.accepted, self.draft_s, self.verify_s)

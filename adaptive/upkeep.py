@@ -3,7 +3,8 @@
 In: the policy of a pair, what the last session left, and idle moments. Out: costs in the policy, and
 ``controller.json`` at the end. Costs are due when they were not measured here, on this supply of power, within a day
 and on a quiet machine, and after a swap of the adapter; a first use of a pair does not wait for a quiet moment.
-A target without a draft is not measured: what verifying history's proposals takes is learned from them, and kept.
+A target without a draft here is not measured: what verifying history's proposals takes, or asking a draft server, is
+learned from them, and kept.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Upkeep:
 
     def __init__(self, pair: Pair, policy: LengthPolicy, memory: Memory, sampling: SamplingParams) -> None:
         self.pair = pair
-        drafts = pair.draft is not None or isinstance(policy, GoodputWithHistory)
+        drafts = pair.draft is not None or pair.remote is not None or isinstance(policy, GoodputWithHistory)
         self.policy = policy if isinstance(policy, GoodputLength) and drafts else None
         self.memory = memory
         self.machine = identity()

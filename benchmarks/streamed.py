@@ -1,11 +1,12 @@
 """A target that is streamed from disk: what it reads of what the disk gives, what passes take, and tokens a second.
 
-    python benchmarks/streamed.py reading|passes|decoding|resident --target T --memory 540MB --state-dir S
+    python benchmarks/streamed.py reading|passes|decoding|ahead|resident --target T --memory 540MB --state-dir S
         [--draft D] [--adapter FOLDER] [--kind math] [--prompts 4] [--tokens 48] [--dtype bfloat16]
 
 reading   plain decoding against reading the same file from one end to the other, in turn, both past the system's cache
 passes    seconds of a pass over 1 to 64 tokens, in turn
 decoding  tokens a second of plain decoding, chains, trees and the controller, in turn, at temperatures 0.7 and 0
+ahead     what rounds wait for the draft, and what is drafted while the target verifies, with and without that, in turn
 resident  the most memory that a whole session took, as the system counts it, beyond --memory
 """
 
@@ -32,11 +33,13 @@ from adaptive.control.costs import CostTable, from_samples
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.nodes import NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.decoding.loop import Decoding
+from adaptive.drafting.ahead import Beside
 from adaptive.engines.streamed.engine import PIECE, READERS
 from adaptive.engines.streamed.packed import PackedFile, packed_root
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import Settings, load_settings
-from adaptive.types import Message, SamplingParams, StopParams
+from adaptive.types import Message, Round, SamplingParams, StopParams
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -44,7 +47,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 def main() -> None:
     """One of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["reading", "passes", "decoding", "resident"])
+    parser.add_argument("what", choices=["reading", "passes", "decoding", "ahead", "resident"])
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", default=str(PROMPTS.parent / "draft"))
     parser.add_argument("--memory", required=True)
@@ -70,7 +73,7 @@ def main() -> None:
     if pair.draft is not None and args.adapter is not None:
         pair.draft.apply_adapter(args.adapter)
     print(f"{torch.get_num_threads()} threads, {args.memory} of {packed_file(settings).stat().st_size / 1e6:.0f} MB")
-    {"reading": reading, "passes": passes, "decoding": decoding}[args.what](args, pair, settings)
+    {"reading": reading, "passes": passes, "decoding": decoding, "ahead": ahead}[args.what](args, pair, settings)
 
 
 def packed_file(settings: Settings) -> Path:
@@ -182,6 +185,49 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
             plain = plain or tokens / seconds
             rate = tokens / seconds
             print(f"  {name:<20} {rate:6.2f} tokens/s  {rate / plain:5.2f} times plain  {tokens / rounds:5.2f} a pass")
+
+
+def ahead(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
+    """Each shape with what is drafted ahead and without, on the same prompts, in turn."""
+    prompts = list(said(args.kind, args.skip, args.prompts))
+    shapes = [(n, False) for n in args.chains] + [(n, True) for n in args.trees]
+    for temperature in args.temperatures:
+        sampling, seen = SamplingParams(temperature=temperature), dict[tuple[str, bool], list[Decoding]]()
+        for number, prompt in enumerate(prompts):
+            for length, tree in shapes:
+                for on in (False, True):
+                    assistant = Assistant(pair, FixedLength(length, tree), None)
+                    assistant.drafts_ahead = assistant.drafts_ahead and on
+                    assistant.chance = random.Random(number)
+                    for _ in assistant.chat(
+                        [Message("user", prompt)], sampling, StopParams(args.tokens, ignore_eos=True)
+                    ):
+                        pass
+                    assert assistant.last is not None
+                    seen.setdefault((assistant.policy.name, on), []).append(assistant.last)
+        print(f"temperature {temperature}, {args.kind}, {len(prompts)} prompts of {args.tokens} tokens:")
+        for (name, on), answers in seen.items():
+            rounds = [one for answer in answers for one in answer.rounds]
+            tokens, seconds = (sum(get(a) for a in answers) for get in (_tokens, lambda a: a.timings.predicted_s))
+            drafting, passes_s = (1e3 * sum(get(one) for one in rounds) / len(rounds) for get in (_draft_s, _verify_s))
+            meanwhile = sum(a.drafter.ahead_s for a in answers if isinstance(a.drafter, Beside))
+            waited = sum(a.drafter.waited_s for a in answers if isinstance(a.drafter, Beside))
+            share = f", {meanwhile / (meanwhile + waited):.3f} of the draft's time beside passes" if on else ""
+            speed = f"{tokens / seconds:5.2f} tokens/s, {tokens / len(rounds):5.2f} a pass"
+            times = f"a round waits {drafting:6.2f} ms for the draft and takes {passes_s:6.1f} ms beside"
+            print(f"  {name:<9}{'ahead' if on else '':<6} {speed}; {times}{share}")
+
+
+def _tokens(answer: Decoding) -> int:
+    return len(answer.output) - 1
+
+
+def _draft_s(outcome: Round) -> float:
+    return outcome.draft_s
+
+
+def _verify_s(outcome: Round) -> float:
+    return outcome.verify_s
 
 
 def costs_of(pair: Pair) -> CostTable:

@@ -162,7 +162,7 @@ def contenders(
     if url is not None:
         field.append(peer(url, pair, sampling))
     field.append(ours("ours, plain", pair, FixedLength(0), sampling))
-    if pair.draft is not None and not growing(pair):
+    if (pair.draft is not None or pair.remote is not None) and not growing(pair):
         field += [ours(name, pair, policy, sampling) for name, policy in policies(lengths).items()]
         policy = session.assistant.policy
         if isinstance(policy, GoodputLength):

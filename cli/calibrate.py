@@ -93,6 +93,11 @@ def calibrate(
         from adaptive.assistant import sampling_params
         from adaptive.speculation import growing
 
+        if session.pair.remote is not None:
+            raise AdaptiveError(
+                "what a draft server's proposals cost is learned while it drafts, and is not measured before; compare "
+                "with adaptive bench"
+            )
         if session.pair.draft is None:
             raise AdaptiveError("there is no draft to calibrate; name one with --draft")
         if growing(session.pair):

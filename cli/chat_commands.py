@@ -137,12 +137,18 @@ def _training(chat: Chat, said: str) -> None:
 
 
 def _stats(chat: Chat, said: str) -> None:
+    from adaptive.drafting.ahead import Beside
     from adaptive.speculation import speculation
     from cli.history import print_summary
 
     if _logged(chat):
         print_summary(chat.opened.state, chat.console, session=chat.name)
         chat.console.print(f"last answer: {speculation(chat.opened.assistant).sentence}")
+    last = chat.opened.assistant.last
+    if last is not None and isinstance(last.drafter, Beside):
+        chat.console.print(f"last answer: {last.drafter.sentence}")
+    if chat.opened.pair.remote is not None:
+        chat.console.print(chat.opened.pair.remote.sentence, markup=False)
     held = chat.opened.assistant.conversations.memory
     parts = {
         "keys and values": held.keys,

@@ -79,7 +79,9 @@ class Chat:
 
         pair, assistant = self.opened.pair, self.opened.assistant
         drafting = f"adapter {assistant.adapter}" if assistant.adapter else "no adapter yet"
-        if pair.draft is None:
+        if pair.remote is not None:
+            drafting = f"drafted by {pair.remote.hello.id} at {pair.remote.url}, which is not trained from here"
+        elif pair.draft is None:
             drafting = "no draft model: plain decoding"
         elif growing(pair):
             drafting = "plain decoding, until a head has been grown from what is said"

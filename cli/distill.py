@@ -101,6 +101,11 @@ def distill(
     """
     if no_promote and force:
         raise AdaptiveError("--no-promote and --force contradict each other; give one of them")
+    from adaptive.remote import untrained
+
+    elsewhere = untrained(settings)
+    if elsewhere is not None:
+        raise AdaptiveError(elsewhere)
     if prompts is None:
         wait(spins=0)  # a training step beside another busy process takes tenths of seconds, spinning seconds
     recipe = _recipe(settings, records, epochs, max_seconds, rank, lr, loss, from_current)

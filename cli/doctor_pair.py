@@ -23,6 +23,7 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
     from adaptive.engines.head.kinds import head_kind
     from adaptive.engines.llamacpp.files import is_gguf_name
     from adaptive.pair import BUNDLED, GROW, MTP, PLAIN, pair_identity
+    from adaptive.remote import is_address
 
     for option, name in (("device", settings.device), ("draft device", settings.draft_device or settings.device)):
         try:
@@ -40,6 +41,11 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
         if model is not None and is_gguf_name(model):
             yield from _gguf_file(role, model)
             local = local and Path(model).expanduser().is_file()
+            continue
+        if role == "draft" and is_address(model):
+            found = _draft_server(settings)
+            yield found
+            local = local and found.status == "ok"
             continue
         if role == "draft" and model in (GROW, MTP, PLAIN, None):
             yield _no_model(settings, local)
@@ -66,6 +72,21 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
         yield from _memory(settings)
     except AdaptiveError as error:
         yield Finding("used", "pair", "broken", str(error), "choose other models with --target and --draft")
+
+
+def _draft_server(settings: Settings) -> Finding:
+    """Whether a draft server answers, and with what."""
+    from adaptive.remote import remote_of
+
+    try:
+        found = remote_of(settings)
+    except AdaptiveError as error:
+        return Finding("used", "draft", "broken", str(error), "start it, or name another draft")
+    assert found is not None
+    adapter = "no adapter" if found.hello.adapter is None else f"adapter {found.hello.adapter}"
+    shapes = "chains and trees" if found.hello.trees else "chains"
+    said = f"{found.hello.id} at {found.url}, {adapter}, drafts {shapes}; it is not trained from here"
+    return Finding("used", "draft", "ok", said)
 
 
 def _history(settings: Settings) -> Finding:

@@ -147,9 +147,10 @@ def figures(assistant: Assistant) -> str:
         parts.append(f"{counted(done.cached, 'prompt token')} from the cache")
     if done.rounds:  # a lone token comes with the prompt
         parts.append(speculation(assistant).sentence)
-    if assistant.pair.draft is not None:
-        if done.rounds:
-            parts.append(in_words(count_rounds(done.rounds)))
+    drafts = assistant.pair.draft is not None
+    if (drafts or assistant.pair.remote is not None) and done.rounds:
+        parts.append(in_words(count_rounds(done.rounds)))
+    if drafts:
         parts.append(f"adapter {assistant.adapter}" if assistant.adapter else "no adapter")
     return " · ".join(parts)
 

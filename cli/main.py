@@ -24,6 +24,7 @@ from cli import (
     demo,
     distill,
     doctor,
+    draft_server,
     export,
     generate,
     history,
@@ -71,6 +72,7 @@ app.command()(demo.demo)
 app.command()(chat.chat)
 app.command()(generate.generate)
 app.command()(serve.serve)
+app.command("draft-server")(draft_server.draft_server)
 app.command()(learn.learn)
 app.command()(distill.distill)
 app.command()(calibrate.calibrate)

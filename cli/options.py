@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
 
 # The settings that name a pair.
-PAIR = ("target", "draft", "draft_checkpoint", "revision", "draft_revision")
+PAIR = ("target", "draft", "draft_checkpoint", "draft_key_file", "revision", "draft_revision")
 
 MODELS = "Models"
 SAMPLING = "Sampling"
@@ -34,14 +34,17 @@ SHARED: dict[str, Any] = {
     "draft": Annotated[
         Optional[str],
         typer.Option(
-            help="Draft: folder or hub id of a model or a head, or a GGUF file; mtp: the head in the target's "
-            "checkpoint, auto: that, or one grown here; or none.",
+            help="Draft: folder or hub id of a model or a head, a GGUF file, or http://HOST:PORT of a draft-server; "
+            "mtp: the head in the target's checkpoint, auto: that, or one grown here; or none.",
             rich_help_panel=MODELS,
         ),
     ],
     "draft_checkpoint": Annotated[
         Optional[str],
         typer.Option(help="Checkpoint of a GGUF draft, for training: a folder or a hub id.", rich_help_panel=MODELS),
+    ],
+    "draft_key_file": Annotated[
+        Optional[Path], typer.Option(help="File with a draft-server's key.", rich_help_panel=MODELS)
     ],
     "device": Annotated[Optional[str], typer.Option(help="auto, cpu, cuda, cuda:1, mps.", rich_help_panel=MODELS)],
     "draft_device": Annotated[

@@ -33,10 +33,13 @@ EXAMPLES = [
 ]
 # What trains or measures for a minute or more, or loads a pair in a process of its own; other tests run these commands
 # with options that take less.
-LONG = ("adaptive demo", "adaptive bench", "adaptive calibrate", "adaptive distill", "adaptive serve", "adaptive learn")
+LONG = (
+    "adaptive demo", "adaptive bench", "adaptive calibrate", "adaptive distill", "adaptive serve", "adaptive learn",
+    "adaptive draft-server",
+)  # fmt: skip
 CHATS = ("adaptive chat", "git diff | adaptive chat", "adaptive generate --prompts")
 # What goes on until it is stopped, and what it says when it is there.
-SERVERS = {"adaptive serve": "ready: ", "adaptive learn": "listening on "}
+SERVERS = {"adaptive serve": "ready: ", "adaptive learn": "listening on ", "adaptive draft-server": "listening on "}
 # Exit statuses that are no failure: nothing is installed that could run.
 STATUS = {"adaptive service status": (0, 1)}
 # What asks a server of somebody else's, of which there is none here: the example is right up to there.

@@ -31,18 +31,28 @@ class TreeDrafter(ModelDrafter):
         the last proposal. A chain, as of the model, where the target's logits are changed by the text before them."""
         if self._adjusts:
             return super().propose(committed, length, advise)
-        tree = _Tree(length)
-        logits = self.sequence.extend(self._unseen(committed), 1)
-        tree.add(torch.tensor([-1]), *self._likeliest(logits, length), torch.zeros(1))
+        return self._grown(committed, length).proposal()
+
+    def _grown(self, committed: list[int], length: int, known: Tree | None = None) -> Tree:
+        """The best nodes behind the text, of which a part may be ``known``."""
+        tree, unseen = known or Tree(length), self._unseen(committed)
+        if known is None:
+            logits = self.sequence.extend(unseen, 1)
+            tree.add(torch.tensor([-1]), *self._likeliest(logits, length), torch.zeros(1))
+        elif unseen:
+            self.sequence.extend(unseen, 0)
         room = self.engine.context_length - len(committed)
         for level in range(1, min(self.depth, room) + 1):
             nodes = tree.to_expand(level, self.width)
-            if not len(nodes):
-                break
-            parents = tree.asked(nodes)
-            logits = self.sequence.extend(tree.tokens[nodes].tolist(), len(nodes), parents)
-            tree.add(nodes, *self._likeliest(logits, length), tree.scores[nodes])
-        return tree.proposal()
+            if len(nodes):
+                self._ask(tree, nodes, length)
+        return tree
+
+    def _ask(self, tree: Tree, nodes: torch.Tensor, most: int) -> None:
+        """Have the draft say what follows these nodes, in one pass."""
+        fed, parents = tree.asked(nodes)
+        logits = self.sequence.extend(tree.tokens[fed].tolist(), len(nodes), parents)
+        tree.add(nodes, *self._likeliest(logits, most), tree.scores[nodes])
 
     def _likeliest(self, logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each row the log-probabilities (rows, k) and ids of the ``most`` likeliest tokens, likeliest first."""
@@ -53,7 +63,7 @@ class TreeDrafter(ModelDrafter):
         return top.values.cpu(), top.indices.cpu()
 
 
-class _Tree:
+class Tree:
     """The best ``most`` texts found so far, as nodes: a token, its parent among all that were found, its depth from 1,
     and the log-probability of the path. What falls out of the best stays numbered."""
 
@@ -61,8 +71,9 @@ class _Tree:
         self.most = most
         self.tokens = self.parents = self.depths = torch.empty(0, dtype=torch.long)
         self.scores = torch.empty(0)
+        self.known = torch.empty(0, dtype=torch.bool)  # whether the draft was asked what follows
         self.best = torch.empty(0, dtype=torch.long)  # nodes, likeliest first
-        self.number: dict[int, int] = {-1: -1}  # by node, which it is of those that the draft was asked about
+        self.number: dict[int, int] = {-1: -1}  # by node, which it is of those that the draft's cache holds
 
     def add(self, parents: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor) -> None:
         """The likeliest tokens (rows, k) after each of ``parents`` (rows,), whose paths have the log-probability
@@ -76,22 +87,74 @@ class _Tree:
         self.parents = torch.cat([self.parents, own[possible]])
         self.depths = torch.cat([self.depths, depths[possible]])
         self.scores = torch.cat([self.scores, scores[possible]])
+        self.known[parents[parents >= 0]] = True
+        self.known = torch.cat([self.known, torch.zeros(len(self.tokens) - first, dtype=torch.bool)])
         found = torch.cat([self.best, torch.arange(first, len(self.tokens))])
         ranked = self.scores[found].sort(descending=True, stable=True).indices[: self.most]
         self.best = found[ranked]
 
+    def widen(self, most: int) -> None:
+        """Have so many among the best, of all that were found."""
+        if self.most < most:
+            self.most = most
+            self.best = self.scores.sort(descending=True, stable=True).indices[:most]
+
+    def unasked(self, deepest: int, width: int) -> torch.Tensor:
+        """The likeliest of the best nodes, in order, that the draft was not asked about, down to a depth."""
+        return self.best[~self.known[self.best] & (self.depths[self.best] <= deepest)][:width].sort().values
+
+    def path(self, tokens: list[int]) -> list[int]:
+        """The nodes that these tokens lead to, as far as there are such."""
+        found, at = list[int](), -1
+        for token in tokens:
+            nodes = ((self.parents == at) & (self.tokens == token)).nonzero()
+            if not len(nodes):
+                break
+            at = int(nodes[0])
+            found.append(at)
+        return found
+
+    def behind(self, node: int, most: int) -> Tree | None:
+        """What follows a node, as a tree of its own of which nothing is in the cache; None where nobody knows."""
+        if not self.known[node]:
+            return None
+        inside, root = torch.zeros(len(self.tokens) + 1, dtype=torch.bool), node
+        inside[node] = True  # the last place stands for the parent of the first nodes, -1
+        for depth in range(int(self.depths[node]) + 1, int(self.depths.max()) + 1):
+            here = (self.depths == depth).nonzero()[:, 0]
+            inside[here] = inside[self.parents[here]]
+        inside[node] = False
+        kept = inside[:-1].nonzero()[:, 0]
+        place = torch.full((len(self.tokens),), -1)
+        place[kept] = torch.arange(len(kept))
+        tree = Tree(most)
+        tree.tokens, tree.known = self.tokens[kept], self.known[kept]
+        tree.parents = place[self.parents[kept]]
+        tree.depths, tree.scores = self.depths[kept] - self.depths[root], self.scores[kept] - self.scores[root]
+        tree.best = tree.scores.sort(descending=True, stable=True).indices[:most]
+        return tree
+
     def to_expand(self, level: int, width: int) -> torch.Tensor:
         """The likeliest of the best nodes of a depth, in order, that may have children among the best."""
         least = self.scores[self.best[-1]] if len(self.best) == self.most else -torch.inf
-        here = (self.depths[self.best] == level) & (self.scores[self.best] > least)
+        here = (self.depths[self.best] == level) & (self.scores[self.best] > least) & ~self.known[self.best]
         return self.best[here][:width].sort().values
 
-    def asked(self, nodes: torch.Tensor) -> list[int]:
-        """Number these as asked about, in order; the numbers of their parents."""
-        parents = [self.number[parent] for parent in self.parents[nodes].tolist()]
+    def asked(self, nodes: torch.Tensor) -> tuple[list[int], list[int]]:
+        """What the cache is to be given to ask about these, themselves last and in order: nodes, which are now
+        numbered, and the numbers of their parents."""
+        missing = set[int]()
         for node in nodes.tolist():
+            above = int(self.parents[node])
+            while above not in self.number and above not in missing:
+                missing.add(above)
+                above = int(self.parents[above])
+        fed = [*sorted(missing), *nodes.tolist()]
+        parents = list[int]()
+        for node in fed:
+            parents.append(self.number[int(self.parents[node])])
             self.number[node] = len(self.number) - 1
-        return parents
+        return fed, parents
 
     def proposal(self) -> Proposal | None:
         """The best nodes, parents first. A parent is at least as likely as its child and was found before it."""

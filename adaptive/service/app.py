@@ -13,10 +13,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from adaptive.caches import Conversations
-from adaptive.drafting.model import drafter_name
 from adaptive.errors import AdaptiveError
 from adaptive.installation import version
-from adaptive.pair import Pair
 from adaptive.service.answers import add_answers
 from adaptive.service.api import Api, NotReadyError, model_object
 from adaptive.service.dashboard import add_dashboard
@@ -28,7 +26,7 @@ from adaptive.service.engine import EngineThread
 from adaptive.service.errors import REFUSALS, error_object, error_response
 from adaptive.service.guard import Guard
 from adaptive.service.jobs import QueueFullError
-from adaptive.speculation import growing
+from adaptive.speculation import growing, who_drafts
 
 # Seconds that a client told 429 or 503 is asked to wait: about one answer.
 RETRY_AFTER = {"Retry-After": "2"}
@@ -61,7 +59,7 @@ def _state(app: FastAPI, api: Api) -> None:
         if engine.state != "ready":
             return _not_ready(engine, "/health")
         pair = api.session().pair
-        drafter = {"name": _drafter(pair), "growing": growing(pair), "adapter": engine.adapter}
+        drafter = {"name": who_drafts(pair), "growing": growing(pair), "adapter": engine.adapter}
         slots = {"total": engine.slots, "busy": len(engine.works), "why_not_more": engine.fewer}
         return JSONResponse({"status": "ok", "log": _log_state(api), "drafter": drafter, "slots": slots})
 
@@ -94,8 +92,9 @@ def _state(app: FastAPI, api: Api) -> None:
         return {
             "model": api.model,
             "pair": pair.identity.id,
-            "draft": pair.identity.base.id if pair.draft else None,
-            "drafter": _drafter(pair),
+            "draft": pair.identity.base.id if pair.draft or pair.remote else None,
+            "drafter": who_drafts(pair),
+            "draft_server": None if pair.remote is None else pair.remote.as_object(),
             "adapter": engine.adapter,
             "draft_length": api.settings.draft_length,
             "speculation": engine.speculation.as_object(),
@@ -123,11 +122,6 @@ def _state(app: FastAPI, api: Api) -> None:
             }
             for number, slot in enumerate(engine.doing)
         ]
-
-
-def _drafter(pair: Pair) -> str | None:
-    """Who drafts beside history and grammars."""
-    return None if pair.draft is None else drafter_name(pair.draft)
 
 
 def _memory(conversations: Conversations) -> dict[str, int]:

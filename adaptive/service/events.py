@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from adaptive.drafting.model import drafter_name
 from adaptive.service.api import Api
 from adaptive.service.streams import PING, PING_S
+from adaptive.speculation import who_drafts
 from adaptive.state import PairState
 
 # Seconds between two looks. Lower shows the same things sooner than anybody reads them, higher lags behind.
@@ -56,7 +56,7 @@ class Changes:
 def now(api: Api) -> dict[str, Any]:
     """What the server does: how the last answer was decoded, by which adapter, and whether one is under way."""
     engine, session = api.engine, api.engine.session
-    draft = None if session is None or session.pair.draft is None else drafter_name(session.pair.draft)
+    draft = None if session is None else who_drafts(session.pair)
     return {
         "state": engine.state,
         "model": api.model,

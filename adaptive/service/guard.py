@@ -27,6 +27,9 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 PREFLIGHT_S = 600
 
 
+JSON = frozenset({b"application/json"})
+
+
 class Guard:
     """ASGI middleware. ``key`` None asks for none, and then only a page of this machine may speak to us.
 
@@ -39,8 +42,16 @@ class Guard:
     browser's question whether they may (the preflight) cannot carry a key and is answered without one.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, max_body: int, origins: Collection[str] = ()) -> None:
-        self.app = app
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str | None,
+        max_body: int,
+        origins: Collection[str] = (),
+        types: Collection[bytes] = JSON,
+    ) -> None:
+        """``types``: what a request may say that it is; none that a browser lets any page send."""
+        self.app, self.types = app, types
         self.origins = frozenset(origin.encode() for origin in origins)
         self.key = None if key is None else _digest(key.encode())
         self.max_body = max_body
@@ -89,8 +100,9 @@ class Guard:
                 )
         elif scope["path"] not in OPEN and not self._right_key(headers):
             return 401, "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key: KEY"
-        if self.key is None and scope["method"] not in SAFE and not _is_json(headers.get(b"content-type", b"")):
-            return 415, "send it as Content-Type: application/json, with a body or without"
+        if self.key is None and scope["method"] not in SAFE and _type(headers) not in self.types:
+            known = " or ".join(sorted(name.decode() for name in self.types))
+            return 415, f"send it as Content-Type: {known}, with a body or without"
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():
             return 400, "Content-Length is no number"
@@ -110,8 +122,8 @@ class Guard:
         return f"the request is larger than {self.max_body / 1e6:g} MB; send less, or raise max_body_mb"
 
 
-def _is_json(content_type: bytes) -> bool:
-    return content_type.partition(b";")[0].strip().lower() == b"application/json"
+def _type(headers: dict[bytes, bytes]) -> bytes:
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
 
 
 def _digest(text: bytes) -> bytes:

@@ -114,6 +114,18 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
+def until_signalled(server: uvicorn.Server, listening: socket.socket) -> None:
+    """Serve on a socket until SIGTERM or ctrl-C."""
+    # uvicorn raises what it caught once more when it has ended; by then there is nothing left to interrupt.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listening])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        logger.info("stopped")
+
+
 def with_key(settings: Settings) -> Settings:
     """Settings with the key of ``api_key_file`` read. Raises AdaptiveError where no key protects an open address."""
     if settings.api_key_file is not None:

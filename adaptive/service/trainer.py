@@ -28,6 +28,7 @@ from adaptive.pair import grows_on, sources, trained_draft
 from adaptive.pipe import BUSY, IDLE, LAST, STOP, Order, Report, start_worker
 from adaptive.records.log import Log
 from adaptive.records.stats import count_rounds
+from adaptive.remote import untrained
 from adaptive.service.doubts import Doubts
 from adaptive.service.gains import Gains, why_not
 from adaptive.service.watch import Watch
@@ -198,7 +199,7 @@ class Trainer:
         """What training waits for, in words; None when a run can begin."""
         new, quiet = self._newest - self._seen, time.monotonic() - self._quiet_since
         if not self._has_draft:
-            return "off", "there is no draft to train"
+            return "off", untrained(self.settings) or "there is no draft to train"
         if self.settings.distill == "off":
             return "off", "switched off (distill is off)"
         if time.monotonic() < self._not_before:

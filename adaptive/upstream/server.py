@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 from collections.abc import Iterator
 from dataclasses import asdict
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from adaptive.pair import load_tokenizer, sources
 from adaptive.records.retention import Keep
 from adaptive.records.writer import LogWriter
 from adaptive.service.guard import LOOPBACK, Guard
-from adaptive.service.server import GRACE_S, address, listen, only_server, with_key
+from adaptive.service.server import GRACE_S, address, listen, only_server, until_signalled, with_key
 from adaptive.service.trainer import Trainer, background
 from adaptive.settings import Settings
 from adaptive.state import PairState
@@ -75,7 +74,7 @@ def learn(settings: Settings, state: PairState, url: str, kind: Kind | None, mos
                 lifespan="off",
             )
             trainer.idle()
-            _run(_Server(config, proxy), listening)
+            until_signalled(_Server(config, proxy), listening)
 
 
 class _Server(uvicorn.Server):
@@ -88,17 +87,6 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         await super().shutdown(sockets)  # type: ignore[arg-type]
         await self._proxy.close()
-
-
-def _run(server: _Server, listening: object) -> None:
-    # uvicorn raises what it caught once more when it has ended; by then there is nothing left to interrupt.
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        server.run(sockets=[listening])  # type: ignore[list-item]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        logger.info("stopped")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,308 @@
+"""``adaptive draft-server``: a draft model behind a port, for a program whose target is elsewhere.
+
+In: questions (``wire.py``), one after the other, each with the tokens that are new in a conversation. Out: proposals,
+by the same drafters that draft beside a target. A few conversations keep their caches; nothing is written to disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from adaptive.drafting.ahead import ChainAhead, TreeAhead, Worker
+from adaptive.drafting.proposal import Proposal
+from adaptive.engines.load import check_readable, load_engine
+from adaptive.engines.protocol import Engine, Sequence
+from adaptive.errors import AdaptiveError
+from adaptive.pair import base_of, draft_alone, pair_identity
+from adaptive.sampling import LogitsProcessor
+from adaptive.service.guard import JSON, Guard
+from adaptive.service.server import GRACE_S, address, listen, until_signalled, with_key
+from adaptive.settings import Settings
+from adaptive.state import open_state
+from adaptive.tokens import as_list
+from adaptive.types import SamplingParams
+from adaptive.vocabulary import Vocabulary, vocabulary_of
+from adaptive.wire import (
+    CONTENT_TYPE,
+    HELLO,
+    MOST_BODY,
+    PROPOSE,
+    TOP,
+    VOCABULARY,
+    Array,
+    Asked,
+    Hello,
+    Refused,
+    drafted_bytes,
+)
+from checkpoints.store import AdapterStore
+
+logger = logging.getLogger("adaptive.drafting")
+
+# Conversations that keep a cache, and seconds after which one that nobody goes on in is forgotten. More take memory,
+# fewer read a text anew that somebody comes back to.
+MOST, IDLE_S = 16, 3600.0
+# Seconds between two looks at which adapter is promoted.
+LOOK_S = 1.0
+# Seconds for which a connection is kept open that says nothing: a person reads and thinks.
+KEEP_ALIVE_S = 3600
+
+
+class UnknownError(Exception):
+    """A conversation of which less is known here than was said."""
+
+
+@dataclass(eq=False)
+class Held:
+    """A conversation: its cache, its text, which grows in place, and the chain that was ``proposed`` behind that."""
+
+    sequence: Sequence
+    text: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
+    used: float = 0.0
+    drafter: ChainAhead | TreeAhead | None = None
+    drafter_of: tuple[SamplingParams, int, bool] | None = None
+
+
+class Drafts:
+    """Proposes with one model, for several conversations. Not for several threads at once."""
+
+    def __init__(self, engine: Engine, cache_bytes: int) -> None:
+        self.engine = engine
+        self.adapter: str | None = None
+        self.latest: ChainAhead | TreeAhead | None = None  # whose proposal was the last
+        self._cache_bytes = cache_bytes
+        self._held: OrderedDict[str, Held] = OrderedDict()  # the most recently used last
+        self._chance = random.SystemRandom()
+
+    def use_adapter(self, name: str | None, folder: Path | None) -> None:
+        """Draft with another adapter; what caches hold was made by other weights. Raises AdaptiveError."""
+        self.engine.apply_adapter(folder)
+        self.adapter, self.latest = name, None
+        self._held.clear()
+
+    def answer(self, asked: Asked) -> bytes:
+        """The proposal that was asked for, as a body. Raises UnknownError where the text's beginning is not known,
+        Refused for what cannot be asked."""
+        proposal = self.propose(asked)
+        if proposal is None:
+            return drafted_bytes([], None, None)
+        probs = None if proposal.probs is None else [_row(row) for row in proposal.probs]
+        return drafted_bytes(as_list(proposal.tokens), proposal.parents, probs)
+
+    def propose(self, asked: Asked) -> Proposal | None:
+        """The same, as a proposal."""
+        held = self._conversation(asked)
+        if not asked.common and not asked.tokens:
+            raise Refused("there is no text to draft behind")
+        drafter, text = self._drafter(held, asked), held.text
+        # What only the target knows is read as some other token: it can cost a guess, nothing else.
+        new = [min(token, self.engine.vocab_size - 1) for token in asked.tokens]
+        stands = asked.common
+        if stands == len(text):
+            pairs = zip(held.proposed, new, strict=False)
+            stands += next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(held.proposed), len(new)))
+        text[asked.common :], held.proposed = new, []
+        drafter.rollback(min(stands, len(text) - 1))
+        length = min(asked.length, drafter.limit(len(text)))
+        if not length:
+            if len(text) <= self.engine.context_length and drafter.catch_up(len(text)) > 0:
+                drafter.feed(text, len(text))
+            return None
+        proposal = drafter.propose(text, length)
+        proposal = None if proposal is None else proposal.closed()
+        if proposal is not None and proposal.parents is None:
+            held.proposed = as_list(proposal.tokens)
+        self.latest = drafter
+        return proposal
+
+    def step(self) -> bool:
+        """Draft ahead behind the last proposal; whether there is more to be drafted."""
+        return self.latest is not None and self.latest.step()
+
+    def _conversation(self, asked: Asked) -> Held:
+        self._forget_idle()
+        held = self._held.pop(asked.conversation, None)
+        if held is None:
+            held = Held(self.engine.sequence())
+        self._held[asked.conversation] = held
+        held.used, self.latest = time.monotonic(), None
+        if len(held.text) < asked.common:
+            raise UnknownError
+        return held
+
+    def _forget_idle(self) -> None:
+        """Give back the caches of those that were not used for long, or for which there is no room."""
+        now = time.monotonic()
+        while self._held:
+            oldest = next(iter(self._held.values()))
+            total = sum(held.sequence.memory.total for held in self._held.values())
+            many = len(self._held) > 1 and (len(self._held) > MOST or total > self._cache_bytes)
+            if now - oldest.used < IDLE_S and not many:
+                return
+            self._held.popitem(last=False)
+
+    def _drafter(self, held: Held, asked: Asked) -> ChainAhead | TreeAhead:
+        """One for these parameters. What is drawn is drawn from the likeliest tokens, so that all probabilities can be
+        told."""
+        tree = asked.tree and self.engine.trees
+        wanted = asked.sampling, asked.vocab, tree
+        if held.drafter is None or held.drafter_of != wanted:
+            params, device = asked.sampling, self.engine.device
+            if not (params.greedy or params.seeded):
+                params = replace(params, top_k=min(params.top_k or TOP, TOP))
+            kind = TreeAhead if tree else ChainAhead
+            generator = torch.Generator(device).manual_seed(self._chance.getrandbits(63))
+            processor = LogitsProcessor(params, asked.vocab, device)
+            held.drafter = kind(held.sequence, self.engine, asked.vocab, params, processor, generator)
+            held.drafter_of = wanted
+        return held.drafter
+
+
+def _row(row: torch.Tensor | Array) -> Array:
+    return row.float().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
+
+
+class Desk:
+    """Hands questions to a model's thread, and their answers back."""
+
+    def __init__(self, drafts: Drafts, hello: Callable[[], Hello], vocabulary: Vocabulary, ahead: bool = True) -> None:
+        self.drafts, self.hello, self.vocabulary = drafts, hello, vocabulary
+        self.worker = Worker() if ahead else None  # drafts on until the next question
+        self.before: Callable[[], None] = lambda: None  # called before every question, on the model's thread
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="draft")
+
+    async def greet(self, request: Request) -> Response:
+        """Who drafts here."""
+        return JSONResponse(self.hello().model_dump())
+
+    async def say_vocabulary(self, request: Request) -> Response:
+        """In what tokens."""
+        return JSONResponse(self.vocabulary.model_dump())
+
+    async def propose(self, request: Request) -> Response:
+        """What comes next in a text."""
+        try:
+            asked = Asked.from_bytes(await request.body())
+            answer = await asyncio.get_running_loop().run_in_executor(self.thread, self._answer, asked)
+        except Refused as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except UnknownError:
+            return JSONResponse({"error": "this conversation is not known here; send all of its text"}, 409)
+        except AdaptiveError as error:  # no memory
+            logger.warning("%s", error)
+            return JSONResponse({"error": str(error)}, 503)
+        return Response(answer, media_type=CONTENT_TYPE)
+
+    def _answer(self, asked: Asked) -> bytes:
+        if self.worker is not None:
+            self.worker.stop()
+        self.before()
+        with torch.inference_mode():
+            answer = self.drafts.answer(asked)
+        if self.worker is not None:
+            self.worker.go_on(self.drafts.step)
+        return answer
+
+
+class Promoted:
+    """Follows the adapter that is promoted in the pair's store."""
+
+    def __init__(self, drafts: Drafts, store: AdapterStore) -> None:
+        self._drafts, self._store = drafts, store
+        self._looked, self._seen = float("-inf"), object()
+
+    def __call__(self) -> None:
+        """Look, now and then."""
+        if time.monotonic() - self._looked < LOOK_S:
+            return
+        self._looked, current = time.monotonic(), self._store.current_id()
+        if current == self._seen:
+            return
+        self._seen = current
+        manifest, problems = self._store.usable(None)
+        for problem in problems:
+            logger.warning("adapter: %s", problem)
+        name = manifest.id if manifest is not None else None
+        if name != self._drafts.adapter:
+            try:
+                self._drafts.use_adapter(name, None if name is None else self._store.path(name))
+                logger.info("now drafting with adapter %s", name or "none")
+            except AdaptiveError as error:
+                logger.warning("adapter: %s; adapter %s is used", error, self._drafts.adapter or "none")
+
+
+def serve(settings: Settings, adapter: Path | None, ahead: bool) -> None:
+    """Serve the draft until SIGTERM or ctrl-C: with that ``adapter``, or where the settings name a target too with the
+    one that is promoted for the pair. ``ahead``: it drafts on while the target verifies. Raises AdaptiveError for what
+    cannot be served."""
+    settings = with_key(settings)
+    draft, tokenizer = draft_alone(settings)
+    device = settings.draft_device or settings.device
+    check_readable(draft, settings, device, draft=True)
+    base, vocabulary = base_of(draft), vocabulary_of(tokenizer)
+    store = None
+    if settings.target is not None and adapter is None:
+        store = AdapterStore(open_state(settings.state_dir, pair_identity(settings).id).adapters)
+    with contextlib.closing(listen(settings.host, settings.port)) as listening:
+        engine = load_engine(draft, settings, device, lambda share: None, draft=True)
+        if engine.undraftable is not None:
+            raise AdaptiveError(f"{draft.id} cannot draft: it {engine.undraftable}; name another draft")
+        drafts, name = Drafts(engine, settings.cache_mb * 10**6), Path(base.id).name
+        if adapter is not None:
+            drafts.use_adapter(adapter.name, adapter)
+
+        def hello() -> Hello:
+            return Hello(
+                id=name, weights=base.weights, vocab_size=engine.vocab_size, context_length=engine.context_length,
+                trees=engine.trees, vocabulary=vocabulary.digest, adapter=drafts.adapter,
+            )  # fmt: skip
+
+        desk = Desk(drafts, hello, vocabulary, ahead)
+        if store is not None:
+            desk.before = Promoted(drafts, store)
+            desk.before()
+        logger.info("drafting with %s, adapter %s", draft.id, drafts.adapter or "none")
+        logger.info("listening on %s", address(settings.host, listening.getsockname()[1]))
+        config = uvicorn.Config(
+            guarded(desk, settings),
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(GRACE_S),
+            lifespan="off",
+        )
+        try:
+            until_signalled(uvicorn.Server(config), listening)
+        finally:
+            desk.thread.shutdown()
+            if desk.worker is not None:
+                desk.worker.stop()
+
+
+def guarded(desk: Desk, settings: Settings) -> Guard:
+    """The application, behind who may ask."""
+    routes = [
+        Route(HELLO, desk.greet),
+        Route(VOCABULARY, desk.say_vocabulary),
+        Route(PROPOSE, desk.propose, methods=["POST"]),
+    ]
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    return Guard(Starlette(routes=routes), key, MOST_BODY, types=JSON | {CONTENT_TYPE.encode()})

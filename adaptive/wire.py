@@ -1,0 +1,217 @@
+"""What a program and a draft server say to each other, as bytes: a JSON head, and behind it arrays.
+
+A body is the length of its head (4 bytes, little-endian), the head, and the arrays that the head lists as
+``[dtype, length]``, one after the other, little-endian. A program asks (``Asked``) with the tokens that the server has
+not seen; the server answers (``Drafted``) with tokens, and of a chain that was drawn the distributions that they were
+drawn from, each as the tokens of a probability above 0. What the other side sends is believed only as far as it can be
+checked: whatever is no proposal raises ``Refused``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, Field
+
+from adaptive.errors import AdaptiveError
+from adaptive.types import SamplingParams
+
+# Paths of a draft server: who it is, its vocabulary, and a proposal.
+HELLO, VOCABULARY, PROPOSE = "/draft", "/draft/vocabulary", "/draft/propose"
+CONTENT_TYPE = "application/octet-stream"
+# Bytes of a head and of a whole body at most. A proposal of 64 tokens of which each was drawn from a thousand has
+# half a megabyte; a text of a million tokens has four.
+MOST_HEAD, MOST_BODY = 1 << 16, 1 << 24
+# Tokens that a drafted token is drawn from at most, the likeliest. More cost time on the line, and hardly any token
+# that stands is beyond them.
+TOP = 256
+# By how much the sum of a distribution may differ from 1: what float32 rounds in adding up a vocabulary.
+ROUNDING = 1e-5
+# What crosses of the sampling parameters. Penalties, biases and grammars change the target's logits alone.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+DTYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
+
+Array = npt.NDArray[Any]
+
+
+class Refused(ValueError):  # noqa: N818 - what is refused, in words
+    """A body that is not what was asked for."""
+
+
+class Hello(BaseModel):
+    """A draft server's answer to who it is: its model (``id``, and ``weights``, their hash), whether it drafts
+    ``trees``, the hash of its ``vocabulary``, and the adapter in use."""
+
+    protocol: Literal[1] = 1
+    id: str = Field(min_length=1, max_length=200)
+    weights: str = Field(pattern=r"^[0-9a-f]{1,64}$")
+    vocab_size: int = Field(gt=0, le=1 << 24)
+    context_length: int = Field(gt=0, le=1 << 31)
+    trees: bool
+    vocabulary: str
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A proposal that is wanted behind a text, of at most ``length`` tokens of the first ``vocab`` ids, 0 for none: the
+    server is then to read the text. The text is the first ``common`` tokens of what the server knows of the
+    ``conversation``, and ``tokens`` behind them. ``tree``: the tokens are nodes of a tree."""
+
+    conversation: str
+    common: int
+    tokens: list[int]
+    length: int
+    tree: bool
+    vocab: int
+    sampling: SamplingParams
+
+    def to_bytes(self) -> bytes:
+        """As a body."""
+        sampling = {name: getattr(self.sampling, name) for name in SAMPLING}
+        head = {name: getattr(self, name) for name in ("conversation", "common", "length", "tree", "vocab")}
+        return packed({**head, "sampling": sampling}, np.array(self.tokens, DTYPES["int32"]))
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Asked:
+        """What a body asks. Raises Refused."""
+        head, arrays = unpacked(body)
+        try:
+            found = _AskedHead.model_validate(head)
+            sampling = SamplingParams(**found.sampling.model_dump())
+        except (ValueError, AdaptiveError) as error:
+            raise Refused(f"the head is not what was expected: {error}") from error
+        if len(arrays) != 1 or arrays[0].dtype != DTYPES["int32"] or (arrays[0] < 0).any():
+            raise Refused("the tokens are missing")
+        given = found.model_dump(exclude={"sampling"})
+        return cls(tokens=arrays[0].tolist(), sampling=sampling, **given)
+
+
+class _Sampling(BaseModel):
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+
+
+class _AskedHead(BaseModel):
+    conversation: str = Field(min_length=1, max_length=64)
+    common: int = Field(ge=0)
+    length: int = Field(ge=0, le=1024)
+    tree: bool
+    vocab: int = Field(gt=0)
+    sampling: _Sampling
+
+
+class Drafted(NamedTuple):
+    """What a server proposes: tokens, of a tree their ``parents``, and of a chain that was drawn the distributions
+    ``probs`` (K, vocab), float32."""
+
+    tokens: list[int]
+    parents: list[int] | None
+    probs: Array | None
+
+
+def drafted_bytes(tokens: list[int], parents: list[int] | None, probs: list[Array] | None) -> bytes:
+    """A proposal as a body; ``probs`` are the rows (vocab,) that its tokens were drawn from."""
+    arrays: list[Array] = [np.array(tokens, DTYPES["int32"])]
+    if parents is not None:
+        arrays.append(np.array(parents, DTYPES["int32"]))
+    if probs is not None:
+        ids = [row.nonzero()[0] for row in probs]
+        arrays.append(np.array([len(one) for one in ids], DTYPES["int32"]))
+        arrays.append(np.concatenate(ids).astype(DTYPES["int32"]))
+        arrays.append(np.concatenate([row[one] for row, one in zip(probs, ids, strict=True)]).astype(DTYPES["float32"]))
+    return packed({"tree": parents is not None, "drawn": probs is not None}, *arrays)
+
+
+def read_drafted(body: bytes, asked: Asked, drawn: bool) -> Drafted | None:
+    """What a server answered to what it was ``asked``, checked; None for no proposal. ``drawn``: distributions are
+    wanted of a chain; without them its tokens are nobody's draws, and verified as point masses. Raises Refused."""
+    head, arrays = unpacked(body)
+    tree, has_probs = head.get("tree") is True, head.get("drawn") is True
+    expected = ["int32"] + ["int32"] * tree + ["int32", "int32", "float32"] * has_probs
+    if [one.dtype for one in arrays] != [DTYPES[name] for name in expected]:
+        raise Refused("the arrays are not those of a proposal")
+    tokens = arrays[0]
+    if len(tokens) > asked.length:
+        raise Refused(f"{len(tokens)} tokens were proposed where {asked.length} were asked for")
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < asked.vocab):
+        raise Refused("a proposed token is not in the vocabulary")
+    if not len(tokens):
+        return None
+    listed: list[int] = tokens.tolist()
+    if tree:
+        if not asked.tree or has_probs:
+            raise Refused("a tree was proposed where a chain was asked for")
+        return Drafted(listed, _parents(arrays[1], listed), None)
+    if not has_probs or not drawn:
+        return Drafted(listed, None, None)
+    return Drafted(listed, None, _distributions(asked.vocab, *arrays))
+
+
+def _parents(parents: Array, tokens: list[int]) -> list[int]:
+    """Of each node its parent, which comes before it; siblings are different tokens. Raises Refused."""
+    count = len(tokens)
+    if len(parents) != count or not ((parents >= -1) & (parents < np.arange(count))).all():
+        raise Refused("the parents are not those of a tree")
+    listed: list[int] = parents.tolist()
+    if len(set(zip(listed, tokens, strict=True))) < count:
+        raise Refused("two nodes of the tree are the same text")
+    return listed
+
+
+def _distributions(vocab: int, tokens: Array, counts: Array, ids: Array, probs: Array) -> Array:
+    """Rows (K, vocab), each a distribution that gives its token something. Raises Refused."""
+    count = len(tokens)
+    if len(counts) != count or (counts < 1).any() or counts.sum(dtype=np.int64) != len(ids) or len(ids) != len(probs):
+        raise Refused("the distributions have another shape than the tokens")
+    if not (ids.min() >= 0 and ids.max() < vocab):
+        raise Refused("a distribution has a token that is not in the vocabulary")
+    if not (np.isfinite(probs).all() and (probs >= 0).all()):
+        raise Refused("a probability is negative or no number")
+    rows = np.repeat(np.arange(count), counts)
+    if len(np.unique(rows * np.int64(vocab) + ids)) < len(ids):
+        raise Refused("a distribution has a token twice")
+    sums = np.bincount(rows, probs.astype(np.float64), count)
+    if (np.abs(sums - 1) > ROUNDING).any():
+        raise Refused(f"the probabilities of a distribution add up to {sums[np.abs(sums - 1).argmax()]:.4g}")
+    full = np.zeros((count, vocab), np.float32)
+    full[rows, ids] = probs
+    if not (full[np.arange(count), tokens] > 0).all():
+        raise Refused("a token was proposed that its distribution cannot give")
+    return full
+
+
+def packed(head: dict[str, Any], *arrays: Array) -> bytes:
+    """A body."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    listed = [[names[one.dtype], len(one)] for one in arrays]
+    text = json.dumps({**head, "arrays": listed}).encode()
+    return b"".join([struct.pack("<I", len(text)), text, *(one.tobytes() for one in arrays)])
+
+
+def unpacked(body: bytes) -> tuple[dict[str, Any], list[Array]]:
+    """The head and the arrays of a body. Raises Refused."""
+    if len(body) < 4 or not 0 < (size := struct.unpack_from("<I", body)[0]) <= min(MOST_HEAD, len(body) - 4):
+        raise Refused("the body has no head")
+    try:
+        head = json.loads(body[4 : 4 + size])
+        listed = [(DTYPES[name], int(count)) for name, count in head["arrays"]]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise Refused("the head cannot be read") from error
+    arrays, at = [], 4 + size
+    for dtype, count in listed:
+        if not 0 <= count <= (len(body) - at) // dtype.itemsize:
+            raise Refused("the body is shorter than its head says")
+        arrays.append(np.frombuffer(body, dtype, count, at))
+        at += count * dtype.itemsize
+    if at != len(body):
+        raise Refused("the body is longer than its head says")
+    return head, arrays

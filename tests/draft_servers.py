@@ -1,0 +1,105 @@
+"""Real ``adaptive draft-server`` processes for the tests, and servers that are none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from conftest import BUNDLED
+from service_server import Server
+
+from adaptive.draft_server import Desk, Drafts, guarded
+from adaptive.service.server import listen
+from adaptive.settings import Settings, load_settings
+from adaptive.vocabulary import Vocabulary
+from adaptive.wire import HELLO, VOCABULARY, Hello
+
+
+class DraftServer(Server):
+    """``adaptive draft-server`` of the bundled draft on a port of its own, with one thread, in float32."""
+
+    def __init__(self, folder: Path, *options: str, port: int = 0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.errors = folder / f"stderr-{time.monotonic_ns()}"
+        command = [sys.executable, "-m", "cli.main", "draft-server", "--draft", str(BUNDLED / "draft")]
+        command += ["--port", str(port), "--threads", "1", "--dtype", "float32", "--state-dir", str(folder), *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with self.errors.open("wb") as stream:
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, env=environment)
+        self.url = self._wait_for_url()
+
+
+@contextlib.contextmanager
+def impostor(real: str, answer: Callable[[Any, bytes], None]) -> Iterator[str]:
+    """A server that says of itself what the ``real`` one says, and answers questions for proposals as it likes: by
+    ``answer``, of the request's handler and body. Its address."""
+    known = {path: httpx.get(f"{real}{path}").content for path in (HELLO, VOCABULARY)}
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            say(self, known[self.path])
+
+        def do_POST(self) -> None:
+            answer(self, self.rfile.read(int(self.headers["Content-Length"])))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Quiet(ThreadingHTTPServer):
+        def handle_error(self, *_: object) -> None:
+            pass  # a client that waits no longer
+
+    server = Quiet(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def served_here(engine: Any, vocabulary: Vocabulary, settings: Settings | None = None) -> Iterator[str]:
+    """The draft server's application over an engine of this process, on a thread. Its address."""
+    drafts = Drafts(engine, 10**9)
+    hello = Hello(
+        id="here", weights="0", vocab_size=engine.vocab_size, context_length=engine.context_length,
+        trees=engine.trees, vocabulary=vocabulary.digest,
+    )  # fmt: skip
+    desk = Desk(drafts, lambda: hello, vocabulary)
+    listening = listen("127.0.0.1", 0)
+    app = guarded(desk, settings or load_settings({}))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listening.close()
+        desk.thread.shutdown()
+        assert desk.worker is not None
+        desk.worker.stop()
+
+
+def say(handler: Any, body: bytes, status: int = 200) -> None:
+    """Answer a request."""
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)

@@ -1,0 +1,224 @@
+"""What is drafted while the target verifies is used where it was guessed right, and changes no text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import BUNDLED, Command, save_random_adapter
+from test_lossless_sampled import PARAMS, PROMPT, VOCAB, exact_distribution, models, p_value, run_loop
+
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.drafting.ahead import Beside, ChainAhead, TreeAhead, Worker
+from adaptive.drafting.proposal import Proposal
+from adaptive.engines.cpu.kernels import library
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.tree import TokenTree
+from adaptive.pair import Pair, load_pair
+from adaptive.sampling import LogitsProcessor
+from adaptive.settings import load_settings
+from adaptive.types import Message, SamplingParams, StopParams
+
+assert models  # a fixture
+GREEDY, SEEDED = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, seed=3)
+KINDS: list[Any] = [ChainAhead, TreeAhead]
+STREAMED = {"target": str(BUNDLED / "target"), "draft": str(BUNDLED / "draft"), "dtype": "float32", "memory": "20MB"}
+
+
+class AllAhead:
+    """A drafter that drafts ahead all that it can before anybody asks again."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter, self.ready = drafter, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def propose(self, committed: list[int], length: int, advise: Any = None) -> Proposal | None:
+        before = Counting.passes
+        proposal: Proposal | None = self.drafter.propose(committed, length)
+        self.ready += Counting.passes == before
+        while self.drafter.step():
+            pass
+        return proposal
+
+
+class Counting:
+    """Passes of a draft since it is looked at."""
+
+    passes = 0
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaptive.engines.hf.engine import TransformersSequence
+
+    extend, propose = TransformersSequence.extend, TransformersSequence.propose
+
+    def extended(self: Any, *given: Any) -> Any:
+        Counting.passes += 1
+        return extend(self, *given)
+
+    def proposed(self: Any, call: Any) -> Any:
+        Counting.passes += 1
+        return propose(self, call)
+
+    monkeypatch.setattr(TransformersSequence, "extend", extended)
+    monkeypatch.setattr(TransformersSequence, "propose", proposed)
+
+
+def drafter_of(kind: Any, engine: TransformersEngine, params: SamplingParams, vocab: int) -> AllAhead:
+    processor = LogitsProcessor(params, vocab, torch.device("cpu"))
+    return AllAhead(kind(engine.sequence(), engine, vocab, params, processor, torch.Generator().manual_seed(5)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.3, seed=4)], ids=["greedy", "seed"])
+def test_a_proposal_that_was_ready_is_the_one_that_would_have_been_made(
+    models: tuple[TransformersEngine, TransformersEngine], counted: None, kind: Any, params: SamplingParams
+) -> None:
+    """Of a chain to the token; a tree may know more nodes, so that only its own choice is compared: it is one of the
+    draft's likeliest texts."""
+    draft = models[1]
+    ahead = drafter_of(kind, draft, params, VOCAB)
+    committed = list(PROMPT)
+    for _ in range(5):
+        proposal = ahead.propose(committed, 4)
+        assert proposal is not None
+        fresh = drafter_of(kind, draft, params, VOCAB).drafter.propose(list(committed), 4)
+        assert fresh is not None
+        if kind is ChainAhead:
+            assert proposal.tokens == fresh.tokens
+        else:
+            assert proposal.parents is not None
+            TokenTree().grown(proposal.parents)
+            assert len(proposal.tokens) == 4
+            assert proposal.tokens[0] in fresh.tokens
+        path = proposal.first_path().tokens
+        following = drafter_of(ChainAhead, draft, params, VOCAB).drafter.propose([*committed, *path], 1)
+        committed += [*path, *following.tokens]
+        ahead.rollback(len(committed) - 1)
+    assert ahead.ready > 0
+    if kind is ChainAhead:
+        assert ahead.ready == 4  # all but the first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_guess_leaves_nothing_behind(models: tuple[TransformersEngine, TransformersEngine], kind: Any) -> None:
+    draft = models[1]
+    ahead = drafter_of(kind, draft, GREEDY, VOCAB)
+    committed = list(PROMPT)
+    for token in (0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 7):  # whatever the draft thinks of them
+        proposal = ahead.propose(committed, 3)
+        assert proposal is not None
+        committed.append(token)
+        ahead.rollback(len(committed) - 1)
+        known = ahead.drafter.sequence
+        logits = known.extend(committed[known.length :], 1).clone() if kind is ChainAhead else None
+        if logits is not None:
+            right = draft.sequence().extend(committed, 1)
+            assert torch.allclose(logits, right, atol=1e-5)
+            known.rollback(len(committed) - 1)
+
+
+@pytest.mark.thorough(but="t1.3-ChainAhead")
+@pytest.mark.parametrize(("kind", "runs"), [(ChainAhead, 3000), (TreeAhead, 800)], ids=["ChainAhead", "TreeAhead"])
+@pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2]], ids=["t1.3", "t0.7-top_p"])
+def test_the_whole_loop_samples_from_the_target(
+    models: tuple[TransformersEngine, TransformersEngine], kind: Any, runs: int, params: SamplingParams
+) -> None:
+    drafter = drafter_of(kind, models[1], params, VOCAB)
+    counts = run_loop(models, params, 1, runs, certain=drafter)  # type: ignore[arg-type]
+    assert p_value(counts, exact_distribution(models[0], params)) > 0.001
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The bundled pair, most of whose target is read from disk."""
+    if library() is None:
+        pytest.skip("the kernels were not built")
+    return load_pair(load_settings({**STREAMED, "home": str(tmp_path_factory.mktemp("streamed"))}))
+
+
+def answers(assistant: Assistant, prompts: list[str], sampling: SamplingParams, most: int) -> list[list[int]]:
+    stop = StopParams(max_new_tokens=most, ignore_eos=True)
+    return [[step.token for step in assistant.chat([Message("user", one)], sampling, stop)] for one in prompts]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seed"])
+@pytest.mark.parametrize("policy", [FixedLength(5), FixedLength(24, True)], ids=["chains", "trees"])
+def test_a_streamed_target_says_what_it_says_alone(
+    streamed: Pair, prompts: list[str], sampling: SamplingParams, policy: LengthPolicy
+) -> None:
+    plain, drafted = Assistant(streamed, FixedLength(0), None), Assistant(streamed, policy, None)
+    assert answers(drafted, prompts[:2], sampling, 30) == answers(plain, prompts[:2], sampling, 30)
+    assert drafted.last is not None
+    assert isinstance(drafted.last.drafter, Beside)
+    assert drafted.last.drafter.ahead_s > 0
+    assert drafted.last.accepted > 0
+
+
+@pytest.fixture(scope="module")
+def alone(prompts: list[str]) -> list[list[int]]:
+    """What the target says alone, in memory."""
+    resident = load_pair(load_settings({name: said for name, said in STREAMED.items() if name != "memory"}))
+    return answers(Assistant(resident, FixedLength(0), None), prompts, GREEDY, 200)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("adapter", [False, True], ids=["plain-draft", "with-adapter"])
+@pytest.mark.parametrize(
+    "policy", [FixedLength(5), *(FixedLength(n, True) for n in (8, 32, 128))], ids=lambda p: p.name
+)
+def test_twenty_answers_of_two_hundred_tokens_of_a_streamed_target(
+    streamed: Pair,
+    alone: list[list[int]],
+    prompts: list[str],
+    policy: LengthPolicy,
+    adapter: bool,
+    tmp_path: Path,
+) -> None:
+    drafted = Assistant(streamed, policy, None)
+    if adapter:
+        drafted.use_adapter("0001", save_random_adapter(BUNDLED / "draft", tmp_path / "adapter"))
+    try:
+        assert answers(drafted, prompts, GREEDY, 200) == alone
+    finally:
+        drafted.use_adapter(None, None)
+
+
+def test_a_worker_does_nothing_once_it_is_stopped_and_outlives_a_failure() -> None:
+    worker, steps = Worker(), list[int]()
+
+    def step() -> bool:
+        steps.append(1)
+        return True
+
+    def fails() -> bool:
+        raise RuntimeError("no")
+
+    worker.go_on(fails)
+    worker.go_on(step)
+    while not steps:
+        pass
+    worker.stop()
+    seen = len(steps)
+    for _ in range(1000):
+        pass
+    assert len(steps) == seen
+
+
+def test_conversations_go_on_behind_what_was_drafted_ahead(streamed: Pair, adaptive: Command) -> None:
+    """Caches of the next turn hold what was said and nothing that was guessed."""
+    once, anew = Assistant(streamed, FixedLength(4), None), Assistant(streamed, FixedLength(4), None)
+    stop, chat = StopParams(max_new_tokens=24, ignore_eos=True), [Message("user", "Count from one to ten.")]
+    list(once.chat(chat, GREEDY, stop))
+    assert once.last is not None
+    chat += [Message("assistant", once.last.text), Message("user", "And on.")]
+    said = [[step.token for step in one.chat(chat, GREEDY, stop)] for one in (once, anew)]
+    assert said[0] == said[1]
+    drafted = [one.last.accepted for one in (once, anew) if one.last is not None]
+    assert drafted[0] == drafted[1]

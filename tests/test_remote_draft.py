@@ -1,0 +1,406 @@
+"""A draft behind a draft server changes no token, whatever it says and whenever it goes away."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import BUNDLED, Command
+from draft_servers import DraftServer, impostor, say, served_here
+from pydantic import SecretStr
+from test_lossless_sampled import PARAMS, PROMPT, VOCAB, exact_distribution, models, p_value, run_loop
+
+from adaptive.assistant import Assistant, length_policy
+from adaptive.control.nodes import NodesByCost
+from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.drafting import remote as drafting
+from adaptive.drafting.remote import RemoteDrafter
+from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.errors import AdaptiveError
+from adaptive.measure import trees_pay
+from adaptive.pair import Pair, load_pair
+from adaptive.remote import Remote
+from adaptive.sampling import LogitsProcessor
+from adaptive.settings import load_settings
+from adaptive.types import REMOTE, REMOTE_TREE, Message, SamplingParams, StopParams
+from adaptive.vocabulary import Vocabulary
+from adaptive.wire import Asked, Refused, drafted_bytes, packed, read_drafted
+
+assert models  # a fixture
+GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, seed=3)
+NOBODY = "http://127.0.0.1:1"
+SETTINGS = {"target": str(BUNDLED / "target"), "dtype": "float32"}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test is judged by a time."""
+    monkeypatch.setattr(drafting, "LINE_S", 30.0)
+    monkeypatch.setattr(drafting, "UNKNOWN_S", 30.0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DraftServer]:
+    """Of the bundled draft."""
+    one = DraftServer(tmp_path_factory.mktemp("draft-server"))
+    yield one
+    one.stop()
+
+
+@pytest.fixture(scope="module")
+def pair(server: DraftServer) -> Pair:
+    """The bundled target, and the draft there."""
+    return load_pair(load_settings({**SETTINGS, "draft": server.url}))
+
+
+def tokens(assistant: Assistant, prompt: str, sampling: SamplingParams, most: int) -> list[int]:
+    stop = StopParams(max_new_tokens=most, ignore_eos=True)
+    return [step.token for step in assistant.chat([Message("user", prompt)], sampling, stop)]
+
+
+def accepted_while_equal(
+    pair: Pair, prompts: list[str], sampling: SamplingParams, policy: LengthPolicy, most: int
+) -> int:
+    """Tokens of the draft's that were accepted in answers that are those of the target alone."""
+    plain, drafted, accepted = Assistant(pair, FixedLength(0), None), Assistant(pair, policy, None), 0
+    for prompt in prompts:
+        assert tokens(drafted, prompt, sampling, most) == tokens(plain, prompt, sampling, most)
+        assert drafted.last is not None
+        accepted += drafted.last.accepted
+        assert {one.drafter for one in drafted.last.rounds} <= {REMOTE, REMOTE_TREE, "none"}
+    return accepted
+
+
+CHAINS, TREES = FixedLength(5), FixedLength(24, True)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "policy"),
+    [(GREEDY, CHAINS), (GREEDY, TREES), (SAMPLED, CHAINS), (replace(SAMPLED, repetition_penalty=1.3), TREES)],
+    ids=["greedy-chains", "greedy-trees", "seed-chains", "seed-penalty-trees"],
+)
+def test_the_text_is_the_targets_own(
+    pair: Pair, prompts: list[str], sampling: SamplingParams, policy: LengthPolicy
+) -> None:
+    assert accepted_while_equal(pair, prompts[:2], sampling, policy, 30) > 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "seed"])
+@pytest.mark.parametrize("policy", [FixedLength(5), FixedLength(32, True)], ids=["chains", "trees"])
+def test_twenty_answers_of_two_hundred_tokens_are_the_targets_own(
+    pair: Pair, prompts: list[str], sampling: SamplingParams, policy: LengthPolicy
+) -> None:
+    assert accepted_while_equal(pair, prompts, sampling, policy, 200) > 500
+
+
+@pytest.mark.thorough
+def test_the_whole_loop_samples_from_the_target(models: tuple[TransformersEngine, TransformersEngine]) -> None:
+    runs, params = 1000, PARAMS[3]
+    with served_here(models[1], Vocabulary(tokens={}, probe=[])) as url:
+        remote = Remote(url, None)
+        drafter = RemoteDrafter(
+            remote, PROMPT_HOLDER, VOCAB, params, LogitsProcessor(params, VOCAB, torch.device("cpu"))
+        )
+        counts = run_loop(models, params, 2, runs, certain=drafter)  # type: ignore[arg-type]
+    assert remote.figures.proposals > runs
+    assert not remote.figures.refused
+    assert p_value(counts, exact_distribution(models[0], params)) > 0.001
+
+
+class Holder:
+    """What a conversation is told by."""
+
+
+PROMPT_HOLDER = Holder()
+ASKED = Asked("it", 0, PROMPT, 3, False, VOCAB, SamplingParams(temperature=1.0))
+ROWS = [np.array([0.5, 0.0, 0.25, 0.25, 0, 0, 0, 0], np.float32), np.full(VOCAB, 1 / VOCAB, np.float32)]
+
+
+def body(
+    chosen: tuple[int, ...] = (2, 7),
+    first: dict[int, float] | None = None,
+    more: tuple[int, ...] = (),
+    parents: Any = None,
+) -> bytes:
+    """A proposal, of whose first distribution some numbers are others."""
+    rows = [row.copy() for row in ROWS]
+    for token, number in (first or {}).items():
+        rows[0][token] = number
+    return drafted_bytes([*chosen, *more], parents, None if parents is not None else rows)
+
+
+def test_a_proposal_comes_across_as_it_was_made() -> None:
+    got = read_drafted(body(), ASKED, True)
+    assert got is not None
+    assert got.tokens == [2, 7]
+    assert got.probs is not None
+    assert np.array_equal(got.probs, np.stack(ROWS))
+    assert read_drafted(drafted_bytes([], None, None), ASKED, True) is None
+    tree = read_drafted(body((1, 2, 1), parents=[-1, -1, 0]), replace(ASKED, tree=True), True)
+    assert tree is not None
+    assert tree.parents == [-1, -1, 0]
+    assert Asked.from_bytes(replace(ASKED, sampling=SAMPLED).to_bytes()) == replace(ASKED, sampling=SAMPLED)
+
+
+TREE = replace(ASKED, tree=True)
+INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
+TWICE = packed(
+    {"tree": False, "drawn": True},
+    *(np.array(one, INT) for one in ([2], [2], [2, 2])),
+    np.array([0.5, 0.5], FLOAT),
+)
+
+
+@pytest.mark.parametrize(
+    ("sent", "asked", "said"),
+    [
+        (body(first={0: -0.5, 1: 1.0}), ASKED, "negative"),
+        (body(first={0: float("nan")}), ASKED, "no number"),
+        (body(first={0: float("inf")}), ASKED, "no number"),
+        (body(first={0: 0.6}), ASKED, "add up to 1.1"),
+        (body(first={0: 0.4999}), ASKED, "add up to"),
+        (body((1, 7)), ASKED, "cannot give"),
+        (body((VOCAB, 7)), ASKED, "not in the vocabulary"),
+        (body((-1, 7)), ASKED, "not in the vocabulary"),
+        (body(), replace(ASKED, vocab=7), "not in the vocabulary"),
+        (body((2, 6)), replace(ASKED, vocab=7), "not in the vocabulary"),
+        (body(more=(1,)), ASKED, "another shape"),
+        (body((2, 7, 1, 1)), ASKED, "4 tokens were proposed where 3"),
+        (body(parents=[-1, -1]), ASKED, "a chain was asked for"),
+        (body(parents=[-1, 1]), TREE, "parents"),
+        (body(parents=[-2, -1]), TREE, "parents"),
+        (body(parents=[-1]), TREE, "parents"),
+        (body((2, 2), parents=[-1, -1]), TREE, "the same text"),
+        (TWICE, ASKED, "twice"),
+        (body()[:-1], ASKED, "shorter"),
+        (body() + b"x", ASKED, "longer"),
+        (b"", ASKED, "no head"),
+        (b"\xff\xff\xff\xff{}", ASKED, "no head"),
+        (b"<html>It works!</html>", ASKED, "no head"),
+        (b"\x02\x00\x00\x00{}", ASKED, "cannot be read"),
+        (b"\x02\x00\x00\x00[]", ASKED, "cannot be read"),
+        (b'\x1f\x00\x00\x00{"arrays": [["int32", 1e999]]}  ', ASKED, "cannot be read"),
+        (b'\x1c\x00\x00\x00{"arrays": [["int32", -1]]} ', ASKED, "shorter"),
+        (packed({}), ASKED, "not those of a proposal"),
+    ],
+)  # fmt: skip
+def test_what_is_no_proposal_is_refused(sent: bytes, asked: Asked, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        read_drafted(sent, asked, True)
+
+
+def closes(handler: Any, asked: bytes) -> None:
+    """Break off in the middle of an answer."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b"half of")
+    handler.close_connection = True
+
+
+def garbage(handler: Any, asked: bytes) -> None:
+    say(handler, b"<html>It works!</html>")
+
+
+def fails(handler: Any, asked: bytes) -> None:
+    say(handler, b"", 500)
+
+
+def endless(handler: Any, asked: bytes) -> None:
+    """More than anybody wants."""
+    handler.send_response(200)
+    handler.end_headers()
+    while True:
+        handler.wfile.write(bytes(1 << 20))
+
+
+def no_distribution(handler: Any, asked: bytes) -> None:
+    wanted = Asked.from_bytes(asked)
+    row = np.zeros(wanted.vocab, np.float32)
+    row[5] = 2.0
+    count = wanted.length
+    say(handler, drafted_bytes([5] * count, None, [row] * count if count else None))
+
+
+@pytest.mark.parametrize("answer", [closes, garbage, fails, endless, no_distribution])
+def test_a_server_that_says_nonsense_is_not_listened_to_and_said_once(
+    answer: Callable[[Any, bytes], None], server: DraftServer, pair: Pair, prompts: list[str]
+) -> None:
+    sampling = SamplingParams(temperature=0.7, seed=1) if answer is not no_distribution else GREEDY
+    with impostor(server.url, answer) as url:
+        remote, said = Remote(url, None), list[str]()
+        remote.say = said.append
+        assistant = Assistant(replace(pair, remote=remote), FixedLength(4), None)
+        plain = Assistant(pair, FixedLength(0), None)
+        right = tokens(plain, prompts[0], sampling, 60)
+        assert tokens(assistant, prompts[0], sampling, 60) == right
+        assert assistant.last is not None
+        if answer is no_distribution:  # greedy: the tokens are looked at alone
+            assert remote.figures.proposals > 0
+            list(assistant.chat([Message("user", "Hi")], SamplingParams(temperature=0.7), StopParams(60)))
+        else:
+            assert not assistant.last.accepted
+        assert not remote.figures.proposals or answer is no_distribution
+        assert len(said) == 1, said
+        assert ("has gone" in said[0]) == (answer is closes)
+
+
+def test_a_server_that_is_too_slow_is_waited_for_no_longer_than_a_pass_is_worth(
+    server: DraftServer, pair: Pair, prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "LINE_S", 0.01)
+    monkeypatch.setattr(drafting, "UNKNOWN_S", 0.05)
+
+    def slowly(handler: Any, asked: bytes) -> None:
+        time.sleep(1.5)
+        say(handler, drafted_bytes([], None, None))
+
+    with impostor(server.url, slowly) as url:
+        remote = Remote(url, None)
+        assistant = Assistant(replace(pair, remote=remote), FixedLength(4), None)
+        right = tokens(Assistant(pair, FixedLength(0), None), prompts[0], GREEDY, 40)
+        for _ in range(2):
+            assert tokens(assistant, prompts[0], GREEDY, 40) == right
+        assert assistant.last is not None
+        waited = sum(one.draft_s for one in assistant.last.rounds)
+        assert waited < 1.0
+        assert not remote.figures.proposals
+
+
+def test_drafting_goes_on_where_the_server_comes_back(server: DraftServer, pair: Pair, prompts: list[str]) -> None:
+    """Another process at the same address knows nothing of the conversation, and is told all of it."""
+    assert pair.remote is not None
+    real, away = pair.remote, [False]
+    import httpx
+
+    with httpx.Client(base_url=server.url) as line:
+
+        def passed_on(handler: Any, asked: bytes) -> None:
+            if away[0]:
+                closes(handler, asked)
+                return
+            there = line.post(handler.path, content=asked, headers={"Content-Type": handler.headers["Content-Type"]})
+            say(handler, there.content, there.status_code)
+
+        with impostor(server.url, passed_on) as url:
+            remote = Remote(url, None)
+            remote.say = lambda said: None
+            assistant = Assistant(replace(pair, remote=remote), FixedLength(4), None)
+            right, said = tokens(Assistant(pair, FixedLength(0), None), prompts[1], GREEDY, 150), list[int]()
+            before: list[int] = []
+            for step in assistant.chat([Message("user", prompts[1])], GREEDY, StopParams(150, ignore_eos=True)):
+                said.append(step.token)
+                if len(said) == 40:
+                    away[0] = True
+                if len(said) == 80:
+                    before.append(remote.figures.proposals)
+                    away[0] = False
+                    deadline = time.monotonic() + 60
+                    while not remote.connected and time.monotonic() < deadline:
+                        time.sleep(0.05)
+            assert said == right
+            assert remote.figures.lost > 0
+            assert remote.figures.proposals > before[0] > 0
+    assert real.connected
+
+
+@pytest.mark.thorough
+def test_a_server_killed_at_ten_moments_leaves_every_answer_what_it_is(
+    tmp_path: Path, server: DraftServer, pair: Pair, prompts: list[str]
+) -> None:
+    rng, port = random.Random(5), 0
+    plain = Assistant(pair, FixedLength(0), None)
+    for moment in range(10):
+        doomed = DraftServer(tmp_path / "doomed", port=port)
+        remote = Remote(doomed.url, None)
+        remote.say = lambda said: None
+        assistant = Assistant(replace(pair, remote=remote), FixedLength(4), None)
+        prompt, at = prompts[moment], rng.randrange(1, 60)
+        right, said = tokens(plain, prompt, GREEDY, 80), list[int]()
+        for step in assistant.chat([Message("user", prompt)], GREEDY, StopParams(80, ignore_eos=True)):
+            said.append(step.token)
+            if len(said) == at:
+                time.sleep(rng.random() * 0.01)
+                doomed.kill()
+        assert said == right
+        assert remote.figures.proposals
+
+
+def test_what_cannot_be_asked_is_one_line(
+    server: DraftServer,
+    adaptive: Command,
+    tmp_path: Path,
+    models: tuple[TransformersEngine, TransformersEngine],
+) -> None:
+    def refused(*options: str) -> str:
+        status, _, err = adaptive("generate", "Hi", "--max-new-tokens", "4", *options)
+        assert (status, err.count("\n")) == (2, 1), err
+        return err
+
+    assert "nothing answers there" in refused("--draft", NOBODY)
+    assert "must be an address" in refused("--draft", "http://")
+    assert "must be an address" in refused("--draft", "http://127.0.0.1:99999")
+    other = Vocabulary(tokens={"one": 3, "two": 4}, probe=[3])
+    with served_here(models[1], other) as url:
+        assert "different tokenizers: token 3 is" in refused("--draft", url)
+    key, wrong = tmp_path / "key", tmp_path / "wrong"
+    key.write_text("correct-horse\n")
+    wrong.write_text("battery-staple\n")
+    settings = load_settings({}).model_copy(update={"api_key": SecretStr("correct-horse")})
+    with served_here(models[1], other, settings) as url:
+        for given in ((), ("--draft-key-file", str(wrong))):
+            assert "refuses the key" in refused("--draft", url, *given)
+        assert "different tokenizers" in refused("--draft", url, "--draft-key-file", str(key))
+    status, _, err = adaptive("draft-server", "--host", "0.0.0.0", "--port", "0")
+    assert (status, "set an API key" in err) == (2, True)
+    status, _, err = adaptive("distill", "--draft", server.url)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "is not trained from here" in err
+
+
+def test_what_is_said_is_logged_where_the_same_draft_here_would_learn_from_it(
+    server: DraftServer, pair: Pair, adaptive: Command, own_home: Path
+) -> None:
+    options = (
+        "--max-new-tokens",
+        "20",
+        "--temperature",
+        "0",
+        "--dtype",
+        "float32",
+        "--draft-length",
+        "4",
+        "--history",
+        "off",
+    )
+    status, out, _ = adaptive("generate", "Once upon", "--json", "--draft", server.url, *options)
+    assert status == 0
+    assert set(json.loads(out)["drafters"]) == {REMOTE}
+    here = load_settings({**SETTINGS, "draft": str(BUNDLED / "draft")})
+    from adaptive.pair import pair_identity
+
+    assert pair_identity(here).id == pair.identity.id
+    assert (own_home / pair.identity.id / "records.db").exists()
+    status, out, _ = adaptive("history", "--draft", server.url, "--json")
+    assert status == 0
+
+
+def test_the_policy_is_that_of_a_draft_whose_costs_are_seen_in_rounds(pair: Pair) -> None:
+    policy = length_policy(load_settings({}), trees=trees_pay(pair))
+    assert not isinstance(policy, NodesByCost)  # the target is in memory
+    assert not policy.tree
+    assert accepted_while_equal(pair, ["What is a plum?"], GREEDY, policy, 50) >= 0
+    assert pair.remote is not None
+    chains = Remote(pair.remote.url, None)
+    chains.hello = chains.hello.model_copy(update={"trees": False})
+    with pytest.raises(AdaptiveError, match="no passes over trees"):
+        Assistant(replace(pair, remote=chains), FixedLength(8, True), None)
