@@ -1,11 +1,12 @@
 """Several streaming clients on one server: tokens per second, time to the first token, and what one client alone loses.
 
     python benchmarks/slots.py --target ... --draft ... --clients 8 --tokens 128 --rounds 6
+    python benchmarks/slots.py --target ... --draft ... --clients 1 --rounds 30    # what a lone client loses
 
-Two servers of the same pair stand side by side, one with ``--slots 1`` and one with ``--slots N``; only one is asked at
-a time, in turns whose order changes, so that what else the machine does meets both. In every round each server answers
-one client alone and then all clients at once, greedy, by prompts that no cache has seen. Prints the figures of each and
-their ratios, medians over the rounds, and how many texts both servers agree on.
+One process answers with one slot and with N, in turns whose order changes (``slotted_server.py``), so that what else
+the machine does, and where memory lies, meets both. In every round one client is answered alone and then all clients
+at once with either number, greedy, by prompts that no cache holds. Prints the figures of each and their ratios,
+medians over the rounds, and how many texts are the same with both.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import json
 import statistics
 import tempfile
 import time
+import uuid
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
 from served import PATIENCE_S, Served, Stream, prompts, served, stream
+from slotted_server import PREFIX
 
+PROGRAM = Path(__file__).with_name("slotted_server.py")
 # What is wanted: all clients' tokens per second over one slot's, and a lone client's over one slot's.
 TOGETHER, ALONE = 2.5, 0.98
 
@@ -59,26 +62,26 @@ def main() -> None:
     texts = prompts(options.kind, options.clients)
     found: dict[tuple[str, str], list[Figures]] = defaultdict(list)
     said: dict[str, set[str]] = defaultdict(set)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        servers = {
-            slots: stack.enter_context(served(Path(folder) / slots, [*shared, "--slots", slots]))
-            for slots in ("1", options.slots)
-        }
+    given = [*shared, "--slots", options.slots]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(Path(folder), given, program=[str(PROGRAM)]) as server,
+    ):
+        if len(server.get("/slots")) != int(options.slots):
+            raise SystemExit(server.get("/health")["slots"]["why_not_more"])
         for number in range(options.rounds + 1):  # the first is for the caches of the machine, and for the policy
-            order = list(servers.items())
-            for slots, server in order if number % 2 else reversed(order):
-                for count in (1, options.clients):
+            for slots in ("1", options.slots) if number % 2 else (options.slots, "1"):
+                for count in sorted({1, options.clients}):
                     asked = [f"Question {number}.{count}: {text}" for text in texts[:count]]
-                    streams, seconds = ask(server, asked, options.tokens)
+                    streams, seconds = ask(server, asked, options.tokens, slots)
                     for prompt, one in zip(asked, streams, strict=True):
                         said[prompt].add(one.text)
                     if number:
                         found[slots, "alone" if count == 1 else "together"].append(figures(streams, seconds))
-        total = {slots: len(server.get("/slots")) for slots, server in servers.items()}
-    report(options, found, total, said)
+    report(options, found, said)
 
 
-def ask(server: Served, texts: list[str], tokens: int) -> tuple[list[Stream], float]:
+def ask(server: Served, texts: list[str], tokens: int, slots: str) -> tuple[list[Stream], float]:
     """Each text by a client of its own, all at once; the streams, and the seconds until the last has ended."""
     bodies = [
         {"prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "user": f"{i}", "store": False}
@@ -86,7 +89,8 @@ def ask(server: Served, texts: list[str], tokens: int) -> tuple[list[Stream], fl
     ]
 
     def one(body: dict[str, object]) -> Stream:
-        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+        session = {"x-session-id": f"{PREFIX}{slots}/{uuid.uuid4().hex}"}
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers=session) as client:
             return stream(client, body)
 
     began = time.perf_counter()
@@ -104,12 +108,7 @@ def figures(streams: list[Stream], seconds: float) -> Figures:
     return Figures(tokens / seconds, statistics.median(first), max(first))
 
 
-def report(
-    options: argparse.Namespace,
-    found: dict[tuple[str, str], list[Figures]],
-    total: dict[str, int],
-    said: dict[str, set[str]],
-) -> None:
+def report(options: argparse.Namespace, found: dict[tuple[str, str], list[Figures]], said: dict[str, set[str]]) -> None:
     """Print medians over the rounds and their ratios."""
 
     def median(slots: str, how: str, name: str) -> float:
@@ -123,16 +122,17 @@ def report(
     for slots, how in sorted(found):
         count = 1 if how == "alone" else options.clients
         print(
-            f"--slots {slots} (it has {total[slots]}), {count} at once: "
+            f"{slots} slots, {count} at once: "
             f"{median(slots, how, 'tokens_per_s'):.1f} tokens/s, first text after "
             f"{median(slots, how, 'first_s'):.3f} s (longest {median(slots, how, 'longest_first_s'):.3f})"
         )
-    together, alone = ratio("together", "tokens_per_s"), ratio("alone", "tokens_per_s")
-    print(f"{options.clients} clients, tokens/s against one slot: {together:.2f} (asked for: {TOGETHER})")
-    print(f"{options.clients} clients, time to the first text against one slot: {ratio('together', 'first_s'):.2f}")
-    lone = median(options.slots, "alone", "first_s")
-    print(f"time to the first text against a client alone: {median(options.slots, 'together', 'first_s') / lone:.2f}")
-    print(f"one client alone, tokens/s against --slots 1: {alone:.3f} (asked for: {ALONE})")
+    if options.clients > 1:
+        together, lone = ratio("together", "tokens_per_s"), median(options.slots, "alone", "first_s")
+        print(f"{options.clients} clients, tokens/s against one slot: {together:.2f} (asked for: {TOGETHER})")
+        print(f"{options.clients} clients, time to the first text against one slot: {ratio('together', 'first_s'):.2f}")
+        print(f"the same against a client alone: {median(options.slots, 'together', 'first_s') / lone:.2f}")
+    alone = ratio("alone", "tokens_per_s")
+    print(f"one client alone, tokens/s against one slot: {alone:.3f} (asked for: {ALONE})")
     print(f"prompts to which both said the same: {sum(len(texts) == 1 for texts in said.values())} of {len(said)}")
     if options.json is not None:
         every = {f"slots {slots}, {how}": [asdict(one) for one in figures] for (slots, how), figures in found.items()}
