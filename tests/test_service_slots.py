@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections import Counter
@@ -257,8 +258,11 @@ def test_a_swap_while_several_are_under_way_changes_no_text(server: Server, tmp_
     assert get(server, "/props")["adapter"] == name
 
 
-def test_a_kill_with_four_under_way_loses_nothing_that_was_finished(tmp_path: Path) -> None:
-    one = Server(tmp_path / "home", "--slots", "4", "--distill", "off").wait_until_ready()
+def kill_with_four_under_way(home: Path, turn: int) -> Counter[tuple[str, str, str]]:
+    """Starts a server, kills it while four long answers stream, at a random moment after four short ones have ended;
+    these, as the log has to have them."""
+    rng = random.Random(turn)
+    one = Server(home, "--slots", "4", "--distill", "off").wait_until_ready()
     finished: list[tuple[str, str, str]] = []
     try:
         under_way = [threading.Event() for _ in range(4)]
@@ -274,23 +278,49 @@ def test_a_kill_with_four_under_way_loses_nothing_that_was_finished(tmp_path: Pa
                 return
 
         with ThreadPoolExecutor(8) as pool:
-            short = [body(80 + number, tokens=12) for number in range(4)]
+            short = [body(100 * turn + number, tokens=12) for number in range(80, 84)]
             long = [pool.submit(forever, number) for number in range(3)]
             for asked, text in zip(short, pool.map(lambda asked: stream(one, asked), short), strict=True):
                 finished.append((asked["prompt"], text, "length"))
             long.append(pool.submit(forever, 3))
             for event in under_way:
                 assert event.wait(PATIENCE_S)
+            assert sum(slot["is_processing"] for slot in get(one, "/slots")) == 4
+            time.sleep(rng.uniform(0, 0.3))
             one.kill()
-        kept = logged(one)
-        assert not Counter(finished) - kept
     finally:
         one.kill()
-    again = Server(tmp_path / "home", "--slots", "4", "--distill", "off").wait_until_ready()
+    return Counter(finished)
+
+
+def kill_repeatedly(home: Path, times: int) -> None:
+    """What was finished in any turn is in the log after every turn, each record whole; the last server answers."""
+    finished: Counter[tuple[str, str, str]] = Counter()
+    for turn in range(times):
+        finished += kill_with_four_under_way(home, turn)
+        (records,) = home.glob("*/records.db")
+        with Log(records) as log:
+            found = [entry.generation for entry in log.generations()]
+        assert not finished - Counter((g.prompt_text, g.text, g.finish_reason) for g in found)
+        for g in found:
+            assert g.supervision is not None
+            assert len(g.supervision.ids) == len(g.output) == g.timings.predicted_n
+        print(f"kill {turn + 1}: {finished.total()} answers finished, {len(found)} records, all whole", flush=True)
+    again = Server(home, "--slots", "4", "--distill", "off").wait_until_ready()
     try:
-        assert whole(again, body(80, tokens=12)) == finished[0][1]
+        asked = body(80, tokens=12)
+        assert (asked["prompt"], whole(again, asked), "length") in finished
     finally:
         assert again.stop() == 0
+
+
+def test_a_kill_with_four_under_way_loses_nothing_that_was_finished(tmp_path: Path) -> None:
+    kill_repeatedly(tmp_path / "home", 1)
+
+
+@pytest.mark.long
+def test_twenty_kills_with_four_under_way_lose_nothing_that_was_finished(tmp_path: Path) -> None:
+    kill_repeatedly(tmp_path / "home", 20)
 
 
 def test_where_no_joint_passes_are_made_there_is_one_slot_and_it_is_said(tmp_path: Path) -> None:
