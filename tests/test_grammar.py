@@ -19,6 +19,7 @@ from rich.console import Console
 from test_lossless_sampled import PROMPT, VOCAB, NoText, models, p_value  # noqa: F401 - a fixture
 from transformers import AutoTokenizer
 
+from adaptive.control.costs import LONGEST
 from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.decoding.loop import Decoding, Request
 from adaptive.decoding.verifier import Verifier
@@ -151,6 +152,17 @@ def test_speculation_changes_no_token_of_a_constrained_answer(
                 if grammar is PERSON
                 else re.fullmatch(r"([a-z]+=\d\d\n){3}", text)
             )
+
+
+def test_the_policy_goes_on_behind_a_stretch_longer_than_it_ever_drafts(opened: OpenedPair) -> None:
+    text = "Thursday the twenty-third of November, in the afternoon, behind the old lighthouse keeper's house: "
+    grammar = Grammar("regex", f"{text}[a-z]{{40}}")
+    for _ in opened.assistant.chat([Message("user", "When?")], SamplingParams(0.0), StopParams(80), grammar=grammar):
+        pass
+    said = opened.assistant.last
+    assert said is not None
+    assert re.fullmatch(f"{text}[a-z]{{40}}", said.text)
+    assert max(one.drafted for one in said.rounds if one.drafter == "grammar") > LONGEST
 
 
 def test_the_log_keeps_the_distribution_without_the_mask_and_says_that_there_was_one(

@@ -19,7 +19,7 @@ from typing import Protocol
 from adaptive.control.acceptance import Acceptance
 from adaptive.control.ahead import Ahead
 from adaptive.control.confidence import Calibration
-from adaptive.control.costs import LONGEST, SPEED_STEP, CostModel, Steps
+from adaptive.control.costs import SPEED_STEP, CostModel, Steps
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import best_length, prices
@@ -57,11 +57,8 @@ class JointCosts:
         self._drafts: dict[int, Learned] = {}  # by the number of answers
 
     def seconds(self, costs: CostModel, tokens: int) -> float:
-        """Of a pass over so many tokens. Beyond those of the longest verification each takes what the last ones do."""
-        if tokens <= LONGEST + 1:
-            return self._pass.value * costs.verify(tokens - 1)
-        half, longest = costs.verify(LONGEST // 2), costs.verify(LONGEST)
-        return self._pass.value * (longest + (longest - half) / (LONGEST - LONGEST // 2) * (tokens - LONGEST - 1))
+        """Of a pass over so many tokens."""
+        return self._pass.value * costs.verify(tokens - 1)
 
     def observe(self, costs: CostModel, tokens: int, seconds: float) -> None:
         """One took so long."""

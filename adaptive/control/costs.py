@@ -196,7 +196,11 @@ class CostModel:
         return self.speed * self.draft_s
 
     def verify(self, length: int) -> float:
-        """Seconds of verifying ``length`` drafted tokens; 0 is a plain step among other rounds."""
+        """Seconds of verifying ``length`` drafted tokens; 0 is a plain step among other rounds. Of more than
+        ``LONGEST``, which only a grammar and several answers together have, each takes what the last ones do."""
+        if length > LONGEST:
+            half, longest = self.verify(LONGEST // 2), self.verify(LONGEST)
+            return longest + (longest - half) / (LONGEST - LONGEST // 2) * (length - LONGEST)
         return self.speed * max(self.rising[1 + length] + self.now, 1e-9)
 
     def plain(self) -> float:
@@ -223,7 +227,9 @@ class CostModel:
         drafted: list[float] = []
         caught_up: list[float] = []
         for outcome, steps, waiting, again, settled, *_ in rounds:
-            i = 0 if again else 1 + min(outcome.drafted, LONGEST)
+            if outcome.drafted > LONGEST:  # nothing is known of those by themselves
+                continue
+            i = 0 if again else 1 + outcome.drafted
             ratio = outcome.verify_s / (self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9))
             if i in self.guessed:  # what is seen of it first is worth more than the guess
                 self.guessed.remove(i)
