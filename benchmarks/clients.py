@@ -1,9 +1,11 @@
 """Many clients at once on one server, some going away and some sending nonsense: errors, memory, and the log.
 
     python benchmarks/clients.py --minutes 10
+    python benchmarks/clients.py --minutes 5 --clients 32 --distill always
 
-Every request carries a number of its own, by which its record is found again. Prints a line a minute and,
-at the end, what became of every kind of request; exits with 1 where something is not as it must be.
+Every request carries a number of its own, by which its record is found again. A client that is told that the queue
+is full (429) waits for a second. Prints a line a minute and, at the end, what became of every kind of request
+and of training; exits with 1 where something is not as it must be.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ GOES_AWAY = NONSENSE = 10
 CACHE_MB = 100
 # Growth of memory after the first minute, as a share, that is too much.
 MOST_GROWTH = 0.05
+# What is told to whom the queue has no place for, and the seconds that such a client waits.
+FULL, AGAIN_S = 429, 1.0
 
 BODIES = (
     b"",
@@ -65,12 +69,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--distill", default="off", help="when to train, as in `adaptive serve`")
+    parser.add_argument("--slots", default="auto")
+    parser.add_argument("--queue", type=int, default=64, help="requests that may wait")
     options = parser.parse_args()
     tally = Tally()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        served(Path(folder), distill=options.distill, cache_mb=CACHE_MB) as server,
-    ):
+    settings = {name: getattr(options, name) for name in ("distill", "slots", "queue")}
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), cache_mb=CACHE_MB, **settings) as server:
         until = time.monotonic() + 60 * options.minutes
         clients = [
             threading.Thread(target=_client, args=(server, number, until, tally)) for number in range(options.clients)
@@ -92,6 +96,9 @@ def _client(server: Served, number: int, until: float, tally: Tally) -> None:
             turn += 1
             try:
                 _request(client, f"[{number}.{turn}] {rng.choice(texts)}", rng, tally)
+            except httpx.HTTPStatusError as error:
+                tally.add("refused", error.response.status_code)
+                time.sleep(AGAIN_S)
             except Exception as error:
                 tally.problems.append(f"{type(error).__name__}: {error}")
 
@@ -120,10 +127,9 @@ def _request(client: httpx.Client, prompt: str, rng: random.Random, tally: Tally
         tally.whole[prompt] = found.text
         tally.add("streamed", 200)
     else:
-        answer = client.post("/v1/completions", json=body)
+        answer = client.post("/v1/completions", json=body).raise_for_status()
+        tally.whole[prompt] = answer.json()["choices"][0]["text"]
         tally.add("whole", answer.status_code)
-        if answer.status_code == 200:
-            tally.whole[prompt] = answer.json()["choices"][0]["text"]
 
 
 def _go_away(client: httpx.Client, body: dict[str, object], rng: random.Random) -> None:
@@ -166,7 +172,9 @@ def _report(server: Served, tally: Tally, memory: list[tuple[float, int]]) -> in
     print(f"records: {len(logged)}, of which cut short {sum(g.finish_reason == 'cancelled' for g in logged)}")
     print(f"memory: {max(minute) / 1e6:.0f} MB after a minute, {memory[-1][1] / 1e6:.0f} MB at the end ({growth:+.1%})")
     print(f"errors that are not the client's: {len(tally.problems)} {tally.problems[:3]}")
-    expected = {("nonsense", 400), ("went away", 0), ("streamed", 200), ("whole", 200)}
+    trainer = server.get("/adaptive/trainer")
+    print(f"training runs: {trainer['runs']}, crashes: {trainer['crashes']}; {trainer['reason']}")
+    expected = {("nonsense", 400), ("went away", 0), ("streamed", 200), ("whole", 200), ("refused", FULL)}
     right = once == len(tally.whole) and max(times.values()) == 1 and not tally.problems
     return int(
         not (right and growth <= MOST_GROWTH and set(tally.statuses) <= expected and "Traceback" not in server.said)
