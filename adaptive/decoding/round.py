@@ -14,7 +14,7 @@ from adaptive.control.policy import Adviser
 from adaptive.decoding.verifier import Verifier
 from adaptive.decoding.verify import Verdict
 from adaptive.drafting.proposal import Proposal
-from adaptive.drafting.protocol import Drafter, MadeTogether, Making
+from adaptive.drafting.protocol import Drafter, Making, made_together
 from adaptive.engines.protocol import Sequence
 from adaptive.types import Round
 
@@ -58,7 +58,7 @@ def making(
     drafter: Drafter | None, verifier: Verifier, committed: list[int], length: int, advise: Adviser | None
 ) -> Making:
     """The same, made together with the proposals for other answers where the drafter can."""
-    if length <= 0 or not isinstance(drafter, MadeTogether):
+    if length <= 0 or not made_together(drafter):
         return propose(drafter, verifier, committed, length, advise)
     return _verifiable((yield from drafter.making(committed, length, advise)), verifier)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from adaptive.control.policy import Adviser, Beside, Lead, LengthPolicy
 from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal, grafted
-from adaptive.drafting.protocol import Drafter, GoesOn, MadeTogether, Making
+from adaptive.drafting.protocol import Drafter, GoesOn, Making, made_together
 from adaptive.tokens import as_list
 from adaptive.types import FREE, HISTORY, MODEL, Round
 
@@ -70,7 +70,7 @@ class Grafting:
         lead = self._lead
         if lead.history:
             return self._with_front(committed)
-        if not isinstance(self.model, MadeTogether):
+        if not made_together(self.model):
             return self.propose(committed, length, advise)
         return self._with_tail(committed, (yield from self.model.making(committed, lead.model, advise)))
 

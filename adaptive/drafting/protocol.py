@@ -14,7 +14,7 @@ is proposed would no longer be distributed as q.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
@@ -58,12 +58,16 @@ class Wanted(NamedTuple):
 Making: TypeAlias = Generator[Wanted, Proposed, Proposal | None]
 
 
-@runtime_checkable
 class MadeTogether(Drafter, Protocol):
     """A drafter whose proposals can be made together with those of others."""
 
     def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
         """As ``propose``."""
+
+
+def made_together(drafter: Drafter | None) -> TypeGuard[MadeTogether]:
+    """Whether it is such a drafter. Asked in every round of every answer: ``isinstance`` of a protocol is slow."""
+    return hasattr(drafter, "making")
 
 
 @runtime_checkable
