@@ -90,7 +90,7 @@ class Settings(BaseSettings):
     api_key_file: Path | None = None
     cors: Annotated[tuple[str, ...], NoDecode] = ()
     queue: int = Field(64, ge=0)
-    slots: Annotated[str, BeforeValidator(str)] = "1"
+    slots: Annotated[str, BeforeValidator(str)] = "auto"
     max_body_mb: float = Field(8.0, gt=0)
     cache_mb: int = Field(1024, ge=0)
     keep_caches: Annotated[int, BeforeValidator(_bytes)] = Field(0, ge=0)

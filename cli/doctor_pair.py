@@ -217,8 +217,8 @@ def _at_once(forward: Forward) -> Finding:
     from adaptive.engines.load import Forward
 
     said = {
-        Forward.CPU_FUSED: "several, with adaptive serve --slots",
-        Forward.STREAMED: "several, with adaptive serve --slots",
+        Forward.CPU_FUSED: "several, as many as adaptive serve has slots",
+        Forward.STREAMED: "several, as many as adaptive serve has slots",
         Forward.TRANSFORMERS: "several, where a try shows it when the model is loaded",
         Forward.CUDA_GRAPHS: "several, where a try shows it when the model is loaded",
     }

@@ -38,7 +38,8 @@ def serve(
         Optional[int], typer.Option(help="Requests that may wait; more are told 429.", rich_help_panel=SERVER)
     ] = None,
     slots: Annotated[
-        Optional[str], typer.Option(help="Requests answered at once, or auto.", rich_help_panel=SERVER)
+        Optional[str],
+        typer.Option(help="Requests answered at once; auto: 4, or as many as fit.", rich_help_panel=SERVER),
     ] = None,
     cache_mb: Annotated[
         Optional[int], typer.Option(help="Megabytes for the caches of conversations.", rich_help_panel=SERVER)

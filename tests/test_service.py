@@ -37,7 +37,9 @@ pytestmark = pytest.mark.xdist_group("service")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    one = Server(tmp_path_factory.mktemp("service"), "--queue", "2", "--seed", "5", key=KEY).wait_until_ready()
+    one = Server(
+        tmp_path_factory.mktemp("service"), "--slots", "1", "--queue", "2", "--seed", "5", key=KEY
+    ).wait_until_ready()
     try:
         yield one
     finally:

@@ -14,6 +14,8 @@ import pytest
 from service_server import Server
 from store_factory import published
 
+from adaptive.engines.cpu import kernels
+
 # By one process, which starts one server.
 pytestmark = pytest.mark.xdist_group("service_requests")
 
@@ -59,6 +61,12 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenized(client:
         with pytest.raises(openai.BadRequestError, match="context"):
             send()
     assert process.cpu_times().user - before < 5.0  # 25 s where all of it is tokenized
+
+
+def test_without_being_told_four_are_answered_at_once(server: Server) -> None:
+    slots = httpx.get(f"{server.url}/health", timeout=60).json()["slots"]
+    assert slots["total"] == (1 if kernels.library() is None else 4)
+    assert (slots["why_not_more"] is None) == (slots["total"] == 4)
 
 
 def test_a_model_is_found_by_its_name(client: openai.OpenAI) -> None:
