@@ -29,8 +29,8 @@ constexpr int BLOCK = 1024;
 #if defined(__AMX_BF16__)
 // Of bfloat16 weights that many inputs, times half of a panel's outputs, fill one of the processor's tiles, and at most so many rows.
 constexpr int TILE_INPUTS = 32, TILE_ROWS = 16;
-// The same as BLOCK, for rows in tiles: they read these weights from the first cache.
-constexpr int TILE_BLOCK = 512;
+// The same as BLOCK, for rows in tiles. Fewer load and store sums more often, more leave the second cache.
+constexpr int TILE_BLOCK = 1024;
 #endif
 
 // Inputs to a multiple of which a weight is filled up with zeros, by the bytes of its numbers.
@@ -189,13 +189,12 @@ inline float convert(const float* x, int count, Whole* out) {
 }
 #endif
 
-// All rows, (rows, stride), with nothing behind the inputs, and the factors of their results (rows,). There is `room` for so many
-// rows.
+// All rows, (rows, stride), with nothing behind the inputs, and the factors of their results (rows,).
 template <class Input>
-const Input* prepare(const Call& call, int room, int padded, int stride, float* factors) {
+const Input* prepare(const Call& call, int padded, int stride, float* factors) {
   const int in = call.linear.in;
   float* row_done = scratch<float, 0>(in);
-  Input* inputs = scratch<Input, 1>(size_t(room) * stride);
+  Input* inputs = scratch<Input, 1>(size_t(call.rows) * stride);
   for (int row = 0; row < call.rows; row++) {
     Input* out = inputs + size_t(row) * stride;
     factors[row] = convert(after_prologue(call, row, row_done), in, out);
@@ -361,10 +360,28 @@ struct Tiles {
   ~Tiles() { _tile_release(); }
 };
 
-// As `tile` does it, for one or TWO tiles of so many rows.
+// As `prepare` does it, in tiles of so many `rows` and TILE_INPUTS inputs: the numbers of a tile lie together, and behind each
+// other the tiles of the same rows. Were each row by itself, a processor would have to fetch ahead in as many streams.
+const uint16_t* prepare_tiles(const Call& call, int tiles, int rows, int padded) {
+  const int in = call.linear.in;
+  float* row_done = scratch<float, 0>(in);
+  Narrow* narrow = scratch<Narrow, 30>(padded);
+  Narrow* inputs = scratch<Narrow, 1>(size_t(tiles) * rows * padded);
+  for (int k = in; k < padded; k++) narrow[k] = 0;  // the weights there are zero, too
+  for (int row = 0; row < call.rows; row++) {
+    convert(after_prologue(call, row, row_done), in, narrow);
+    Narrow* out = inputs + size_t(row / rows) * rows * padded + row % rows * TILE_INPUTS;
+    for (int k = 0; k < padded; k += TILE_INPUTS) std::memcpy(out + size_t(k) * rows, narrow + k, TILE_INPUTS * sizeof(Narrow));
+  }
+  written(inputs);
+  return inputs;
+}
+
+// As `tile` does it, for one or TWO tiles of so many rows, of which the second lies `apart` numbers behind the first.
 template <bool TWO, bool FETCH>
-inline void multiply_tiles(const uint16_t* w, const uint16_t* x, int stride, int rows, int inputs, bool first, float* sums) {
+inline void multiply_tiles(const uint16_t* w, const uint16_t* x, size_t apart, int rows, int inputs, bool first, float* sums) {
   constexpr int BETWEEN = PANEL * sizeof(float);  // bytes from one pair of inputs, or row of sums, to the next
+  constexpr int ROW = TILE_INPUTS * sizeof(uint16_t);
   float* more = sums + size_t(rows) * PANEL;
   if (first) {
     _tile_zero(0);
@@ -382,13 +399,13 @@ inline void multiply_tiles(const uint16_t* w, const uint16_t* x, int stride, int
   for (int k = 0; k < inputs; k += TILE_INPUTS, w += TILE_INPUTS * PANEL) {
     if (FETCH)
       for (int pair = 0; pair < TILE_INPUTS / 2; pair++) fetch(w + pair * 2 * PANEL);
-    _tile_loadd(4, x + k, stride * 2);
+    _tile_loadd(4, x + size_t(k) * rows, ROW);
     _tile_loadd(6, w, BETWEEN);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, w + 2 * LANES, BETWEEN);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (TWO) {
-      _tile_loadd(5, x + size_t(rows) * stride + k, stride * 2);
+      _tile_loadd(5, x + apart + size_t(k) * rows, ROW);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -404,12 +421,11 @@ inline void multiply_tiles(const uint16_t* w, const uint16_t* x, int stride, int
 // multiply_panels for bfloat16, by tiles whatever the number of rows: a tile adds in another order than vectors do.
 void multiply_panels_by_tiles(const Call& call, int64_t first, int64_t last) {
   const Linear& p = call.linear;
-  const int padded = (p.in + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS, stride = padded + TILE_INPUTS;
+  const int padded = (p.in + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
   const int tiles = (call.rows + TILE_ROWS - 1) / TILE_ROWS, rows = (call.rows + tiles - 1) / tiles;
   const int block = tiles > 2 ? TILE_BLOCK : padded;
-  float* factors = scratch<float, 2>(call.rows);
-  const Narrow* x = prepare<Narrow>(call, tiles * rows, padded, stride, factors);
-  written(x);
+  const size_t apart = size_t(rows) * padded;
+  const uint16_t* x = prepare_tiles(call, tiles, rows, padded);
   float* sums = scratch<float, 3>(size_t(tiles) * rows * PANEL);
   const Tiles shapes(rows);
   for (int64_t panel = first; panel < last; panel++) {
@@ -418,7 +434,7 @@ void multiply_panels_by_tiles(const Call& call, int64_t first, int64_t last) {
       for (int tile = 0; tile < tiles; tile += 2) {
         const int inputs = std::min(block, padded - k);
         const auto some = [&](auto two, auto fetches) {
-          multiply_tiles<two, fetches>(w + size_t(k) * PANEL, x + size_t(tile) * rows * stride + k, stride, rows, inputs, k == 0,
+          multiply_tiles<two, fetches>(w + size_t(k) * PANEL, x + tile * apart + size_t(k) * rows, apart, rows, inputs, k == 0,
                                        sums + size_t(tile) * rows * PANEL);
         };
         const std::true_type yes;
@@ -429,7 +445,7 @@ void multiply_panels_by_tiles(const Call& call, int64_t first, int64_t last) {
         else
           two ? some(yes, yes) : some(no, yes);
       }
-    finish(call, panel, sums, factors);
+    finish(call, panel, sums, (const float*)nullptr);
   }
 }
 #endif
@@ -444,7 +460,7 @@ void multiply_panels(const Call& call, int64_t first, int64_t last) {
   const int stride = padded + 64 / int(sizeof(Input));
   const int block = call.rows > TILE ? BLOCK : padded;
   float* factors = scratch<float, 2>(call.rows);
-  const Input* x = prepare<Input>(call, call.rows, padded, stride, factors);
+  const Input* x = prepare<Input>(call, padded, stride, factors);
   Sum* sums = scratch<Sum, 3>(size_t(call.rows) * PANEL);
   for (int64_t panel = first; panel < last; panel++) {
     const Weight* w = (const Weight*)p.weight + size_t(panel) * padded * PANEL;

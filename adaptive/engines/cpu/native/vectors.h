@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -68,10 +69,27 @@ inline Vector exponential(Vector given) {
   return given == given ? (Vector)((Words)sum + ((Words)shifted << 23)) : given;
 }
 
+// Memory that begins with a line of the cache, so that no vector and no row of a tile lies in two.
+template <class Number>
+struct InLines {
+  using value_type = Number;
+  static constexpr std::align_val_t LINE{64};
+
+  InLines() = default;
+  template <class Other>
+  InLines(const InLines<Other>&) {}
+  Number* allocate(size_t count) { return (Number*)::operator new(count * sizeof(Number), LINE); }
+  void deallocate(Number* memory, size_t) { ::operator delete(memory, LINE); }
+  template <class Other>
+  bool operator==(const InLines<Other>&) const { return true; }
+  template <class Other>
+  bool operator!=(const InLines<Other>&) const { return false; }
+};
+
 // Memory for so many numbers, this thread's own; the next call for the same `Use` may move it.
 template <class Number, int Use>
 Number* scratch(size_t count) {
-  static thread_local std::vector<Number> kept;
+  static thread_local std::vector<Number, InLines<Number>> kept;
   if (kept.size() < count) kept.resize(count);
   return kept.data();
 }
