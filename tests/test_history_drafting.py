@@ -25,7 +25,7 @@ from adaptive.decoding.loop import Decoding, Request
 from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.archive import Archive, History, owner_name
 from adaptive.drafting.history import HISTORY, HistoryDrafter, RunningText
-from adaptive.drafting.suffixes import Continuation, suffixes
+from adaptive.drafting.suffixes import Continuation, Suffixes, suffixes
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.pair import Pair, load_pair
 from adaptive.records.log import Log
@@ -146,6 +146,9 @@ class Liar:
 
     def follow(self, context: list[int], grows: bool = False) -> Continuation:
         return Continuation([(context[-1] * 3 + place) % VOCAB for place in range(2)], [39, 39])
+
+    def follow_end(self, of: Suffixes) -> Continuation:
+        return Continuation([3, 4], [39, 39])
 
 
 @pytest.mark.thorough
