@@ -51,7 +51,17 @@ MODELS = {
     "Qwen/Qwen2.5-14B-Instruct": "target", "Qwen/Qwen2.5-0.5B-Instruct": "draft",
 }  # fmt: skip
 PROMPTS = [{"prompt": f"What is {n} plus {n}?"} for n in range(3)]
-CHAT = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello to you."}]}
+CONVERSATIONS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"Count to {n}."},
+            {"role": "assistant", "content": f"1, and so on, {n}."},
+        ]
+    }
+    for n in range(80)
+]
+# Answers in the log: as many as a training run needs, and some more.
+ANSWERS = 80
 FRUIT = {"type": "object", "properties": {"name": {"enum": ["plum"]}}, "required": ["name"]}
 # Seconds for a server to be there on a busy machine.
 START_S = 120
@@ -66,13 +76,14 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / name).symlink_to(BUNDLED / part)
     for name in ("prompts.jsonl", "mine.jsonl"):
         (here / name).write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
-    (here / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * 20)
+    (here / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CONVERSATIONS))
     (here / "fruit.json").write_text(json.dumps(FRUIT))
     (here / "server.toml").write_text("port = 8081\n")
     state = here / "home" / pair_identity(load_settings({})).id
     with LogWriter(state / "records.db") as writer:
-        for number in range(12):
-            writer.write(generation(number, session="holiday-plans" if number % 2 else "other"))
+        for number in range(ANSWERS):
+            session = "holiday-plans" if number % 2 else "other"
+            writer.write(generation(number, session=session, asked=f"What is {number}?"))
     store = AdapterStore(state / "adapters")
     publish_random_adapter(store, here / "random")
     for number in range(2, 8):
@@ -146,6 +157,8 @@ def test_an_example_works_as_it_stands(
         if example.startswith(ELSEWHERE):
             assert (status, "does not answer" in err) == (2, True), err
             return
+        if command == "adaptive calibrate" and "this machine is busy" in err:
+            pytest.skip("this machine is busy")
         assert status in STATUS.get(example, (0,)), err
         assert out or err
 

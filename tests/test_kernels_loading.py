@@ -58,7 +58,7 @@ def test_kernels_of_other_sources_are_refused_and_what_rebuilds_them_is_said(tmp
     problem, found, *computed = said(folder).splitlines()
     assert "another version of this program" in problem
     assert f"pip install -e {folder}" in problem
-    assert found == "library: None None"
+    assert found == "library: None"
     assert not computed
 
 
