@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from conftest import BUNDLED
+from served_here import on_a_thread
 from service_server import Server
 
 from adaptive.draft_server import Desk, Drafts, guarded
-from adaptive.service.server import listen
 from adaptive.settings import Settings, load_settings
 from adaptive.vocabulary import Vocabulary
 from adaptive.wire import HELLO, VOCABULARY, Hello
@@ -81,17 +80,10 @@ def served_here(engine: Any, vocabulary: Vocabulary, settings: Settings | None =
         trees=engine.trees, vocabulary=vocabulary.digest,
     )  # fmt: skip
     desk = Desk(drafts, lambda: hello, vocabulary)
-    listening = listen("127.0.0.1", 0)
-    app = guarded(desk, settings or load_settings({}))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with on_a_thread(guarded(desk, settings or load_settings({})), timeout_graceful_shutdown=1) as address:
+            yield address
     finally:
-        server.should_exit = True
-        thread.join(20)
-        listening.close()
         desk.thread.shutdown()
         assert desk.worker is not None
         desk.worker.stop()

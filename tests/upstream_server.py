@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import uvicorn
+from served_here import on_a_thread
 
-from adaptive.service.server import listen
 from adaptive.upstream.proxy import Proxy
 
 
@@ -143,19 +142,8 @@ def scripted(script: Script, kind: str = "llama-server") -> Iterator[Scripted]:
 @contextlib.contextmanager
 def served(proxy: Proxy) -> Iterator[str]:
     """The proxy on a port of its own; yields its address."""
-    listening = listen("127.0.0.1", 0)
-    config = uvicorn.Config(
-        proxy, log_config=None, access_log=False, server_header=False, date_header=False, lifespan="off"
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listening.close()
+    with on_a_thread(proxy, server_header=False, date_header=False) as address:
+        yield address
 
 
 def until(true: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -157,9 +157,8 @@ class Decoding:
         """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
         try:
             self.begin()
-            while self.unread > PART:
-                if self.reading is not None:
-                    self.reading(self.unread)
+            while self.reading is not None and self.unread > PART:  # who does not ask has it in one pass
+                self.reading(self.unread)
                 self.alone(False, PART)
             self.alone(False)
             while True:
