@@ -16,6 +16,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -30,12 +31,10 @@ class Pool {
  public:
   // The only one, which ends with the process: threads may be waiting in it when everything else is taken down.
   static Pool& only() {
-    static Pool* pool = [] {
-      pthread_atfork(nullptr, nullptr, [] { current() = new Pool; });  // a child has none of its parent's threads
-      return current() = new Pool;
-    }();
-    (void)pool;
-    return *current();
+    static Pool* pool = new Pool;
+    static const int followed = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });  // a child has none of its parent's threads
+    (void)followed;
+    return *pool;
   }
 
   // body(given, share, shares) for each share of so many.
@@ -44,7 +43,10 @@ class Pool {
       body(given, 0, 1);
       return;
     }
-    for (; threads_ < shares - 1; threads_++) std::thread([this] { serve(); }).detach();
+    try {
+      for (; threads_ < shares - 1; threads_++) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {  // no more threads are to be had: those that are there do it
+    }
     body_ = body, given_ = given;
     done_.store(0, std::memory_order_relaxed);
     const uint64_t job = ++jobs_;
@@ -64,11 +66,6 @@ class Pool {
   }
 
  private:
-  static Pool*& current() {
-    static Pool* pool = nullptr;
-    return pool;
-  }
-
   // The number of a job, its shares and the next one that nobody has claimed, so that a claim is of the job that was read.
   static uint64_t word(uint64_t job, int shares, int next) { return job << 32 | uint64_t(shares) << 16 | uint64_t(next); }
 
