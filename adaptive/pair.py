@@ -25,12 +25,12 @@ from adaptive.engines.load import (
     forward_of,
     lacks_kernels,
     load_engine,
-    load_head,
     load_model,
     read_config,
     weight_bytes,
     weights_progress,
 )
+from adaptive.engines.load_head import load_head
 from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.hub import hub_folder

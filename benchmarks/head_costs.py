@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from timing import SETTLED
 
-from adaptive.engines.load import load_head
+from adaptive.engines.load_head import load_head
 from adaptive.engines.protocol import Engine, ProposalCall, Sequence, sequences
 from adaptive.pair import load_pair
 from adaptive.settings import load_settings

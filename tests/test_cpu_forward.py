@@ -38,9 +38,9 @@ from transformers import (
     SmolLM3Config,
 )
 
+from adaptive.engines.cpu.families import forward_kind
 from adaptive.engines.cpu.forward import FEW, CpuForward, cpu_forward
 from adaptive.engines.cpu.fused import fits
-from adaptive.engines.cpu.plan import forward_kind
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -253,7 +253,8 @@ def test_a_conversation_goes_on_from_what_both_hold(pair: Pair, prompts: list[st
 def few(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersEngine, HeadEngine]:
     """A tiny target over eight tokens, and a head that knows five of them."""
     from adaptive.engines.head.kinds import HeadKind
-    from adaptive.engines.load import Source, load_head
+    from adaptive.engines.load import Source
+    from adaptive.engines.load_head import load_head
 
     folder = tmp_path_factory.mktemp("few")
     model = tiny_model("llama", num_hidden_layers=4, vocab_size=VOCAB, max_position_embeddings=64, pad_token_id=None)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import BUNDLED, save_head, save_random_pair
 
-from adaptive.engines.load import Forward, choose_forward, forward_of, load_head
+from adaptive.engines.load import Forward, choose_forward, forward_of
+from adaptive.engines.load_head import load_head
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_pair, load_tokenizer, pair_identity, sources
 from adaptive.records.log import Log

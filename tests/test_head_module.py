@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from adaptive.engines.cpu.plan import read_plan
+from adaptive.engines.cpu.families import read_plan
 from adaptive.engines.head.module import WEIGHTS, Head, unsuitable
 from adaptive.engines.head.parts import decoder_of, parts_of_folder, parts_of_model
 from adaptive.errors import AdaptiveError

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfi
 from adaptive.engines.checkpoints import REMEMBER_BEFORE
 from adaptive.engines.cpu import delta, kernels
 from adaptive.engines.cpu.delta import LOGGED, DeltaNet, States
+from adaptive.engines.cpu.families import forward_kind
 from adaptive.engines.cpu.forward import CpuForward, cpu_forward
-from adaptive.engines.cpu.plan import forward_kind
 from adaptive.engines.head.engine import HeadEngine
 from adaptive.engines.head.module import Head
 from adaptive.engines.hf.engine import TransformersEngine

@@ -30,9 +30,9 @@ from transformers import (
 )
 
 from adaptive.engines.cpu import kernels
+from adaptive.engines.cpu.families import forward_kind
 from adaptive.engines.cpu.feed_forward import Mixture
 from adaptive.engines.cpu.forward import cpu_forward
-from adaptive.engines.cpu.plan import forward_kind
 from adaptive.engines.head.engine import HeadEngine
 from adaptive.engines.head.module import Head
 from adaptive.engines.hf.engine import TransformersEngine

@@ -21,7 +21,8 @@ from adaptive.control.policy import FixedLength
 from adaptive.engines.head.engine import HeadEngine, HeadSequence
 from adaptive.engines.head.kinds import HAVE_MTP, HeadKind, mtp_weights
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
-from adaptive.engines.load import Source, load_engine, load_head
+from adaptive.engines.load import Source, load_engine
+from adaptive.engines.load_head import load_head
 from adaptive.engines.protocol import sequences
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair, grows_on, load_draft_for_training, load_pair, pair_identity, sources, trained_draft

@@ -36,7 +36,8 @@ from adaptive.engines.head.kinds import HeadKind
 from adaptive.engines.head.parts import parts_of_folder, parts_of_model
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.hf.quantised import float32_bytes
-from adaptive.engines.load import Source, load_engine, load_head, load_model
+from adaptive.engines.load import Source, load_engine, load_model
+from adaptive.engines.load_head import load_head
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_pair
 from adaptive.settings import load_settings

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from adaptive.engines.cpu.kernels import Library
-    from adaptive.engines.head.engine import HeadEngine
-    from adaptive.engines.head.kinds import HeadModule
     from adaptive.engines.hf.blocks import Fit
-    from adaptive.engines.hf.engine import TransformersEngine
     from adaptive.engines.hf.quantised import Quantised
     from adaptive.engines.protocol import Engine, SamplingKernels
 
@@ -109,7 +106,7 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
         return Choice(Forward.LLAMA_CPP, device)
     import torch
 
-    from adaptive.engines.cpu.plan import forward_kind
+    from adaptive.engines.cpu.families import forward_kind
     from adaptive.engines.cpu.weights import fast_int8
 
     where, config = choose_device(device), read_config(source, settings)
@@ -169,7 +166,7 @@ def _streamed_choice(source: Source, settings: Settings, device: str) -> Choice:
     """How a target runs whose weights take no more than ``--memory``. Raises AdaptiveError where it cannot."""
     import torch
 
-    from adaptive.engines.cpu.plan import forward_kind
+    from adaptive.engines.cpu.families import forward_kind
 
     if source.gguf is not None:
         raise AdaptiveError("--memory is for checkpoints; llama.cpp reads a GGUF file as it needs it, leave it out")
@@ -225,7 +222,7 @@ def choose_dtype(settings: Settings, device: str, config: Any) -> torch.dtype:
     if device == "mps":
         return torch.float16
     from adaptive.engines.cpu.dtype import kept_dtype
-    from adaptive.engines.cpu.plan import forward_kind
+    from adaptive.engines.cpu.families import forward_kind
     from adaptive.engines.cpu.weights import packs
 
     # Where only the native kernels multiply bfloat16, a model that they do not run would be emulated, and crawl.
@@ -321,63 +318,6 @@ def _streamed(source: Source, settings: Settings, chosen: Choice, tell: Callable
     assert chosen.dtype is not None
     config, most = read_config(source, settings), memory_bytes(settings.memory)
     return load_streamed(source.folder, config, chosen.dtype, chosen.int8, most, settings.state_dir, tell)
-
-
-def load_head(source: Source | None, settings: Settings, target: Engine) -> HeadEngine:
-    """The head of that checkpoint on a loaded target, or for None the one that is to be grown on it, as it starts.
-
-    Raises AdaptiveError where the target gives no hidden states, or the head does not fit it.
-    """
-    import torch
-
-    from adaptive.engines.cpu.weights import fast_int8
-    from adaptive.engines.head.engine import HeadEngine
-    from adaptive.engines.hf.engine import TransformersEngine
-
-    if not isinstance(target, TransformersEngine) or not target.feature_width:
-        raise AdaptiveError(
-            f"a head reads the target's hidden states, and this target, run by {target.name}, gives none; "
-            "use its Hugging Face checkpoint, or another draft"
-        )
-    if settings.memory is not None:
-        raise AdaptiveError(
-            "a head is made of layers of its target, which --memory leaves on disk; name a model, or --draft none"
-        )
-    where = settings.draft_device
-    if where is not None and torch.device(choose_device(where)) != target.device:
-        raise AdaptiveError(
-            f"--draft-device {where}: a head runs where its target does, on {target.device}; leave it out"
-        )
-    if settings.draft_quantize == "nf4":
-        raise AdaptiveError("--draft-quantize nf4 is for models; a head is not quantised so, leave it out")
-    asked = settings.draft_quantize == "int8"
-    int8 = asked or (settings.draft_quantize == "auto" and settings.dtype == "auto" and fast_int8())
-    head = _head(source, target)
-    engine = HeadEngine(head, target, int8=int8 and target.device.type == "cpu", grown=source is None)
-    if settings.cuda_graphs == "auto" and target.device.type == "cuda":
-        engine.passes.record()
-        engine.weights += "+graphs"
-    name = "a head to be grown" if source is None else source.id
-    logger.info("%s: %s, %s, on %s", name, forward_of(engine).value, engine.weights, engine.device)
-    return engine
-
-
-def _head(source: Source | None, target: TransformersEngine) -> HeadModule:
-    """The module of that head, or of one that is to be grown. Raises AdaptiveError where it does not fit."""
-    from adaptive.engines.head.eagle import Eagle3Head
-    from adaptive.engines.head.module import Head
-    from adaptive.engines.head.mtp import MtpHead
-    from adaptive.engines.head.parts import parts_of_model
-
-    if source is not None and source.head is HeadKind.MTP:
-        with weights_progress(lambda share: None):
-            return MtpHead(target.model, source.folder)
-    if source is not None and source.head is HeadKind.EAGLE3:
-        eagle = Eagle3Head(target.model, source.folder)
-        target.give_features_before(eagle.taps)
-        return eagle
-    parts = parts_of_model(target.model)
-    return Head(parts) if source is None else Head.read(source.folder, parts)
 
 
 @contextlib.contextmanager

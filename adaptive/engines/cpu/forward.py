@@ -4,7 +4,7 @@ transformers' modules spend more time in Python and in small operations than in 
 or a few tokens pass through. Here the same function is computed with weights packed once, buffers
 and views made once per number of tokens, and no wrapper in the loop. It equals the model's own
 forward to rounding (``tests/test_cpu_forward.py`` holds it to that for every architecture that
-``plan.py`` recognises); models that it does not recognise keep their own forward.
+``families.py`` recognises); models that it does not recognise keep their own forward.
 
 Activations between matrix products are float32 (float64 for a float64 model) also where the weights
 are bfloat16: attention over a float32 cache is several times faster on a CPU, and closer to the truth.
@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.delta import States
+from adaptive.engines.cpu.families import Kind, read_plan
 from adaptive.engines.cpu.feed_forward import add
 from adaptive.engines.cpu.fused import decoder, fits
 from adaptive.engines.cpu.kernels import Attention, library, native_tree
 from adaptive.engines.cpu.layers import capped_attention, sunk_attention
 from adaptive.engines.cpu.masks import FEW, MaskTable
-from adaptive.engines.cpu.plan import Kind, Layer, Plan, read_plan
+from adaptive.engines.cpu.plan import Layer, Plan
 from adaptive.engines.cpu.sampling import CpuSampling
 from adaptive.engines.cpu.workspace import Workspace, make_workspace
 from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Thresholds, VerificationCall

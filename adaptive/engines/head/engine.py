@@ -17,22 +17,18 @@ from pathlib import Path
 import torch
 
 from adaptive.engines.cpu.cache import CpuCache
+from adaptive.engines.cpu.families import read_plan
 from adaptive.engines.cpu.forward import CpuForward, Given
 from adaptive.engines.cpu.fused import fits
 from adaptive.engines.cpu.layers import Embedding, RmsNorm
 from adaptive.engines.cpu.packing import Packed
-from adaptive.engines.cpu.plan import Fuse, Plan, read_plan
+from adaptive.engines.cpu.plan import Fuse, Plan
 from adaptive.engines.cpu.weights import PackedLinear, of_module
 from adaptive.engines.head.kinds import HeadModule
 from adaptive.engines.head.module import Head
 from adaptive.engines.head.passes import HeadPasses
 from adaptive.engines.hf.cache import RollbackCache
-from adaptive.engines.hf.engine import (
-    PREFILL_CHUNK,
-    TransformersEngine,
-    TransformersSequence,
-    reserve,
-)
+from adaptive.engines.hf.engine import PREFILL_CHUNK, TransformersEngine, TransformersSequence, reserve
 from adaptive.engines.hf.generation import FALLBACK_SAMPLING
 from adaptive.engines.protocol import (
     Chooser,

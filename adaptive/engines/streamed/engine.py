@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from adaptive.engines.cpu.families import FAMILIES
 from adaptive.engines.cpu.forward import CpuForward
 from adaptive.engines.cpu.kernels import NativeLinear, library
 from adaptive.engines.cpu.packing import Packing
-from adaptive.engines.cpu.plan import FAMILIES
 from adaptive.engines.cpu.weights import PackedLinear
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.streamed.checkpoint import Checkpoint, linear_names, skeleton

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from adaptive.engines.cpu.families import FAMILIES
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.cpu.packing import Packing
-from adaptive.engines.cpu.plan import FAMILIES
 from adaptive.engines.cpu.weights import PackedLinear
 from adaptive.engines.identity import weights_hash
 from adaptive.engines.streamed.checkpoint import Checkpoint, linear_names

@@ -1,4 +1,4 @@
-// A whole pass of a decoder made of the usual parts (FAMILIES of plan.py says whose they are): RMS norms, rotary attention or
+// A whole pass of a decoder made of the usual parts (FAMILIES of families.py says whose they are): RMS norms, rotary attention or
 // gated delta nets, a feed-forward part or a mixture of experts. One call, so that nothing else runs between two layers.
 
 #pragma once
