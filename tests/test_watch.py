@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from store_factory import NEW, write
-from test_reconsider import said_under
-from test_trainer import SHORT, small_draft, write_log
+from test_reconsider import SAMPLED, said_under
+from test_trainer import SHORT, small_draft, speak, target, write_log
 from test_worker import Taught, let_it_look, live, taught, training, until
 
 from adaptive.control.goodput import GoodputLength
@@ -115,6 +115,26 @@ def test_plain_answers_after_a_restart_do_not_roll_the_adapter_back(taught: Taug
         let_it_look(trainer)
         assert store.current_id() == "0001"
         assert trainer.status.watch == "not judged: not drafting"
+
+
+@pytest.mark.parametrize(("under_seed", "goes"), [(7, False), (None, True)])
+def test_answers_under_a_seed_say_nothing_after_a_restart_either(
+    taught: Taught, under_seed: int | None, goes: bool
+) -> None:
+    """Fewer drafted tokens stand under a seed, which is no fault of the adapter's."""
+    store = AdapterStore(taught.state.adapters)
+    store.publish(write, NEW)
+    store.promote("0001", "better on held-out records")
+    sampling = replace(SAMPLED, seed=under_seed)
+    plain, new = (None, (Round("model", 4, 4, 0.01, 0.02),) * 20), ("0001", (Round("model", 4, 0, 0.01, 0.02),) * 20)
+    said = speak(target(), 40, sampling, seed=3)
+    answers = [replace(one, adapter=a, rounds=r) for one, (a, r) in zip(said, [plain] * 20 + [new] * 20, strict=True)]
+    write_log(taught.state.records, answers)
+    with training(taught, distill="off") as trainer:
+        let_it_look(trainer)
+        assert (store.current_id() is None) is goes
+        if not goes:
+            assert trainer.status.watch == "not judged: no answer yet"
 
 
 @pytest.mark.thorough

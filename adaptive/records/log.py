@@ -43,7 +43,7 @@ from adaptive.records.schema import (
     transaction,
 )
 from adaptive.records.stats import Drafted
-from adaptive.types import GRAFT, Generation, Message, Round
+from adaptive.types import GRAFT, LEAST_TEMPERATURE, Generation, Message, Round
 
 # Generations read at a time: each page is one short read, so that a slow reader never keeps the
 # writer from emptying the WAL. Larger costs memory (about 100 kB a generation), smaller costs queries.
@@ -258,6 +258,16 @@ class Log:
             sound = (row for row in rows if is_packed(row[7]) and (row[8] is None or is_packed(row[8])))
             table = FiguresTable([row for row in sound if plausible(*row[4:7], row[2])])
         return table
+
+    def seeded(self, after_id: int) -> set[int]:
+        """Ids of the generations after ``after_id`` that were drawn under a seed."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                "SELECT id FROM generations WHERE id > ? AND temperature >= ? AND json_valid(sampling)"
+                " AND json_extract(sampling, '$.seed') IS NOT NULL",
+                (after_id, LEAST_TEMPERATURE),
+            ).fetchall()
+        return {row[0] for row in rows}
 
     def newest(self, count: int, until: int | None = None) -> tuple[int, ...]:
         """Ids of the newest ``count`` generations, of those up to ``until``, oldest first."""

@@ -177,8 +177,10 @@ class Trainer:
         self._doubts = Doubts.load(self.state.doubts)
         if self._doubts.adapter is not None and self._doubts.adapter == self.store.current_id():
             self._doubt(Doubts(settled=log.last_id()))  # it came back into use as this program ended
-        for figures in log.figures(REMEMBERED):
-            if figures.id > self._doubts.settled:
+        remembered = log.figures(REMEMBERED)
+        seeded = log.seeded(min(remembered.ids, default=1) - 1)  # of which live answers say nothing either
+        for figures in remembered:
+            if figures.id > self._doubts.settled and figures.id not in seeded:
                 own = figures.rounds if figures.own is None else figures.own
                 self._watch.observe(figures.adapter, own)
 
