@@ -136,6 +136,12 @@ class SamplingKernels(Protocol):
         random numbers below 1; neither is looked at where the likeliest is taken, or a seed decides. Raises IndexError
         for an id beyond the vocabulary."""
 
+    def likeliest_of(self, logits: torch.Tensor, count: int, kept: int, into: tuple[int, int, int]) -> None:
+        """Of the first ``count`` rows of logits (n, vocab), float32 and contiguous, the ``kept`` likeliest tokens,
+        likeliest first, their log-probabilities, and the logarithm of the mass of all others. ``into`` says where in
+        memory to write them: int32 and float32 (count, kept), float32 (count,). A row in which a logit is no number
+        has no numbers."""
+
 
 class FusedCalls(Protocol):
     """A sequence of an engine that does in one call what ``extend`` and a choice do token by token, and what it and the

@@ -84,6 +84,10 @@ class CpuSampling:
         found = self._module.judge(sampling, address(logits), vocab, drafted, position, place, fewer, uniform)
         return Judgement(*found)
 
+    def likeliest_of(self, logits: torch.Tensor, count: int, kept: int, into: tuple[int, int, int]) -> None:
+        """See ``SamplingKernels``."""
+        self._module.likeliest_of(address(logits), count, logits.shape[1], kept, *into)
+
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """As the kernels read it: float32, row after row. Those made for them are known to be."""

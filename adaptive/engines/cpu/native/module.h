@@ -225,6 +225,9 @@ void bind(nb::module_& m) {
   m.def("probabilities", [](const Sampling& sampling, Address logits, Address out, int rows, int64_t count) {
     probabilities(sampling.cuts, to<float>(logits), to<float>(out), rows, count);
   }, Unlocked());
+  m.def("likeliest_of", [](Address logits, int rows, int64_t count, int kept, Address ids, Address logprobs, Address rest) {
+    likeliest_of(to<float>(logits), rows, count, kept, to<int32_t>(ids), to<float>(logprobs), to<float>(rest));
+  });
   m.def("draw", [](Address p, Address less, int64_t count, int64_t fewer, double uniform) {
     return draw(to<float>(p), to<float>(less), count, fewer, uniform);
   });

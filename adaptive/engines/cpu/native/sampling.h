@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <numeric>
 #include <utility>
 
 #include "noise.h"
@@ -219,6 +220,60 @@ int64_t draw(const float* p, const float* q, int64_t count, int64_t fewer, doubl
   for (int64_t i = std::min(last + CHUNK, count) - 1; i >= 0; i--)
     if ((q && i < fewer ? p[i] - q[i] : p[i]) > 0) return i;
   return -1;
+}
+
+// A bound that at least k of so many numbers reach, and few more: of the largest of every COLUMNS-th number the k-th
+// largest; -infinity where there are not so many numbers.
+inline float low_bound(const float* x, int64_t count, int64_t k) {
+  constexpr int COLUMNS = 256;
+  if (count < 2 * COLUMNS || 2 * k > COLUMNS) return -INFINITY;
+  alignas(64) float tops[COLUMNS];
+  std::copy(x, x + COLUMNS, tops);
+  for (int64_t row = COLUMNS; row + COLUMNS <= count; row += COLUMNS)
+    for (int i = 0; i < COLUMNS; i += LANES) at(tops + i) = higher(at(x + row + i), at(tops + i));
+  std::nth_element(tops, tops + k - 1, tops + COLUMNS, std::greater<float>());
+  return tops[k - 1];
+}
+
+// Of each row of logits (rows, count) the `kept` likeliest tokens (at most count), likeliest first and of two as likely the
+// first, their log-probabilities (rows, kept), and the logarithm of the mass of all others (rows,). Of a row in which one
+// is no number, or the largest is not finite, the first tokens, and no numbers.
+void likeliest_of(const float* logits, int rows, int64_t count, int kept, int32_t* ids, float* logprobs, float* rest) {
+  constexpr int NEAR = 64;
+  typedef std::pair<float, int32_t> Token;
+  static thread_local std::vector<Token> found;
+  for (int row = 0; row < rows; row++, logits += count, ids += kept, logprobs += kept) {
+    const float top = largest(logits, count), least = low_bound(logits, count, kept);
+    double whole = 0;
+    found.clear();
+    for (int64_t begin = 0; begin < count; begin += NEAR) {
+      const int64_t end = std::min(begin + NEAR, count);
+      Vector sums = {};
+      float sum = 0;
+      int64_t i = begin;
+      for (; i + LANES <= end; i += LANES) sums += exponential(at(logits + i) - top);
+      for (; i < end; i++) sum += std::exp(logits[i] - top);
+      whole += sum + total(sums);
+      if (largest(logits + begin, end - begin) >= least)
+        for (i = begin; i < end; i++)
+          if (logits[i] >= least) found.emplace_back(-logits[i], int32_t(i));
+    }
+    if (!std::isfinite(top) || whole != whole) {
+      std::iota(ids, ids + kept, 0);
+      std::fill(logprobs, logprobs + kept, NAN);
+      rest[row] = NAN;
+      continue;
+    }
+    std::partial_sort(found.begin(), found.begin() + kept, found.end());
+    const float shift = top + float(std::log(whole));
+    double mass = 0;
+    for (int i = 0; i < kept; i++) {
+      ids[i] = found[i].second;
+      logprobs[i] = -found[i].first - shift;
+      mass += std::exp(double(logprobs[i]));
+    }
+    rest[row] = float(std::log(std::max(0.0, 1 - mass)));
+  }
 }
 
 }  // namespace
