@@ -34,8 +34,10 @@ PRIORS: tuple[float, ...] = (
 KEEP, WEIGHT = 0.99, 5.0
 # The usual shares times what all bins together show: accepted over what the usual shares promised of the same tokens,
 # between imaginary tokens of which it is 1, and at most. Text of a high temperature disappoints in every bin alike.
-# Computed anew after so many rounds.
-SCALE_WEIGHT, MOST_SCALE, SCALE_EVERY = 4.0, 1.1, 8
+SCALE_WEIGHT, MOST_SCALE = 4.0, 1.1
+# Rounds until that and the tables are computed anew: a round moves them by a hundredth, and computing one takes as long
+# as finding a match.
+ANEW_EVERY = 8
 
 
 class Bins:
@@ -63,19 +65,16 @@ class Bins:
         table = self._table
         return [table[b] for b in bins]
 
-    def observe(self, bins: Sequence[int], accepted: int, used: bool = True) -> None:
-        """Tokens of these bins were found, and so many of them are what was said. Where they were not ``used``, that is
-        believed only with the next ones that were, or after some rounds: believing takes longer than counting."""
+    def observe(self, bins: Sequence[int], accepted: int) -> None:
+        """Tokens of these bins were found, and so many of them are what was said."""
         judged = bins[: accepted + 1]
         for place, b in enumerate(judged):
             hit = 1.0 if place < accepted else 0.0
             self.accepted[b] = self.accepted[b] * KEEP + hit
             self.rejected[b] = self.rejected[b] * KEEP + 1.0 - hit
         self.rounds += 1
-        if self.rounds % SCALE_EVERY == 0:
+        if self.rounds % ANEW_EVERY == 0:
             self._rescale()
-        elif used:
-            self._stale.update([b // LENGTHS for b in judged])
 
     def _rescale(self) -> None:
         seen = zip(self.accepted, self.rejected, PRIORS, strict=True)

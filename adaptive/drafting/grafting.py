@@ -13,7 +13,7 @@ from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal, grafted
 from adaptive.drafting.protocol import Drafter, GoesOn, Making, made_together
 from adaptive.tokens import as_list
-from adaptive.types import FREE, HISTORY, MODEL, Round
+from adaptive.types import HISTORY, MODEL, Round
 
 
 class Grafting:
@@ -107,7 +107,7 @@ class Grafting:
 
     def observe(self, outcome: Round, said: list[int]) -> None:
         """The round has ended, and committed the tokens ``said``."""
-        self.history.observe(said, bool(outcome.first) or outcome.drafter in FREE)
+        self.history.observe(said)
 
     def limit(self, committed: int) -> int:
         """As of the model."""

@@ -62,11 +62,11 @@ class Found(NamedTuple):
     reach: list[float]
     calibration: Bins
 
-    def observe(self, said: list[int], used: bool) -> None:
-        """What was said in their place, and whether any of them was proposed."""
+    def observe(self, said: list[int]) -> None:
+        """What was said in their place."""
         hits = _common(self.tokens, said)
         if self.tokens and said:
-            self.calibration.observe(self.bins[: len(said)], hits, used)
+            self.calibration.observe(self.bins[: len(said)], hits)
 
 
 class HistoryDrafter(WithoutForward):
@@ -148,16 +148,16 @@ class HistoryDrafter(WithoutForward):
         """The first ``length`` tokens of what ``look_behind`` has found."""
         return Proposal(self.name, self._behind.tokens[:length], None)
 
-    def observe(self, said: list[int], used: bool = True) -> None:
-        """What the round committed for which this looked, and whether a token of it was this drafter's proposal."""
+    def observe(self, said: list[int]) -> None:
+        """What the round committed for which this looked, whoever had proposed it."""
         if self._found.tokens:
-            self._found.observe(said, used)
+            self._found.observe(said)
         if self._agreed:
             agreed, said_too = self._agreed, _common(self._found.tokens[: self._agreed], said)
-            self._together.observe(self._found.bins[: min(agreed, len(said))], said_too, used)
+            self._together.observe(self._found.bins[: min(agreed, len(said))], said_too)
         stood = len(self._draft)
         if self._behind.tokens and said[:stood] == self._draft:
-            self._behind.observe(said[stood:], used)
+            self._behind.observe(said[stood:])
 
     def limit(self, committed: int) -> int:
         """Any number: there is no cache."""
