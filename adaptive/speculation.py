@@ -7,7 +7,7 @@ estimate. Out: ``Speculation``, as data and in words.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adaptive.assistant import Assistant
@@ -29,7 +29,8 @@ NEARLY_ONE = 0.1
 class Speculation:
     """How the last answer was decoded. ``rounds`` are all of it, ``drafting_rounds`` those that drafted something,
     ``drafted`` their tokens; 0 of each before the first answer. ``switched_off`` is a draft length of 0 that was asked
-    for. ``expected_speed_up`` is what the policy expects of drafting now, over plain decoding; None where unknown.
+    for. ``expected_speed_up``, over plain decoding, is of rounds as they have lately been where the answer was drafted,
+    else what the policy expects of drafting now; None where unknown.
     ``growing``: the draft is a head that has not been trained yet. ``away``: it is a draft server's, which does not
     answer."""
 
@@ -55,7 +56,7 @@ class Speculation:
     @property
     def sentence(self) -> str:
         """What the last answer was decoded by, and why."""
-        if not self.draft:
+        if not self.draft and not self.drafting_rounds:
             return "plain: no draft"
         if not self.rounds:
             return "nothing decoded yet"
@@ -98,7 +99,7 @@ def speculation(assistant: Assistant, rounds: Sequence[Round] | None = None) -> 
     if rounds is None:
         rounds = () if assistant.last is None else assistant.last.rounds
     policy = assistant.policy
-    return of_counts(
+    found = of_counts(
         count_rounds(rounds),
         draft=who_drafts(assistant.pair) is not None,
         switched_off=isinstance(policy, FixedLength) and policy.length == 0,
@@ -106,6 +107,7 @@ def speculation(assistant: Assistant, rounds: Sequence[Round] | None = None) -> 
         growing=growing(assistant.pair),
         away=assistant.pair.remote is not None and not assistant.pair.remote.connected,
     )
+    return replace(found, expected_speed_up=policy.present_speed_up) if found.drafting else found
 
 
 def who_drafts(pair: Pair) -> str | None:

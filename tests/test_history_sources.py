@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from adaptive.assistant import Assistant
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
-from adaptive.control.matches import SCALE_EVERY, Matches
+from adaptive.control.matches import ANEW_EVERY, Matches
 from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import FixedLength, Scope
 from adaptive.control.prices import best_length
@@ -116,6 +116,16 @@ def led(who: list[str]) -> int:
 def test_history_that_promises_more_than_the_model_brings_drafts_nearly_always() -> None:
     who = run(GoodputWithHistory(COSTS, attentive=False), 400, [0.97**i for i in range(1, 17)], 12, 1)
     assert led(who[200:]) > 0.9 * 200
+
+
+def test_what_rounds_bring_is_said_of_all_of_them_whoever_drafts() -> None:
+    """History brings three tokens in every second round, for a tenth more time; the model none."""
+    policy = GoodputWithHistory(COSTS)
+    run(policy, 600, [0.9, 0.8, 0.7], 2, 0, 0)
+    assert policy.expected_speed_up is not None
+    assert policy.expected_speed_up < 1.0
+    both_s = policy.costs.beside_drafting(3) + policy.plain_s
+    assert policy.present_speed_up == pytest.approx(4 * policy.plain_s / both_s, rel=0.1)
 
 
 def test_the_model_drafts_where_it_does_better_on_the_very_text_that_history_has_found() -> None:
@@ -286,7 +296,7 @@ def test_what_a_target_alone_has_learned_is_there_at_the_next_start(prompts: lis
 
 def test_what_matches_were_worth_is_there_in_the_next_session(tmp_path: Path) -> None:
     matches = Matches()
-    for _ in range(4 * SCALE_EVERY):  # so that all has just been computed anew, as it is when it is read
+    for _ in range(4 * ANEW_EVERY):  # so that all has just been computed anew, as it is when it is read
         matches.of("records", 0.7).observe([20, 21, 22], 2)
     save(tmp_path / "controller.json", remembered(GoodputLength(COSTS), "cpu", "here", 7.0, None, matches))
     again = load(tmp_path / "controller.json", "cpu")

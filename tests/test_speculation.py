@@ -21,6 +21,11 @@ PLAIN, DRAFTED = RoundCount(0, 0, 60), RoundCount(4, 2, 30)
     ("counts", "said", "sentence"),
     [
         ((PLAIN,), {"draft": False}, "plain: no draft"),
+        (
+            (DRAFTED,),
+            {"draft": False, "expected_speed_up": 1.4},
+            "drafting 4.0 tokens ahead, 1.4 times as fast as plain",
+        ),
         ((), {"draft": True}, "nothing decoded yet"),
         ((PLAIN,), {"draft": True, "switched_off": True}, "plain: the draft length is set to 0"),
         ((PLAIN,), {"draft": True}, "plain: what drafting would bring is not known yet"),

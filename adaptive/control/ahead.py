@@ -59,8 +59,11 @@ class Ahead:
     def rate(self, found: bool, plain_s: float) -> float:
         """Tokens per second of what follows a round for which something was ``found`` or not; plain decoding, whose
         rounds take ``plain_s``, is always possible."""
-        general = self.all.rate(1 / plain_s, WEIGHT * plain_s)
-        return max(self.behind[found].rate(general, WEIGHT * plain_s), 1 / plain_s)
+        return max(self.behind[found].rate(self.general(plain_s), WEIGHT * plain_s), 1 / plain_s)
+
+    def general(self, plain_s: float) -> float:
+        """Tokens per second of all rounds."""
+        return self.all.rate(1 / plain_s, WEIGHT * plain_s)
 
     def share_left(self, plain_s: float) -> float:
         """Share of the time in rounds for which nothing is found."""

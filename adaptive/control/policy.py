@@ -157,6 +157,11 @@ class LengthPolicy(ABC):
         return None
 
     @property
+    def present_speed_up(self) -> float | None:
+        """The same of rounds as they have lately been, whoever drafted them."""
+        return self.expected_speed_up
+
+    @property
     def adviser(self) -> Adviser | None:
         """Whom the drafter asks at every position."""
         return self.advise if self.attentive else None

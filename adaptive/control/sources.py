@@ -217,6 +217,15 @@ class GoodputWithHistory(GoodputLength):
         speed = self.costs.speed
         return self.ahead.rate(found, self.plain_s / speed) / speed
 
+    @property
+    def present_speed_up(self) -> float | None:
+        """See ``LengthPolicy``."""
+        if not self.costs.measured:
+            return None
+        self._tell()
+        plain_s = self.plain_s / self.costs.speed
+        return self.ahead.general(plain_s) * plain_s
+
     def _model_round(self) -> tuple[float, float]:
         """Tokens and seconds of a round of the model's where history would not draft."""
         recent, usual_s = self.recent, self.longer * self.costs.round(self.best)
