@@ -12,8 +12,9 @@ from test_control import TABLE, Clock, World
 from adaptive.control.acceptance import by_position
 from adaptive.control.blocks import Blocks
 from adaptive.control.costs import LONGEST, CostModel, CostTable
-from adaptive.control.goodput import GoodputLength
+from adaptive.control.goodput import ON_TRIAL, ON_TRIAL_HERE, GoodputLength
 from adaptive.control.memory import DAY, Memory, keeping, load, remembered, save
+from adaptive.control.policy import Scope
 from adaptive.control.rate import SeenTimes
 
 GOOD, USELESS = [0.8] * LONGEST, [0.02] * LONGEST
@@ -178,6 +179,20 @@ def test_a_promoted_draft_of_which_nothing_is_promised_is_not_trusted_either() -
     drafted_share(world, GOOD, 500)
     policy.swapped(by_position(0.05, 1.05, 4))
     assert drafted_share(world, USELESS, 60) < 0.5
+
+
+def test_a_new_draft_is_judged_within_a_few_answers_whatever_is_expected_of_it_and_then_left_alone() -> None:
+    """So that live acceptance can tell that it is harmful. Tokens of one answer hang together: no answer has many."""
+    policy, world = in_world(World)
+    drafted_share(world, GOOD, 500)
+    policy.swapped(by_position(0.05, 1.05, 4))
+    judged = []
+    for _ in range(20):
+        policy.begin(Scope("s", 0.7))
+        judged.append(sum(world.round(USELESS).drafted > 0 for _ in range(60)))
+    assert sum(judged[:8]) >= ON_TRIAL
+    assert all(ON_TRIAL_HERE <= n <= ON_TRIAL_HERE + 4 for n in judged[1:8])
+    assert sum(judged[10:]) < 0.05 * 600
 
 
 @pytest.mark.parametrize(("first", "later", "length"), [(0.6, 0.8, 4), (0.3, 0.3, 1), (0.9, 0.5, 8), (0.0, 0.0, 4)])

@@ -60,6 +60,10 @@ DEAR = 0.5
 # Of so many tries one verifies its first token however little the draft thinks of it, so that a draft of which nothing
 # is expected goes on being judged. Fewer tries find out about a useful draft if more of them do.
 JUDGED_EVERY = 4
+# Rounds in which a draft that has just come into use has a token judged whatever is expected of it, and of these in one
+# answer at most, since tokens of one answer hang together. What live acceptance is judged by (service/watch.py) would
+# else be a try now and then, if the draft is bad: some dozen plain rounds, once, against many answers without any.
+ON_TRIAL, ON_TRIAL_HERE = 48, 6
 # Bounds of what a second beyond a plain round's may be found to take: the difference of two means that nearly agree.
 LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
 # The draft length by which drafting and plain decoding are compared, where times of several lengths are seen.
@@ -114,6 +118,7 @@ class GoodputLength(LengthPolicy):
         self.this_answer = 0
         self.budget = BUDGET  # plain rounds' time that tries may spend
         self.tries = 0
+        self.on_trial, self.on_trial_here = 0, 0  # rounds that a new draft is still to be judged in, and in this answer
         self.blocks = Blocks()
         # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
         # and in how many rounds how much time passed beside the models, with how many tokens.
@@ -197,13 +202,14 @@ class GoodputLength(LengthPolicy):
             worth = rate * costs.speed * self.marginal
             drop_below, last_below = ([worth * p for p in prices] for prices in (self.prices, self.further))
             unsure = drop_below[0] > DEAR and not costs.sure_of_verifying()
-            if not self.speculating and (self.blocks.left or unsure or self.tries % JUDGED_EVERY == 0):
+            judged = self.blocks.left or unsure or self.on_trial_here or self.tries % JUDGED_EVERY == 0
+            if not self.speculating and judged:
                 drop_below[0] = 0.0
             self.stopping.decide(self.calibration.table, self.calibration.follow, drop_below, last_below)
         most = self._most_budget()
         self.budget = min(most, self.budget)
         self.price = min(most, self._cost_of_trying(waiting))
-        self.drafting = self.speculating or self.budget >= self.price
+        self.drafting = self.speculating or self.on_trial_here > 0 or self.budget >= self.price
         drafted_s = costs.round(self.best)
         self.blocks.plan(self.speculating, self.plain_s, drafted_s, self.speculative, costs.draft(0, 1))
         self.expected_plain = costs.with_tokens(1 / self.plain_s)
@@ -365,6 +371,10 @@ class GoodputLength(LengthPolicy):
             self.acceptance.changed()
             self.calibration.changed()
             self.age = 0
+        if own.drafted and self.on_trial_here:
+            self.on_trial, self.on_trial_here = self.on_trial - 1, self.on_trial_here - 1
+            if tried:
+                return
         if not tried and not self.speculating:  # a block's, which has a share of its own
             return
         catching_up = costs.draft(0, waiting) if waiting > FEW_WAITING and tried else 0.0
@@ -433,6 +443,7 @@ class GoodputLength(LengthPolicy):
         if self.this_answer:
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
         self.this_answer = 0
+        self.on_trial_here = min(self.on_trial, ON_TRIAL_HERE)
         self.blocks.answer()
         self.asked = None
         if self.meter is not None and self.meter.read() is not None:
@@ -446,4 +457,5 @@ class GoodputLength(LengthPolicy):
         self.calibration.swapped()
         self.recent.forget()
         self.budget = BUDGET
+        self.on_trial = ON_TRIAL
         self.blocks.hurry()  # drafted rounds in a row, in the next answer
