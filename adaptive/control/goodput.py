@@ -306,7 +306,7 @@ class GoodputLength(LengthPolicy):
     def observe(self, outcome: Round, apart: bool = False) -> None:
         """Keep a finished round; every ``BATCH`` rounds, and at once after a try, they are learned from. Of one that is
         ``apart`` only costs and confidence are: it is of another sort than those that are decided of."""
-        bins = self.stopping.bins_of(self.rounds) if self.attentive else []
+        bins = self._bins()
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         tokens, drafted = 1 + outcome.accepted, steps > 0
         tried = drafted and not apart and not self.speculating and not self.blocks.left
@@ -320,6 +320,10 @@ class GoodputLength(LengthPolicy):
         self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
         if len(self.seen) >= BATCH or tried:
             self.settle()
+
+    def _bins(self) -> list[int]:
+        """How sure the draft was in the round that is told now, at each position."""
+        return self.stopping.bins_of(self.rounds) if self.attentive else []
 
     def _ended(self, timed: Timed) -> None:
         """A round has ended, which is learned from later."""

@@ -97,9 +97,11 @@ class GoodputWithHistory(GoodputLength):
         self.before, self.behind = Looking(), Looking()  # of a round, and its draft
         self.passed_s = self.round_s = 0.0  # seconds of all rounds, and of the last one
         # Of each round since ``next_length`` was asked: whether history found something worth more than plain decoding,
-        # and what its draft is worth, None where that is not the best it could do.
+        # what its draft is worth, None where that is not the best it could do, and whether the model drafts first.
         self.found: list[bool] = []
         self.gains: list[float | None] = []
+        self.models: list[bool] = []
+        self.length = 0  # what ``next_length`` said
         self.beyond: list[Timed] = []  # rounds that costs have not been learned from yet and others nothing
         # Rounds that ``ahead`` has not been told of yet, and whether something was found for them.
         self.untold: list[tuple[Timed, bool]] = []
@@ -126,10 +128,12 @@ class GoodputWithHistory(GoodputLength):
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """See ``LengthPolicy``."""
-        length = super().next_length(limit, waiting, context)
+        self.length = length = super().next_length(limit, waiting, context)
         self.found.clear()
         self.gains.clear()
+        self.models.clear()
         self.room = limit
+        self.steady = min(self.steady, BATCH)  # what history's rounds show is not to be learned late
         return length
 
     def worth_looking(self, behind: bool = False) -> bool:
@@ -144,6 +148,7 @@ class GoodputWithHistory(GoodputLength):
         """See ``LengthPolicy``."""
         self.found.append(False)
         self.gains.append(None)
+        self.models.append(self.length > 0)
 
     def rests(self, drafting: bool) -> int:
         """See ``LengthPolicy``."""
@@ -152,6 +157,12 @@ class GoodputWithHistory(GoodputLength):
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """By the rule above, for the next round; to be asked once for each."""
+        lead = self._lead(reach, length, limit, singly)
+        self.models.append(lead.model > 0 and not lead.history)
+        self.room -= lead.history
+        return lead
+
+    def _lead(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> Lead:
         self.now, self.priced = False, None
         plain_s, alone, gain = self.plain_s, 0, 0.0
         if reach:
@@ -311,16 +322,22 @@ class GoodputWithHistory(GoodputLength):
     def passed(self, outcome: Round) -> None:
         """A round of history's: it shows what a verification takes, and says nothing of the draft, unless that was
         asked first and had nothing to propose."""
-        if self.attentive and self.stopping.bins_of(self.rounds):
+        if self._bins():
             self.observe(outcome)
             return
         self._beside(Timed(outcome, 0, 0))
+
+    def _bins(self) -> list[int]:
+        if not self.attentive or (self.models and not all(self.models[self.rounds : self.rounds + 1])):
+            return []
+        return self.stopping.bins_of(sum(self.models[: self.rounds]) if self.models else self.rounds)
 
     def _beside(self, timed: Timed) -> None:
         outcome, tokens = timed.outcome, 1 + timed.outcome.accepted
         self._ended(timed)
         self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
         self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
+        self.waiting = max(0, tokens - timed.steps) if timed.steps else self.waiting + tokens
         self.beyond.append(timed)
         if len(self.seen) + len(self.beyond) >= BATCH:
             self.settle()
@@ -339,7 +356,7 @@ class GoodputWithHistory(GoodputLength):
             return
         gain = self.gains[self.rounds] if self.rounds < len(self.gains) else None
         if gain is not None:
-            bins = self.stopping.bins_of(self.rounds) if self.attentive else []
+            bins = self._bins()
             steps = len(bins) if self.attentive else outcome.first or outcome.drafted
             if steps:
                 self._tried_instead(Timed(outcome, steps, self.waiting), gain)

@@ -26,7 +26,7 @@ from adaptive.drafting.model import prepare
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import Drafter, Wanted
 from adaptive.engines.protocol import ExtendCall, Proposed, Sequence
-from adaptive.types import FREE, Round, SamplingParams, StopParams, Supervision, Timings
+from adaptive.types import FREE, HISTORY, Round, SamplingParams, StopParams, Supervision, Timings
 
 # Seconds of rounds whose tokens are shown together: as long as a screen shows one picture. What comes between two
 # rounds (text, hooks, the caller) is cheap when it is repeated, and dear each time that a pass over the weights has
@@ -284,8 +284,8 @@ class Decoding:
                 limit = max(0, min(self._left - 1, self.drafter.limit(len(self.committed))))
                 waiting = self.drafter.catch_up(len(self.committed))
             length = policy.next_length(limit, waiting, len(self.committed))
-            times = min(policy.steady, (limit if length else self._left) // (length + 1))
-            begins = len(self.rounds)
+            times, begins = policy.steady, len(self.rounds)
+            room = len(self.committed) + (limit if length else self._left) - length  # to begin such a round before it
             while True:
                 drafter, most = self._who_drafts(length, self.grafting)
                 self._reserve(most)
@@ -295,12 +295,14 @@ class Decoding:
                 self._keep(verdict, logits)
                 self.rounds.append(outcome)
                 times -= 1
-                if outcome.first or outcome.drafter in FREE or outcome.drafted > length:
-                    times = 0  # it may have committed more than the policy reckoned with
+                if outcome.drafter != HISTORY and (
+                    outcome.first or outcome.drafter in FREE or outcome.drafted > length
+                ):
+                    times = 0  # the policy is told at once
                 if self.grafting is not None and drafter is self.grafting:
                     self.grafting.observe(outcome, verdict.tokens)
                 late = clock() >= until
-                if late or self._ended or times <= 0:
+                if late or self._ended or times <= 0 or len(self.committed) >= room:
                     break
             for outcome in self.rounds[begins:]:
                 if outcome.drafter in FREE:
