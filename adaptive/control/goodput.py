@@ -62,8 +62,8 @@ DEAR = 0.5
 JUDGED_EVERY = 4
 # Rounds in which a draft that has just come into use has a token judged whatever is expected of it, and of these in one
 # answer at most, since tokens of one answer hang together. What live acceptance is judged by (service/watch.py) would
-# else be a try now and then, if the draft is bad: some dozen plain rounds, once, against many answers without any.
-ON_TRIAL, ON_TRIAL_HERE = 48, 6
+# else be a try now and then, if the draft is bad: some forty plain rounds, once, against many answers without any.
+ON_TRIAL, ON_TRIAL_HERE = 160, 8
 # Bounds of what a second beyond a plain round's may be found to take: the difference of two means that nearly agree.
 LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
 # The draft length by which drafting and plain decoding are compared, where times of several lengths are seen.
