@@ -206,6 +206,43 @@ def test_a_server_that_breaks_off_breaks_off_for_the_client(stage: Make, at: int
         assert record.output.tolist() == [FIRST + n for n in range(at)]
 
 
+def test_a_server_may_break_off_at_any_byte(stage: Make) -> None:
+    """Of a stream every event that came whole is handed on, and the record is marked; before one there is an error."""
+    whole = STREAM + b"".join(map(chunk, events(3, more=True))) + chunk(b"")
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        connection.sendall(whole[: json.loads(heard.body)["cut"]])
+
+    here = stage(script)
+    sent = [len(STREAM + b"".join(map(chunk, events(3, more=True)[:count]))) for count in range(6)]
+    cuts = [
+        *range(1, len(whole) - 1, 29),
+        *(place - 2 for place in sent[1:]),
+    ]  # behind an event, before its chunk's end
+    cancelled = 0
+    for cut in cuts:
+        got: list[bytes] = []
+        with httpx.stream("POST", here.url + CHAT, json={**ASK, "stream": True, "cut": cut}) as answer:
+            if cut < len(STREAM):
+                assert answer.status_code == 502
+                continue
+            with pytest.raises(httpx.RemoteProtocolError):
+                got.extend(answer.iter_raw())
+        came = sum(place - 2 <= cut for place in sent[1:])
+        assert b"".join(got) == b"".join(events(3, more=False)[:came])
+        cancelled += came > 0
+    assert [record.finish_reason for record in here.logged(cancelled)] == ["cancelled"] * cancelled
+
+
+def test_a_server_that_breaks_off_an_answer_in_one_piece_is_said(stage: Make) -> None:
+    said = plain(b'{"choices":[{"index":0,"message":{"content":"all of it"}}]}')
+    here = stage(lambda heard, connection: connection.sendall(said[:-20]))
+    answer = httpx.post(here.url + CHAT, json=ASK)
+    assert answer.status_code == 502
+    assert here.server.url in answer.json()["error"]["message"]
+    assert here.proxy.counts.cut == 1
+
+
 def test_a_client_that_goes_ends_the_server_s_work(stage: Make) -> None:
     ended: list[float] = []
 

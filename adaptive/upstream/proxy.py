@@ -98,8 +98,11 @@ class Proxy:
         except httpx.HTTPError as error:
             self.counts.failed += 1
             await passing.fail(f"the server at {self.url} cannot be reached: {_reason(error)}")
-        except (ServerCutError, ClientGoneError):
-            self.counts.cut += 1  # the answer is not completed, so that the connection to the client ends here, too
+        except ServerCutError as error:
+            self.counts.cut += 1  # an answer that has begun is not completed, so that the client's connection ends, too
+            await passing.fail(f"the server at {self.url} broke off its answer: {_reason(error)}")
+        except ClientGoneError:
+            self.counts.cut += 1
         except asyncio.CancelledError:
             if not passing.gone:
                 raise
