@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from adaptive.types import SamplingParams
 from adaptive.upstream.distributions import supervision
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, VLLM, Kind
 from adaptive.upstream.reports import NONE_BELOW, Choice, Collected, Named, Report
+from adaptive.upstream.surgery import cut
 from adaptive.upstream.vocabulary import Vocabulary
 
 
@@ -111,24 +113,28 @@ def test_tokens_are_known_by_id_by_number_or_by_text(vocabulary: Vocabulary) -> 
         {"token": vocabulary.tokenizer.decode([number]), "logprob": -1.0, "top_logprobs": []},
     ]}  # fmt: skip
     collected = Collected()
-    collected.add({"choices": [{"index": 0, "logprobs": chat, "text": "x"}]})
+    add(collected, {"choices": [{"index": 0, "logprobs": chat, "text": "x"}]})
     older = {
         "tokens": ["token_id:3"],
         "token_logprobs": [-9999.0],
         "top_logprobs": [{"token_id:4": -0.1, "a": -9999.0}],
     }
-    collected.add({"choices": [{"index": 1, "logprobs": older, "finish_reason": "stop"}]})
+    add(collected, {"choices": [{"index": 1, "logprobs": older, "finish_reason": "stop"}]})
     assert vocabulary.output(collected.choices[0], None) == [9, 11, number]
     (report,) = collected.choices[1].reports
     assert [vocabulary.id_of(one) for one in report.alternatives] == [4]
     assert report.token.logprob <= NONE_BELOW
 
 
+def add(collected: Collected, said: object) -> None:
+    collected.add(cut(json.dumps(said), absent=False))
+
+
 def test_an_answer_that_is_only_text_is_logged_if_its_tokens_are_counted(vocabulary: Vocabulary) -> None:
     text = "Once upon a time there was a dog."
     ids = vocabulary.tokenizer.encode(text, add_special_tokens=False)
     collected = Collected()
-    collected.add({"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]})
+    add(collected, {"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]})
     choice = collected.choices[0]
     assert vocabulary.output(choice, len(ids)) == ids
     assert vocabulary.output(choice, len(ids) + 1) == [*ids, vocabulary.tokenizer.eos_token_id]

@@ -71,7 +71,7 @@ class Passage:
             found = cut(said.decode(), self._absent)
         except (ValueError, RecursionError):  # not JSON, or not as JSON is
             return None
-        self.collected.add(found.whole)
+        self.collected.add(found)
         return found
 
 

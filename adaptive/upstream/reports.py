@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from adaptive.upstream.surgery import Cut
 
 # Tokens of an answer that are collected. Beyond them nothing of it is logged: they take memory until it has ended.
 MOST_TOKENS = 32_768
@@ -28,12 +31,22 @@ class Report(NamedTuple):
 
 @dataclass
 class Choice:
-    """One answer so far. ``finish_reason`` as the server says it, None where it has not ended."""
+    """One answer so far. ``finish_reason`` as the server says it, None where it has not ended; ``unread`` the reports
+    as text, which are read when somebody asks for them: whoever waits for the answer does not wait for that."""
 
-    reports: list[Report] = field(default_factory=list)
+    read: list[Report] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     calls: bool = False
     finish_reason: str | None = None
+    unread: list[str] = field(default_factory=list)
+
+    @property
+    def reports(self) -> list[Report]:
+        """Of each token so far."""
+        said, self.unread = self.unread, []
+        for text in said:
+            self.read += _reports(json.loads(text))
+        return self.read
 
     @property
     def text(self) -> str:
@@ -51,18 +64,20 @@ class Collected:
     tokens: int = 0
     failed: bool = False
 
-    def add(self, said: dict[str, Any]) -> None:
+    def add(self, found: Cut) -> None:
         """One object of the answer: all of it, or what one event holds. What is not understood is passed over."""
+        said, reported = found.whole, iter(found.reported)
         self.failed |= "error" in said
         for name in ("usage", "timings"):
             if isinstance(said.get(name), dict):
                 setattr(self, name, said[name])
         choices = said.get("choices")
         for one in choices if isinstance(choices, list) else ():
+            text = next(reported) if isinstance(one, dict) else None
             if isinstance(one, dict) and isinstance(one.get("index", 0), int):
-                self._add(self.choices.setdefault(one.get("index", 0), Choice()), one)
+                self._add(self.choices.setdefault(one.get("index", 0), Choice()), one, text)
 
-    def _add(self, choice: Choice, one: dict[str, Any]) -> None:
+    def _add(self, choice: Choice, one: dict[str, Any], reported: str | None) -> None:
         for said in (one.get("delta"), one.get("message")):
             if isinstance(said, dict):
                 choice.pieces += [said[k] for k in ("reasoning_content", "content") if isinstance(said.get(k), str)]
@@ -71,10 +86,11 @@ class Collected:
             choice.pieces.append(one["text"])
         if isinstance(one.get("finish_reason"), str):
             choice.finish_reason = one["finish_reason"]
-        if isinstance(one.get("logprobs"), dict) and self.tokens <= MOST_TOKENS:
-            reports = _reports(one["logprobs"])
-            choice.reports += reports
-            self.tokens += len(reports)
+        said = one.get("logprobs")
+        if reported is not None and isinstance(said, dict) and self.tokens <= MOST_TOKENS:
+            choice.unread.append(reported)
+            listed = said.get("content", said.get("tokens"))
+            self.tokens += len(listed) if isinstance(listed, list) else 0
 
 
 def _reports(logprobs: dict[str, Any]) -> list[Report]:

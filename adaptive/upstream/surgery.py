@@ -30,11 +30,17 @@ class Members:
 
 @dataclass(frozen=True)
 class Cut:
-    """An answer read, and its ``text`` without log-probabilities. ``whole`` are its values as they came."""
+    """An answer read, and its ``text`` without log-probabilities. ``whole`` are its values as they came, ``reported``
+    the text of the log-probabilities of each of its choices, None where it has none."""
 
     text: str
     whole: dict[str, Any]
-    found: bool
+    reported: tuple[str | None, ...]
+
+    @property
+    def found(self) -> bool:
+        """Whether there were any."""
+        return any(said is not None for said in self.reported)
 
 
 def cut(text: str, absent: bool) -> Cut:
@@ -42,16 +48,19 @@ def cut(text: str, absent: bool) -> Cut:
 
     They become null, or with ``absent`` their key goes, too. Raises ValueError for what is no JSON object.
     """
-    top = _members(text, _skip(text, 0))
+    choices: list[Members] = []
+    top = _members(text, _skip(text, 0), choices)
     if _skip(text, top.end) != len(text):
         raise ValueError("something stands behind the object")
-    pieces, copied, found = [], 0, False
-    for choice in _objects(text, top):
+    pieces, copied = [], 0
+    reported: list[str | None] = []
+    for choice in choices:
         place = choice.places.get("logprobs")
         if place is None or choice.values["logprobs"] is None:
+            reported.append(None)
             continue
-        found = True
         _, begins, ends = place
+        reported.append(text[begins:ends])
         if not absent:
             pieces += [text[copied:begins], "null"]
             copied = ends
@@ -64,37 +73,37 @@ def cut(text: str, absent: bool) -> Cut:
         else:
             pieces.append(text[copied:before])
             copied = ends
-    return Cut("".join((*pieces, text[copied:])), top.values, found)
+    return Cut("".join((*pieces, text[copied:])), top.values, tuple(reported))
 
 
-def _objects(text: str, top: Members) -> list[Members]:
-    """The choices of an answer, each with its places."""
-    if not isinstance(top.values.get("choices"), list):
-        return []
-    at = _skip(text, top.places["choices"][1] + 1)
-    found = []
+def _choices(text: str, at: int, found: list[Members]) -> tuple[list[Any], int]:
+    """The values of the array that begins at ``at``, and where it ends; its objects with their places in ``found``."""
+    values: list[Any] = []
+    at = _skip(text, at + 1)
     while text[at] != "]":
         if text[at] == "{":
             choice = _members(text, at)
             found.append(choice)
-            at = choice.end
+            value, at = choice.values, choice.end
         else:
-            at = _decoder.raw_decode(text, at)[1]
+            value, at = _decoder.raw_decode(text, at)
+        values.append(value)
         at = _skip(text, at)
         if text[at] == ",":
             at = _skip(text, at + 1)
-    return found
+    return values, at + 1
 
 
-def _members(text: str, at: int) -> Members:
-    """The members of the object that begins at ``at``. Raises ValueError for what is none."""
+def _members(text: str, at: int, choices: list[Members] | None = None) -> Members:
+    """The members of the object that begins at ``at``; what its array ``choices`` holds is added to the list of that
+    name, where there is one. Raises ValueError for what is none."""
     try:
-        return _read(text, at)
+        return _read(text, at, choices)
     except (IndexError, StopIteration) as error:
         raise ValueError("the object does not end") from error
 
 
-def _read(text: str, at: int) -> Members:
+def _read(text: str, at: int, choices: list[Members] | None) -> Members:
     if text[at] != "{":
         raise ValueError("no object")
     values: dict[str, Any] = {}
@@ -109,7 +118,12 @@ def _read(text: str, at: int) -> Members:
         if text[colon] != ":":
             raise ValueError("no value")
         begins = _skip(text, colon + 1)
-        value, ends = _decoder.raw_decode(text, begins)
+        if name == "choices" and choices is not None:
+            choices.clear()  # a name that stands twice counts as it stood last
+        if name == "choices" and choices is not None and text[begins] == "[":
+            value, ends = _choices(text, begins, choices)
+        else:
+            value, ends = _decoder.raw_decode(text, begins)
         values[name], places[name], before[name] = value, (at, begins, ends), mark
         at = _skip(text, ends)
         if text[at] == ",":
