@@ -101,6 +101,7 @@ def test_a_request_is_asked_for_more_at_its_end() -> None:
         {"echo": True},
         {"best_of": 2},
         {"stream": True, "tools": [{}]},
+        {"n_probs": 3},
     ],
 )
 def test_what_a_client_asked_for_itself_is_left_alone(body: dict[str, Any]) -> None:

@@ -51,6 +51,8 @@ def with_logprobs(asked: Asked, kind: Kind, alternatives: int) -> Asked:
     own, top = said.get("logprobs"), said.get("top_logprobs")
     if alternatives < 1 or not (own is None or own is False) or top is not None:
         return asked
+    if kind is LLAMA_SERVER and said.get("n_probs"):
+        return asked  # its own name for them
     if not asked.chat and (said.get("echo") or said.get("suffix") or (said.get("best_of") or 1) != 1):
         return asked
     if kind is LLAMA_SERVER and asked.streamed and said.get("tools"):
