@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from adaptive.upstream.measure import Measured
     from checkpoints.manifest import Manifest
     from checkpoints.store import AdapterStore
+    from cli import trial
+    from cli.trial import Tried
     from trainers.dataset import Example
+    from trainers.replay import Replay
 
 SERVER = "Server"
 
@@ -32,18 +35,6 @@ SERVER = "Server"
 RECORDS = 1000
 # Tokens of an answer that are replayed.
 LONGEST_OUTPUT = 512
-# A fall of the chance to be accepted, and of the speed where only that is known, that takes the draft out again. Two
-# measurements of one server differ by less: they are of the same prompts, decoded greedily.
-FELL, SLOWER = 0.005, 0.03
-
-
-@dataclass(frozen=True)
-class Put:
-    """What a server uses: a draft, of an adapter, at a draft length."""
-
-    adapter: str | None
-    draft: str
-    draft_length: int
 
 
 @shared_options(*PAIR, "trust_remote_code", "draft_length")
@@ -79,7 +70,8 @@ def publish(
     """Export the draft in use for another server, say how to start it, and with --restart put it to use there.
 
     With --upstream the server is measured on prompts of the log, which tells the draft length; after a restart once
-    more, and where its acceptance fell the draft before comes back (exit status 1).
+    more, and where its acceptance fell the draft before comes back (exit status 1). Where the times after the restart
+    promise more at another draft length, that is tried, too.
 
     Example: adaptive publish --upstream http://127.0.0.1:8080 --target ./target --draft ./draft
 
@@ -91,6 +83,8 @@ def publish(
     from adaptive.upstream import publishing, server
     from adaptive.upstream.measure import find_kind, measure
     from checkpoints.store import AdapterStore
+    from cli import trial
+    from cli.answered import expected_acceptance
     from cli.state import find_state
 
     if restart is not None and upstream is None:
@@ -116,97 +110,54 @@ def publish(
     with console.status("writing the draft"):
         draft = _export(settings, store, manifest, to or state.root / "published", kind, encoding)
     with console.status("replaying the log"):
-        tokens = _tokens_a_round(settings, store, manifest, sample)
+        tokens, answered = _replay(settings, store, manifest, sample, asked, before)
     advice = _advice(tokens, before)
-    length = int(settings.draft_length) if settings.draft_length.isdigit() else (advice.length if advice else 4)
+    chosen = settings.draft_length.isdigit()
+    length = int(settings.draft_length) if chosen else (advice.length if advice else 4)
     if length == 0:
         raise AdaptiveError(
             "by replay and the server's own times it is fastest without a draft; --draft-length N publishes it "
             "all the same"
         )
-    wanted = publishing.options(kind, draft, length)
     outcome: dict[str, Any] = {
         "adapter": manifest.id,
         "engine": kind.name,
         "draft": str(draft),
         "draft_length": length,
-        "options": wanted,
+        "options": publishing.options(kind, draft, length),
         "expected": None if advice is None else asdict(advice),
+        "expected_acceptance": expected_acceptance(answered, length, kind, max_tokens),
         "before": _figures(before),
         "after": None,
         "rolled_back": False,
     }
     console.print(f"adapter {manifest.id} for {kind.name}: {draft}", soft_wrap=True)
     _say_expected(console, advice, length, tokens)
-    if file is not None:
-        file.write(publishing.edited(file.before, kind, wanted))
-        console.print(f"{file.path} is edited", soft_wrap=True)
-    elif not as_json:
-        typer.echo(f"start {kind.name} with: {_typed(wanted)}")
     if restart is not None:
         assert url is not None
         assert before is not None
-        put = Put(manifest.id, str(draft), length)
+        box = trial.Box(url, key, kind, restart, file, wait, asked, max_tokens)
         with console.status("restarting the server, and measuring it"):
-            after, worse = _try(restart, url, key, put, wait, before, asked, max_tokens)
-        outcome |= {"after": _figures(after), "rolled_back": worse is not None}
-        if worse is None:
-            _remember(state, put)
-            console.print(f"it is in use: {_compared(before, after)}")
+            tried = trial.settle(box, before, draft, length, None if chosen else tokens, _remembered(state))
+        rolled_back, length = tried.worse is not None, tried.length
+        outcome |= {"draft_length": length, "options": publishing.options(kind, draft, length)}
+        outcome |= {"expected_acceptance": expected_acceptance(answered, length, kind, max_tokens)}
+        outcome |= {"after": _figures(tried.measured), "rolled_back": rolled_back}
+        if not rolled_back:
+            _remember(state, trial.Put(manifest.id, str(draft), length))
+            console.print(f"it is in use: {_compared(before, tried, outcome['expected_acceptance'])}", soft_wrap=True)
         else:
-            if file is not None:
-                file.write(file.before)
-            earlier = _remembered(state)
-            there = None if earlier is None else Path(earlier.draft)
-            publishing.restart(restart, url, key, there, 0 if earlier is None else earlier.draft_length, wait)
-            console.print(f"[yellow]rolled back:[/] {worse}")
+            console.print(f"[yellow]rolled back:[/] {tried.worse}", soft_wrap=True)
+    elif file is not None:
+        file.write(publishing.edited(file.before, kind, outcome["options"]))
+    if file is not None and not outcome["rolled_back"]:
+        console.print(f"{file.path} is edited", soft_wrap=True)
+    elif file is None and not as_json:
+        typer.echo(f"start {kind.name} with: {_typed(outcome['options'])}")
     if as_json:
         typer.echo(json.dumps(outcome, indent=2))
     if outcome["rolled_back"]:
         raise typer.Exit(1)
-
-
-def _try(
-    restart: str,
-    url: str,
-    key: str | None,
-    put: Put,
-    wait: float,
-    before: Measured,
-    asked: list[list[int]],
-    max_tokens: int,
-) -> tuple[Measured | None, str | None]:
-    """Restart the server and measure it: what came of it, and in words why it is worse, None where it is not."""
-    from adaptive.upstream import publishing
-    from adaptive.upstream.measure import measure
-
-    try:
-        publishing.restart(restart, url, key, Path(put.draft), put.draft_length, wait)
-        after = measure(url, key, asked, max_tokens)
-    except AdaptiveError as error:
-        return None, str(error)
-    return after, worse_than(before, after)
-
-
-def worse_than(before: Measured, after: Measured) -> str | None:
-    """Why the server is worse than before, in words; None where it is not.
-
-    By the chance that a drafted token is accepted, where both say it; by tokens a round, where a server only says
-    that; by its speed, where before nothing was drafted.
-    """
-    from adaptive.upstream.measure import each_accepted
-
-    one, other = each_accepted(before), each_accepted(after)
-    if one is not None and other is not None:
-        return f"acceptance fell from {one:.3f} to {other:.3f} a token" if other < one - FELL else None
-    if one is not None and after.drafted == 0:
-        return "it drafts nothing any more"
-    if before.length and after.length:
-        fell = after.length < before.length - FELL
-        return f"tokens a round fell from {before.length:.2f} to {after.length:.2f}" if fell else None
-    if after.tokens_per_second < (1 - SLOWER) * before.tokens_per_second:
-        return f"{before.tokens_per_second:.1f} tokens/s became {after.tokens_per_second:.1f}"
-    return None
 
 
 def _held_out(state: PairState) -> list[Example]:
@@ -272,13 +223,23 @@ def _export(
     return path
 
 
-def _tokens_a_round(settings: Settings, store: AdapterStore, manifest: Manifest, sample: list[Example]) -> list[float]:
-    """Tokens a round at draft lengths 0, 1, ..., by replay of the draft with the adapter."""
+def _replay(
+    settings: Settings,
+    store: AdapterStore,
+    manifest: Manifest,
+    sample: list[Example],
+    asked: list[list[int]],
+    before: Measured | None,
+) -> tuple[list[float], list[Replay]]:
+    """The draft with the adapter, replayed: tokens a round at draft lengths 0, 1, ... on the log's ``sample``, and each
+    of the answers that the server gave ``before`` to what it was ``asked``, where their tokens are certain."""
     from transformers import AutoModelForCausalLM
 
     from adaptive.engines.hf.lora import MergedAdapter
+    from adaptive.pair import load_tokenizer
     from adaptive.upstream.lengths import LONGEST
     from cli.adapters import base_of
+    from cli.answered import answered_examples
     from trainers.replay import mean_acceptance_length, replay
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -286,7 +247,9 @@ def _tokens_a_round(settings: Settings, store: AdapterStore, manifest: Manifest,
     )
     MergedAdapter(model).apply(store.path(manifest.id))
     replays = replay(model, sample)
-    return [1.0, *(mean_acceptance_length(replays, length) for length in range(1, LONGEST + 1))]
+    tokens = [1.0, *(mean_acceptance_length(replays, length) for length in range(1, LONGEST + 1))]
+    known = [] if before is None else answered_examples(load_tokenizer(settings), asked, before)
+    return tokens, replay(model, known) if known else []
 
 
 def _advice(tokens: list[float], before: Measured | None) -> Advice | None:
@@ -319,12 +282,18 @@ def _figures(measured: Measured | None) -> dict[str, Any] | None:
     }
 
 
-def _compared(before: Measured, after: Measured | None) -> str:
+def _compared(before: Measured, tried: Tried, expected: float | None) -> str:
+    after = tried.measured
     assert after is not None
-    said = [f"{before.tokens_per_second:.1f} tokens/s became {after.tokens_per_second:.1f}"]
-    if before.acceptance is not None and after.acceptance is not None:
-        said.append(f"{before.acceptance:.3f} of the drafted tokens accepted became {after.acceptance:.3f}")
-    return ", ".join(said)
+    said = [
+        f"{before.tokens_per_second:.1f} tokens/s became {after.tokens_per_second:.1f} at draft length {tried.length}"
+    ]
+    if after.acceptance is not None:
+        was = "" if before.acceptance is None else f", {before.acceptance:.3f} before"
+        said.append(f"{after.acceptance:.3f} of the drafted tokens are accepted{was}")
+    if expected is not None:
+        said.append(f"replay of these answers expects {expected:.3f}")
+    return "; ".join(said)
 
 
 def _typed(options: dict[str, str]) -> str:
@@ -340,7 +309,7 @@ def _key(file: Path) -> str:
         raise AdaptiveError(f"API key file {file} cannot be read: {error}") from error
 
 
-def _remember(state: PairState, put: Put) -> None:
+def _remember(state: PairState, put: trial.Put) -> None:
     from checkpoints import files
 
     note = state.root / "published.json"
@@ -350,9 +319,11 @@ def _remember(state: PairState, put: Put) -> None:
         raise AdaptiveError(f"it is in use, but {note} cannot be written ({error.strerror})") from error
 
 
-def _remembered(state: PairState) -> Put | None:
+def _remembered(state: PairState) -> trial.Put | None:
     """What was put into the server before, None where nothing was."""
+    from cli import trial
+
     try:
-        return Put(**json.loads((state.root / "published.json").read_text(encoding="utf-8")))
+        return trial.Put(**json.loads((state.root / "published.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None

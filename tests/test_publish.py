@@ -30,7 +30,7 @@ from adaptive.upstream.lengths import RoundCosts, advise, round_costs
 from adaptive.upstream.measure import Answered, Measured, counted, each_accepted
 from adaptive.upstream.publishing import edited, options
 from checkpoints.store import AdapterStore
-from cli.publish import worse_than
+from cli.trial import worse_than
 
 STARTS = {
     LLAMA_SERVER: "#!/bin/sh\n# llama-server\nexec ./bin/llama-server -m t.gguf \\\n  --port 8080\n",

@@ -25,12 +25,15 @@ STEPS = 14
 @dataclass(frozen=True)
 class Answered:
     """One answer: its tokens, its seconds without those of the prompt where the server tells them apart, and how many
-    tokens were ``drafted`` and ``accepted``, None where it does not say that of one answer."""
+    tokens were ``drafted`` and ``accepted``, None where it does not say that of one answer. ``text`` and
+    ``finish_reason`` as it says them."""
 
     tokens: int
     seconds: float
     drafted: int | None
     accepted: int | None
+    text: str = ""
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,9 @@ def _answered(client: httpx.Client, body: dict[str, Any]) -> Answered:
         answer = client.post("/v1/completions", json=body)
         answer.raise_for_status()
         said = answer.json()
-        tokens = int(said["usage"]["completion_tokens"])
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        tokens, choice = int(said["usage"]["completion_tokens"]), said["choices"][0]
+        text, finish_reason = str(choice["text"]), choice.get("finish_reason")
+    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise AdaptiveError(f"the server at {client.base_url} does not answer a prompt: {first_line(error)}") from error
     timings = said.get("timings")
     timings = timings if isinstance(timings, dict) else {}
@@ -144,7 +148,7 @@ def _answered(client: httpx.Client, body: dict[str, Any]) -> Answered:
     drafted, accepted = timings.get("draft_n"), timings.get("draft_n_accepted")
     if timings and "predicted_ms" in timings and drafted is None:
         drafted = accepted = 0  # llama.cpp's server leaves them out where it drafted nothing
-    return Answered(tokens, seconds, drafted, accepted)
+    return Answered(tokens, seconds, drafted, accepted, text, finish_reason)
 
 
 def each_accepted(measured: Measured) -> float | None:

@@ -1,0 +1,121 @@
+"""A draft on trial in another server: the draft length that its own times favour stays there, and what replay expects
+of its answers is what it counts."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from upstream_server import CLOSE, Heard, plain, scripted
+
+from adaptive.upstream.kinds import LLAMA_SERVER
+from adaptive.upstream.publishing import StartFile
+from cli.answered import expected_acceptance
+from cli.trial import Box, Tried, settle
+from trainers.replay import Replay
+
+ROUNDS = 1000
+CHANCE = 0.6
+# Tokens a round at draft lengths 0, 1, ...: each drafted token is accepted with that chance.
+TOKENS = [sum(CHANCE**i for i in range(k + 1)) for k in range(17)]
+Cost = Callable[[int], float]  # seconds of a round with so many drafted tokens
+Try = Callable[..., tuple[Tried, int, list[int]]]
+
+
+@pytest.fixture
+def try_it(tmp_path: Path) -> Try:
+    """Tries a draft in a server whose rounds take what ``cost`` says: what came of it, the draft length that the server
+    runs with in the end, and those that it was restarted with."""
+    start, running, restarts = tmp_path / "start.sh", tmp_path / "running", tmp_path / "restarts"
+    start.write_text("llama-server -m target.gguf\n")
+    running.write_text(start.read_text())
+
+    def length() -> int:
+        found = re.search(r"--spec-draft-n-max (\d+)", running.read_text())
+        return int(found[1]) if found else 0
+
+    def trial(cost: Cost, first: int, tokens: list[float] | None = TOKENS) -> tuple[Tried, int, list[int]]:
+        def script(heard: Heard, connection: socket.socket) -> None:
+            k = length()
+            accepted = round(ROUNDS * (TOKENS[k] - 1))
+            timings = {"predicted_ms": 1000 * ROUNDS * cost(k)}
+            timings |= {"draft_n": ROUNDS * k, "draft_n_accepted": accepted} if k else {}
+            said = {"choices": [{"text": "x", "finish_reason": "length"}], "timings": timings}
+            said |= {"usage": {"completion_tokens": ROUNDS + accepted}}
+            connection.sendall(plain(json.dumps(said).encode(), more=CLOSE))
+
+        with scripted(script) as one:
+            command = f"cp {start} {running}; echo $ADAPTIVE_DRAFT_LENGTH >> {restarts}"
+            box = Box(one.url, None, LLAMA_SERVER, command, StartFile.read(start), 10.0, [[1, 2]], 100)
+            found = settle(box, box.measure(), tmp_path / "draft.gguf", first, tokens, None)
+        return found, length(), [int(line) for line in restarts.read_text().split()]
+
+    return trial
+
+
+def test_the_length_is_corrected_by_what_rounds_take_in_the_restarted_server(try_it: Try) -> None:
+    """What a drafted token takes is not known while the server drafts nothing."""
+    found, runs, tried = try_it(lambda k: 0.01 + 0.0025 * k, 8)
+    assert found.worse is None
+    rates = [tokens / (0.01 + 0.0025 * k) for k, tokens in enumerate(TOKENS)]
+    assert runs == found.length == int(np.argmax(rates)) == 2
+    assert tried == [8, 2]
+
+
+def test_a_length_that_kept_less_than_it_promised_makes_way_for_the_faster_one(try_it: Try) -> None:
+    found, runs, tried = try_it(lambda k: 0.01 + 0.01 * (k > 0), 8)
+    assert (found.worse, found.length, runs) == (None, 8, 8)
+    assert len(tried) >= 3
+    assert tried[0] == tried[-1] == 8
+
+
+def test_a_length_that_was_asked_for_is_the_only_one_that_is_tried(try_it: Try) -> None:
+    found, runs, tried = try_it(lambda k: 0.01 + 0.001 * k, 1, None)
+    assert (found.worse, found.length, runs, tried) == (None, 1, 1, [1])
+
+
+def test_a_draft_that_is_too_slow_at_every_length_goes(try_it: Try) -> None:
+    found, runs, tried = try_it(lambda k: 0.01 + 0.008 * k, 8)
+    assert found.worse is not None
+    assert runs == 0
+    assert tried == [8, 0]
+
+
+def sample_and_accept(output: list[int], at: int, draft: list[int], end: int) -> list[int]:
+    """llama.cpp's rule, on tokens: ``output`` is what the target says, ``at`` where the draft begins."""
+    result = []
+    for place, drafted in enumerate(draft):
+        said = output[at + place] if at + place < len(output) else 0
+        result.append(said)
+        if drafted != said or (said == end and place + 1 < len(draft)):
+            return result
+    return [*result, output[at + len(draft)] if at + len(draft) < len(output) else 0]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+@pytest.mark.parametrize("ended", [True, False])
+def test_acceptance_is_expected_as_llama_cpp_counts_it(length: int, ended: bool) -> None:
+    rng, end, most = random.Random(length), 99, 24
+    replays, drafted, accepted = [], 0, 0
+    for number in range(40):
+        count = rng.randint(3, most - 1) if ended else most
+        output = [rng.randint(1, 9) for _ in range(count)]
+        if ended:
+            output[-1] = end
+        right = [rng.random() < 0.7 for _ in output]
+        made = 1
+        while made < count:
+            room = min(length, most - made - 1)
+            draft = [output[i] if i < count and right[i] else -1 for i in range(made, made + room)]
+            result = sample_and_accept(output, made, draft, end)
+            drafted, accepted = drafted + len(draft), accepted + len(result) - 1
+            made += len(result)
+        replays.append(Replay(number, "", np.array([right[1:]], np.float32), limited=not ended))
+    assert expected_acceptance(replays, length, LLAMA_SERVER, most) == accepted / drafted
+    assert expected_acceptance([], length, LLAMA_SERVER, most) is None
