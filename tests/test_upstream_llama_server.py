@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import openai
 import pytest
 import torch
 from conftest import BUNDLED
-from gguf_pair import write_bundled
 from test_upstream_learn import Learning
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from upstream_server import until
@@ -26,10 +29,13 @@ from adaptive.records.log import Log
 from adaptive.types import Generation
 from adaptive.upstream.kinds import LLAMA_SERVER
 from adaptive.upstream.measure import find_kind, measure
+from cli.answered import answered_examples, expected_acceptance
+from trainers.replay import replay
 
 PROGRAM = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
 pytestmark = [
-    pytest.mark.skipif(PROGRAM is None, reason="there is no llama-server"),
+    pytest.mark.skipif(PROGRAM is None, reason="there is no llama-server (LLAMA_SERVER names one)"),
+    pytest.mark.thorough,
     pytest.mark.xdist_group("llama_server"),
 ]
 START_S = 60.0
@@ -39,15 +45,22 @@ GREEDY = {"temperature": 0, "max_tokens": TOKENS}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("gguf", reason="GGUF files cannot be written")
     folder = tmp_path_factory.mktemp("llama_server")
-    for part in ("target", "draft"):
-        write_bundled(part, folder, "f32")
+    subprocess.run([sys.executable, "-m", "cli.main", "export", str(folder), "--encoding", "f32"], check=True)
     return folder
 
 
 @contextlib.contextmanager
 def llama_server(folder: Path, *options: str) -> Iterator[str]:
     """The server on the bundled target; its address."""
+    with running(folder, *options) as (url, _):
+        yield url
+
+
+@contextlib.contextmanager
+def running(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The server's address, and its process."""
     assert PROGRAM is not None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -66,7 +79,7 @@ def llama_server(folder: Path, *options: str) -> Iterator[str]:
             assert process.poll() is None, errors.read_text()
             assert time.monotonic() < deadline, errors.read_text()
             time.sleep(0.1)
-        yield url
+        yield url, process
     finally:
         process.terminate()
         process.wait(60)
@@ -138,6 +151,10 @@ def test_answers_with_a_draft_are_logged_whole_and_without_supervision(
         assert [one.tokens for one in measured.answers] == [TOKENS] * len(prompts[::7])
         assert measured.acceptance is not None
         assert 0.1 < measured.acceptance < 0.9
+        known = answered_examples(tokenizer, texts[::2], measured)
+        replayed = replay(AutoModelForCausalLM.from_pretrained(BUNDLED / "draft", dtype=torch.float32), known)
+        expected = expected_acceptance(replayed, 3, LLAMA_SERVER, TOKENS)
+        assert measured.acceptance == pytest.approx(expected, abs=0.02)
         assert measured.tokens_per_second > 1
         generations, status = learned(url, tmp_path / "home", requests(prompts))
     assert status["log"]["logged"] + status["log"].get("missed", 0) == len(requests(prompts))
@@ -147,3 +164,167 @@ def test_answers_with_a_draft_are_logged_whole_and_without_supervision(
         assert generation.supervision is None
         assert tokenizer.decode(generation.output, skip_special_tokens=True) == generation.text
         assert len(generation.output) in (TOKENS, TOKENS - 1) or generation.finish_reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    with llama_server(folder) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def learning(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learning]:
+    one = Learning(tmp_path_factory.mktemp("learn") / "home", server, "--distill", "off")
+    try:
+        yield one
+    finally:
+        ended = one.stop()
+    assert ended == 0, one.said
+    assert "Traceback" not in one.said
+
+
+@contextlib.contextmanager
+def new_records(learning: Learning, count: int) -> Iterator[list[Generation]]:
+    """What is logged of the ``count`` requests that are made inside, once all of them are there."""
+    found: list[Generation] = []
+    before = learning.status["log"].get("logged", 0)
+    yield found
+    until(lambda: learning.status["log"].get("logged", 0) >= before + count, 60)
+    with Log(next(learning.home.glob("*/records.db"))) as log:
+        found += [one.generation for one in log.generations()][-count:]
+
+
+def drawn_from(target: Any, record: Generation) -> np.ndarray[Any, Any]:
+    """The log-probability of each output token under what llama.cpp's server draws from: the likeliest ``top_k``, of
+    these ``top_p`` of the mass, of these no less than ``min_p`` of the likeliest, and then the temperature."""
+    sampling, held = record.sampling, len(record.prompt)
+    with torch.inference_mode():
+        ids = torch.tensor([[*record.prompt, *record.output]], dtype=torch.long)
+        logits = target(ids).logits[0, held - 1 : -1].double()
+    found = []
+    for row, token in zip(logits, record.output.tolist(), strict=True):
+        values, order = row.sort(descending=True)
+        values, order = values[: sampling.top_k], order[: sampling.top_k]
+        probs = values.softmax(-1)
+        kept = (probs.cumsum(-1) - probs) < sampling.top_p
+        values, order = values[kept], order[kept]
+        kept = values >= values[0] + np.log(sampling.min_p)
+        values, order = values[kept], order[kept]
+        drawn = (values / sampling.temperature).log_softmax(-1)
+        found.append(float(drawn[order == token].sum()) if bool((order == token).any()) else -np.inf)
+    return np.array(found)
+
+
+def test_what_a_token_was_drawn_from_is_known(server: str, learning: Learning, prompts: list[str]) -> None:
+    """With what the server draws by where a request says nothing, and with what a request says."""
+    target = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32)
+    own = httpx.get(f"{server}/props").json()["default_generation_settings"]["params"]
+    asked: list[dict[str, Any]] = [{}, {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02, "top_k": 20}]
+    with new_records(learning, 2) as records:
+        for more in asked:
+            body = {"messages": [{"role": "user", "content": prompts[0]}], "max_tokens": 60, "seed": 5, **more}
+            direct, through = (
+                httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60) for url in (server, learning.url)
+            )
+            assert same(through.content) == same(direct.content)
+    for record, more in zip(records, asked, strict=True):
+        for name in ("temperature", "top_p", "min_p", "top_k"):
+            assert getattr(record.sampling, name) == pytest.approx(more.get(name, own[name]))
+        assert record.supervision is not None
+        right = drawn_from(target, record)
+        wrong = np.abs(record.supervision.chosen.astype(float) - right)
+        assert np.median(wrong) < 0.01
+        assert np.quantile(wrong, 0.9) < 0.1
+
+
+def test_a_real_client_chats_streams_and_completes(server: str, learning: Learning, prompts: list[str]) -> None:
+    client = openai.OpenAI(base_url=f"{learning.url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    chat: Any = {"model": model, "messages": [{"role": "user", "content": prompts[1]}], **GREEDY}
+    with new_records(learning, 5) as records:
+        whole = client.chat.completions.create(**chat).choices[0]
+        parts = [part.choices[0] for part in client.chat.completions.create(**chat, stream=True) if part.choices]
+        asked = client.chat.completions.create(**chat, logprobs=True, top_logprobs=3).choices[0]
+        text = client.completions.create(model=model, prompt="Once upon a time", **GREEDY).choices[0]
+        named = client.completions.create(model=model, prompt="Once upon a time", logprobs=2, **GREEDY).choices[0]
+    assert whole.logprobs is None
+    assert all(part.logprobs is None for part in parts)
+    assert "".join(part.delta.content or "" for part in parts) == whole.message.content == asked.message.content
+    assert asked.logprobs is not None
+    assert {len(entry.top_logprobs) for entry in asked.logprobs.content or ()} == {3}
+    assert text.text == named.text
+    assert [one.supervision.ids.shape[1] for one in records if one.supervision] == [32, 32, 3, 32, 2]
+    chats = httpx.post(f"{server}/apply-template", json={"messages": chat["messages"]}).json()["prompt"]
+    for record, prompt in zip(records, [chats] * 3 + ["Once upon a time"] * 2, strict=True):
+        for ids, said, special in ((record.prompt, prompt, True), (record.output, record.text, False)):
+            body = {"content": said, "add_special": special, "parse_special": True}
+            theirs = httpx.post(f"{server}/tokenize", json=body).json()["tokens"]
+            assert theirs == ids.tolist()[: len(theirs)]
+            assert len(ids) - len(theirs) <= (not special)  # the end of an answer has no text
+
+
+def test_a_client_that_leaves_frees_the_server(server: str, learning: Learning) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 1800, "ignore_eos": True, "temperature": 0, "stream": True}
+    with new_records(learning, 1) as records:
+        with httpx.stream("POST", f"{learning.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            for _ in range(20):
+                next(lines)
+            assert httpx.get(f"{server}/slots").json()[0]["is_processing"]
+        until(lambda: not httpx.get(f"{server}/slots").json()[0]["is_processing"], 5)
+    (record,) = records
+    assert record.finish_reason == "cancelled"
+    assert 9 <= len(record.output) < 1800
+    assert record.supervision is not None
+
+
+def test_a_server_that_is_killed_ends_the_stream_and_is_said(folder: Path, tmp_path: Path) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 1800, "ignore_eos": True, "temperature": 0, "stream": True}
+    with running(folder) as (url, process):
+        learning = Learning(tmp_path / "home", url, "--distill", "off")
+        try:
+            with (
+                new_records(learning, 1) as records,
+                httpx.stream("POST", f"{learning.url}/v1/completions", json=body, timeout=60) as answer,
+            ):
+                lines = answer.iter_lines()
+                for _ in range(20):
+                    next(lines)
+                process.kill()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    list(lines)
+            assert records[0].finish_reason == "cancelled"
+            down = httpx.post(f"{learning.url}/v1/completions", json={**body, "stream": False}, timeout=60)
+            assert down.status_code == 502
+            assert url in down.json()["error"]["message"]
+        finally:
+            assert learning.stop() == 0
+
+
+@pytest.mark.parametrize("requests", [100, pytest.param(1000, marks=pytest.mark.long)])
+def test_requests_at_once_lose_none(server: str, learning: Learning, requests: int) -> None:
+    async def ask() -> list[tuple[int, str]]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(limits=limits, timeout=600) as client:
+            answers = await asyncio.gather(
+                *(
+                    client.post(
+                        f"{learning.url}/v1/completions",
+                        json={
+                            "prompt": f"There were {n} dogs",
+                            "max_tokens": 4,
+                            "temperature": 0,
+                            "stream": n % 2 == 0,
+                        },
+                    )
+                    for n in range(requests)
+                )
+            )
+        return [(answer.status_code, answer.text) for answer in answers]
+
+    with new_records(learning, requests) as records:
+        answers = asyncio.run(ask())
+    assert {status for status, _ in answers} == {200}
+    assert all(text.endswith("[DONE]\n\n") for _, text in answers[::2])
+    assert {record.prompt_text for record in records} == {f"There were {n} dogs" for n in range(requests)}
+    assert {len(record.output) for record in records} <= {1, 2, 3, 4}

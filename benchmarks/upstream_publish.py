@@ -1,0 +1,302 @@
+"""The whole way with a real llama-server: requests through `adaptive learn`, `adaptive distill`, `adaptive publish`.
+
+    python benchmarks/upstream_publish.py --server llama-server --work FOLDER [--target INFLATED] [--encoding q8_0]
+                                          [--kind tools] [--requests 400] [--unseen 40] [--tokens 100] [--threads 2]
+
+The server runs the target without a draft, and real clients ask it through the proxy for ``--requests`` answers of one
+kind at ``--temperature``; the last ``--unseen`` prompts of the kind are kept back, and the others asked for as often as
+it takes. A draft is distilled from what was logged and published, with a restart of the server. Then servers with no
+draft, with the undistilled one at several lengths and with the published one answer the unseen prompts greedily, in
+turn, each of them by its own ``timings``. A second run with the same ``--work`` goes on where the first one ended.
+Prints one JSON object, and the table of it as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from upstream import BUNDLED, started, wait_until_ready
+
+from adaptive.engines.hf.lora import MergedAdapter
+from adaptive.upstream.kinds import LLAMA_SERVER
+from adaptive.upstream.measure import Answered, Measured, measure
+from checkpoints.store import AdapterStore
+from cli.answered import answered_examples, expected_acceptance
+from trainers.dataset import loop_start, repeated_ngrams
+from trainers.replay import replay
+
+# Draft lengths at which the undistilled draft is tried.
+LENGTHS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is given, and where everything lies."""
+
+    folder: Path
+    server: str
+    target: Path
+    draft: Path
+    encoding: str
+    threads: int
+    tokens: int
+
+    @property
+    def pair(self) -> tuple[str, ...]:
+        """The options that name the pair and its state."""
+        return ("--target", str(self.target), "--draft", str(self.draft), "--state-dir", str(self.folder / "learn"))
+
+    def gguf(self, role: str) -> Path:
+        """A model of the pair as `adaptive export` names it."""
+        return self.folder / "gguf" / f"{getattr(self, role).name}-{self.encoding}.gguf"
+
+    def command(self, port: int, *options: str) -> str:
+        """What starts the server."""
+        words = [self.server, "--model", str(self.gguf("target")), "--host", "127.0.0.1", "--port", str(port)]
+        words += ["--ctx-size", "2048", "--parallel", "1", "--threads", str(self.threads), *options]
+        return shlex.join(words)
+
+
+def adaptive(*arguments: str, stdout: int | None = subprocess.PIPE) -> str:
+    """Run a command of ours; what it printed. Status 1 says that a publication was rolled back."""
+    done = subprocess.run([sys.executable, "-m", "cli.main", *arguments], stdout=stdout, text=True, check=False)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"adaptive {arguments[0]} ended with status {done.returncode}")
+    return done.stdout or ""
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def restartable(work: Work) -> Iterator[tuple[str, Path, str]]:
+    """The server by a start file and a restart command, as people have them: its address, and the two."""
+    port, start, pid = free_port(), work.folder / "start.sh", work.folder / "pid"
+    start.write_text(f"exec {work.command(port)} > {shlex.quote(str(work.folder / 'server.txt'))} 2>&1\n")
+    again = work.folder / "restart.sh"
+    again.write_text(
+        f"if [ -e {pid} ]; then kill $(cat {pid}); while kill -0 $(cat {pid}) 2>/dev/null; do sleep 0.1; done; fi\n"
+        f"sh {start} &\necho $! > {pid}\n"
+    )
+    url, command = f"http://127.0.0.1:{port}", f"sh {again}"
+    pid.unlink(missing_ok=True)
+    subprocess.run(command, shell=True, check=True)
+    try:
+        until_up(url)
+        yield url, start, command
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGTERM)
+
+
+def until_up(url: str) -> None:
+    """Until something listens there, and has its model."""
+    for _ in range(600):
+        with contextlib.suppress(httpx.TransportError):
+            wait_until_ready(url)
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"{url} does not come up")
+
+
+def ask(url: str, prompts: Sequence[str], requests: int, tokens: int, temperature: float) -> dict[str, Any]:
+    """Have real clients ask for answers to ``prompts`` in turn, every other one streamed; what the proxy says."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600) as client:
+        model = client.models.list().data[0].id
+
+        def one(number: int) -> None:
+            said: Any = {
+                "model": model,
+                "messages": [{"role": "user", "content": prompts[number % len(prompts)]}],
+                "max_tokens": tokens,
+                "temperature": temperature,
+                "seed": number,
+            }
+            if number % 2:
+                list(client.chat.completions.create(**said, stream=True))
+            else:
+                client.chat.completions.create(**said)
+
+        with ThreadPoolExecutor(2) as pool:  # so that the next request waits while one is answered
+            list(pool.map(one, range(requests)))
+    for _ in range(600):
+        said: dict[str, Any] = httpx.get(f"{url}/adaptive/upstream").json()
+        if said["log"].get("logged", 0) + said["log"].get("missed", 0) >= requests:
+            return said
+        time.sleep(0.1)
+    raise SystemExit(f"the log has not come to {requests} answers: {said}")
+
+
+def race(work: Work, contenders: dict[str, tuple[str, ...]], prompts: Sequence[Sequence[int]]) -> dict[str, Measured]:
+    """Servers with these options on the same prompts, in rotating order."""
+    answers: dict[str, list[Answered]] = {name: [] for name in contenders}
+    with contextlib.ExitStack() as stack:
+        urls = {}
+        for name, options in contenders.items():
+            port = free_port()
+            process = subprocess.Popen(
+                shlex.split(work.command(port, *options)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            urls[name] = f"http://127.0.0.1:{port}"
+            until_up(urls[name])
+            measure(urls[name], None, prompts[:1], work.tokens)  # warms up
+        names = list(contenders)
+        for number, prompt in enumerate(prompts):
+            first = number % len(names)
+            for name in (*names[first:], *names[:first]):
+                answers[name] += measure(urls[name], None, [prompt], work.tokens).answers
+    return {name: summed(found) for name, found in answers.items()}
+
+
+def summed(answers: Sequence[Answered]) -> Measured:
+    """Answers that were measured one by one, together."""
+    drafted, accepted = sum(one.drafted or 0 for one in answers), sum(one.accepted or 0 for one in answers)
+    return Measured(tuple(answers), drafted, accepted, None)
+
+
+def draft_options(file: Path, length: int) -> tuple[str, ...]:
+    """The server's options for a draft."""
+    return ("--spec-type", "draft-simple", "--spec-draft-model", str(file), "--spec-draft-n-max", str(length))
+
+
+def learn(work: Work, prompts: Sequence[str], requests: int, temperature: float) -> None:
+    """Answers through the proxy, and a draft distilled from them, where there is none yet."""
+    if not work.gguf("target").exists():
+        adaptive("export", str(work.folder / "gguf"), "--encoding", work.encoding, *work.pair[:4], stdout=None)
+    if any((work.folder / "learn").glob("*/adapters/CURRENT")):
+        return
+    began = time.perf_counter()
+    with (
+        restartable(work) as (url, _, _),
+        started(work.folder, "learn", "--upstream", url, *work.pair, "--distill", "off") as through,
+    ):
+        status = ask(through, prompts, requests, work.tokens, temperature)
+    note(work, {"asked_s": time.perf_counter() - began, "proxy": status})
+    began = time.perf_counter()
+    told = json.loads(adaptive("distill", *work.pair, "--json"))
+    note(work, {"distilled_s": time.perf_counter() - began, "distill": told})
+
+
+def note(work: Work, found: dict[str, Any]) -> None:
+    """Keep what was found for a later run."""
+    file = work.folder / "found.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(known | found, indent=2))
+
+
+def publish(work: Work) -> None:
+    """Into a running server, as a person would."""
+    with restartable(work) as (url, start, again):
+        told = adaptive(
+            "publish", *work.pair, "--upstream", url, "--start", str(start), "--restart", again,
+            "--encoding", work.encoding, "--max-tokens", str(work.tokens), "--json",
+        )  # fmt: skip
+        note(work, {"publish": json.loads(told), "start": start.read_text()})
+
+
+def unseen(work: Work, prompts: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
+    """What each server came to on prompts that nobody has asked, and what replay says of these answers."""
+    tokenizer = AutoTokenizer.from_pretrained(work.target)
+    asked = [
+        list(
+            tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)[
+                "input_ids"
+            ]
+        )
+        for prompt in prompts
+    ]
+    told = json.loads((work.folder / "found.json").read_text())["publish"]
+    file, chosen = Path(told["draft"]), int(told["draft_length"])
+    contenders = {"plain": (), **{f"draft {k}": draft_options(work.gguf("draft"), k) for k in lengths}}
+    contenders[f"published {chosen}"] = draft_options(file, chosen)
+    measured = race(work, contenders, asked)
+    (folder,) = {path.parent for path in (work.folder / "learn").glob("*/adapters")}
+    store = AdapterStore(folder / "adapters")
+    rows = {}
+    for name, one in measured.items():
+        model = AutoModelForCausalLM.from_pretrained(work.draft, dtype="float32")
+        if name.startswith("published"):
+            MergedAdapter(model).apply(store.path(told["adapter"]))
+        known = answered_examples(tokenizer, asked, one)
+        length = 0 if name == "plain" else int(name.split()[1])
+        replayed = replay(model, known) if length else []
+        rows[name] = {
+            "tokens_per_second": one.tokens_per_second,
+            "acceptance": one.acceptance,
+            "replay": expected_acceptance(replayed, length, LLAMA_SERVER, work.tokens),
+            "tokens": sum(answer.tokens for answer in one.answers),
+            "same": sum(a.text == b.text for a, b in zip(one.answers, measured["plain"].answers, strict=True)),
+            "looping": sum(loop_start(repeated_ngrams(e.output), len(e.output)) < len(e.output) for e in known),
+        }
+    best = max(row["tokens_per_second"] for name, row in rows.items() if not name.startswith("published"))
+    gain = rows[f"published {chosen}"]["tokens_per_second"] / best
+    return {"rows": rows, "gain": gain, "published": told}
+
+
+def table(found: dict[str, Any], prompts: int) -> str:
+    """Of the rows, as Markdown."""
+    lines = ["| llama-server | tokens/s | accepted of drafted | replay | same answers |", "|---|---|---|---|---|"]
+    for name, row in found["rows"].items():
+        shares = ["" if row[key] is None else f"{row[key]:.3f}" for key in ("acceptance", "replay")]
+        lines.append(f"| {name} | {row['tokens_per_second']:.1f} | {' | '.join(shares)} | {row['same']} of {prompts} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the arguments, go the whole way, print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", required=True, help="llama-server")
+    parser.add_argument("--work", type=Path, required=True, help="folder for everything that is made")
+    parser.add_argument("--target", type=Path, default=BUNDLED / "target")
+    parser.add_argument("--draft", type=Path, default=BUNDLED / "draft")
+    parser.add_argument("--encoding", default="bf16")
+    parser.add_argument("--kind", default="tools")
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--unseen", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--until", choices=("distilled", "published", "raced"), default="raced")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    work = Work(
+        given.work.resolve(), given.server, given.target.resolve(), given.draft.resolve(), given.encoding,
+        given.threads, given.tokens,
+    )  # fmt: skip
+    with (BUNDLED / "prompts" / f"{given.kind}.jsonl").open(encoding="utf-8") as lines:
+        prompts = [str(json.loads(line)["prompt"]) for line in lines]
+    learn(work, prompts[: -given.unseen], given.requests, given.temperature)
+    if given.until != "distilled" and "publish" not in json.loads((work.folder / "found.json").read_text()):
+        publish(work)
+    if given.until == "raced":
+        found = unseen(work, prompts[-given.unseen :], [int(part) for part in given.lengths.split(",")])
+        note(work, {"unseen": found})
+        print(json.dumps(found, indent=2))
+        print(table(found, given.unseen))
+
+
+if __name__ == "__main__":
+    main()
