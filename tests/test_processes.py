@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -31,6 +32,19 @@ from trainers.run import DistillOutcome, distill
 PATIENCE_S = 180.0
 ROOT = Path(__file__).resolve().parent.parent
 LONGER = Recipe(**{**SHORT.to_json(), "epochs": 10, "patience": 100})
+
+# What comes before the arguments of `adaptive`, alone and in two processes.
+ONE = ["-m", "cli.main"]
+TWO = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *ONE]
+
+# `adaptive` on a processor without bfloat16: one that has it rounds each process's part of a gradient by itself, which
+# moves the weights by some percent of their size.
+FLOAT32 = """
+import torch
+torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: False
+from cli.main import run
+run()
+"""
 
 TRAIN = """
 import sys, torch
@@ -76,6 +90,25 @@ def killed(arguments: list[str], until: Path) -> None:
             one.send_signal(signal.SIGKILL)
         process.wait()
         psutil.wait_procs(started, timeout=PATIENCE_S)
+
+
+def ran(arguments: list[str]) -> Any:
+    """A command by itself; the JSON that it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+def saved_pair(folder: Path, home: Path) -> tuple[list[str], PairState]:
+    """A tiny pair in ``folder``, the options that name it, and its state."""
+    for name, model in (("target", target()), ("draft", small_draft())):
+        model.save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+    pair = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--device", "cpu"]
+    return pair, open_state(home, pair_identity(Settings(target=pair[1], draft=pair[3], home=home)).id)
 
 
 @pytest.fixture(scope="module")
@@ -128,29 +161,52 @@ def test_a_damaged_checkpoint_starts_afresh(tmp_path: Path, spoken: list[Generat
 
 @pytest.mark.thorough
 def test_two_processes_are_as_good_as_one_also_after_a_kill(tmp_path: Path, own_home: Path) -> None:
-    for name, model in (("target", target()), ("draft", small_draft())):
-        model.save_pretrained(tmp_path / name)
-        tokenizer().save_pretrained(tmp_path / name)
-    pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--device", "cpu"]
-    state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
+    pair, state = saved_pair(tmp_path, own_home)
     write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
     training = ["--no-promote", "--json", "--epochs", "20", "--lr", "0.005", "--rank", "8"]
     alone = json.loads(command(pair, *training).stdout)
 
-    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cli.main", "distill", *pair, *training]
+    launched = [*TWO, "distill", *pair, *training]
     killed(launched, state.training)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launched], env=environment, capture_output=True, timeout=PATIENCE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    together = json.loads(done.stdout)
+    together = ran(launched)
     assert "interrupted" in " ".join(together["notes"])
     assert together["train_generations"] == alone["train_generations"]
     interval = alone["recent"]["acceptance_after"]
     assert interval["low"] <= together["recent"]["acceptance_after"]["mean"] <= interval["high"]
     # One writes: the two runs left one adapter each.
     assert len(AdapterStore(state.adapters).list()) == 2
+
+
+@pytest.mark.thorough
+def test_three_logs_of_a_team_give_the_same_adapter_in_two_processes_as_in_one(tmp_path: Path, own_home: Path) -> None:
+    pair, state = saved_pair(tmp_path, own_home)
+    said = [
+        dataclasses.replace(one, text=str(tokenizer().decode(one.output)))
+        for one in speak(target(), 90, SamplingParams(temperature=0.7))
+    ]
+    logs = []
+    for number, name in enumerate(("first", "second", "third")):
+        (tmp_path / name).mkdir()
+        logs.append(str(write_log(tmp_path / name / "records.db", said[number::3] + said[:5])))
+    imported = ran([*ONE, "records", "import", *logs, *pair[:4], "--json"])
+    assert (imported["taken"], imported["known"]) == (90, 15)
+    # The loss that is usual mixes by the mean acceptance of a pass, and two processes make two passes of a batch.
+    training = ["--no-promote", "--json", "--epochs", "2", "--lr", "0.005", "--rank", "8", "--loss", "forward-kl"]
+    (tmp_path / "float32.py").write_text(FLOAT32)
+    starts = [[*start[:-2], str(tmp_path / "float32.py")] for start in (ONE, TWO)]
+    made = [ran([*start, "distill", *pair, *training]) for start in starts]
+    assert made[0]["train_generations"] == made[1]["train_generations"] > 40
+    store = AdapterStore(state.adapters)
+    alone, together = (
+        load_file(store.path(one.id) / "adapter_model.safetensors")
+        for one in sorted(store.list(), key=lambda one: one.id)
+    )
+    for name, weight in alone.items():
+        assert weight.norm() > 0
+        print(name, float((together[name] - weight).norm() / weight.norm()))
+        assert (together[name] - weight).norm() < 1e-3 * weight.norm()
+    after = [one["recent"]["acceptance_after"]["mean"] for one in made]
+    assert after[0] == pytest.approx(after[1], abs=0.01)
 
 
 def test_a_damaged_record_does_not_end_training_and_is_counted(tmp_path: Path) -> None:

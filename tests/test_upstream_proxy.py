@@ -219,7 +219,7 @@ def test_a_server_may_break_off_at_any_byte(stage: Make) -> None:
         *range(1, len(whole) - 1, 29),
         *(place - 2 for place in sent[1:]),
     ]  # behind an event, before its chunk's end
-    cancelled = 0
+    ended = []
     for cut in cuts:
         got: list[bytes] = []
         with httpx.stream("POST", here.url + CHAT, json={**ASK, "stream": True, "cut": cut}) as answer:
@@ -230,8 +230,8 @@ def test_a_server_may_break_off_at_any_byte(stage: Make) -> None:
                 got.extend(answer.iter_raw())
         came = sum(place - 2 <= cut for place in sent[1:])
         assert b"".join(got) == b"".join(events(3, more=False)[:came])
-        cancelled += came > 0
-    assert [record.finish_reason for record in here.logged(cancelled)] == ["cancelled"] * cancelled
+        ended += ["stop" if came == 5 else "cancelled"] * (came > 0)
+    assert [record.finish_reason for record in here.logged(len(ended))] == ended
 
 
 def test_a_server_that_breaks_off_an_answer_in_one_piece_is_said(stage: Make) -> None:
@@ -241,6 +241,23 @@ def test_a_server_that_breaks_off_an_answer_in_one_piece_is_said(stage: Make) ->
     assert answer.status_code == 502
     assert here.server.url in answer.json()["error"]["message"]
     assert here.proxy.counts.cut == 1
+
+
+def test_a_client_that_closes_a_stream_at_its_last_event_has_had_all_of_it(stage: Make) -> None:
+    """As OpenAI's own client does: what comes behind ``[DONE]`` is of no use to it."""
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        connection.sendall(STREAM + b"".join(map(chunk, events(3, more=True))))
+        connection.recv(1)  # until the connection is closed
+
+    here = stage(script)
+    with httpx.stream("POST", here.url + CHAT, json={**ASK, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line == "data: [DONE]":
+                break
+    (record,) = here.logged(1)
+    assert record.finish_reason == "stop"
+    assert here.proxy.counts.cut == 0
 
 
 def test_a_client_that_goes_ends_the_server_s_work(stage: Make) -> None:

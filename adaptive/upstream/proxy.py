@@ -106,7 +106,7 @@ class Proxy:
         except asyncio.CancelledError:
             if not passing.gone:
                 raise
-            self.counts.cut += 1
+            self.counts.cut += not passing.whole
         finally:
             passing.unwatch()
 
@@ -159,6 +159,7 @@ class _Passing:
         self.proxy, self.scope, self.receive, self.send = proxy, scope, receive, send
         self.headers = [(name, value) for name, value in scope["headers"] if name not in HOP]
         self.started = self.gone = False
+        self.whole = False  # the answer came to its end, whatever became of the connections behind it
         self._watcher: asyncio.Task[None] | None = None
         self.created, self.began = time.time(), time.perf_counter()
 
@@ -212,7 +213,6 @@ class _Passing:
         streamed = content.startswith("text/event-stream")
         passage = Passage(asked, kind, streamed)
         first: float | None = None
-        whole = False
         try:
             if streamed:
                 await self._start(response)
@@ -224,10 +224,11 @@ class _Passing:
             if not streamed:
                 await self._start(response, len(out))
             await self._send_body(out)
-            whole = passage.ended
             await self._finish()
         finally:
-            self._note(asked, kind, headers, key, passage, first, whole)
+            # Clients close a stream once they have read its last event, before it ends.
+            self.whole = passage.ended
+            self._note(asked, kind, headers, key, passage, first)
 
     def _note(
         self,
@@ -237,14 +238,15 @@ class _Passing:
         key: str | None,
         passage: Passage,
         first: float | None,
-        whole: bool,
     ) -> None:
         book = self.proxy.logbook
         taken = time.perf_counter() - self.began
         session = headers.get(b"x-session-id", b"upstream").decode("latin-1")
         assert book is not None
         try:
-            book.put(Exchange(asked, passage.collected, kind, self.created, first or taken, taken, whole, session, key))
+            book.put(
+                Exchange(asked, passage.collected, kind, self.created, first or taken, taken, self.whole, session, key)
+            )
         except Exception:  # a failing log never touches a request
             logger.exception("an answer could not be handed to the log")
 
