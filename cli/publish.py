@@ -133,12 +133,14 @@ def publish(
     }
     console.print(f"adapter {manifest.id} for {kind.name}: {draft}", soft_wrap=True)
     _say_expected(console, advice, length, tokens)
+    # A file that cannot be edited is told before the server is touched.
+    edited = None if file is None else publishing.edited(file.before, kind, outcome["options"])
     if restart is not None:
         assert url is not None
         assert before is not None
-        box = trial.Box(url, key, kind, restart, file, wait, asked, max_tokens)
+        running = trial.Server(url, key, kind, restart, file, wait, asked, max_tokens)
         with console.status("restarting the server, and measuring it"):
-            tried = trial.settle(box, before, draft, length, None if chosen else tokens, _remembered(state))
+            tried = trial.settle(running, before, draft, length, None if chosen else tokens, _remembered(state))
         rolled_back, length = tried.worse is not None, tried.length
         outcome |= {"draft_length": length, "options": publishing.options(kind, draft, length)}
         outcome |= {"expected_acceptance": expected_acceptance(answered, length, kind, max_tokens)}
@@ -148,16 +150,16 @@ def publish(
             console.print(f"it is in use: {_compared(before, tried, outcome['expected_acceptance'])}", soft_wrap=True)
         else:
             console.print(f"[yellow]rolled back:[/] {tried.worse}", soft_wrap=True)
-    elif file is not None:
-        file.write(publishing.edited(file.before, kind, outcome["options"]))
-    if file is not None and not outcome["rolled_back"]:
-        console.print(f"{file.path} is edited", soft_wrap=True)
-    elif file is None and not as_json:
-        typer.echo(f"start {kind.name} with: {_typed(outcome['options'])}")
+    elif file is not None and edited is not None:
+        file.write(edited)
     if as_json:
         typer.echo(json.dumps(outcome, indent=2))
     if outcome["rolled_back"]:
         raise typer.Exit(1)
+    if file is not None:
+        console.print(f"{file.path} is edited", soft_wrap=True)
+    elif not as_json:
+        typer.echo(f"start {kind.name} with: {_typed(outcome['options'])}")
 
 
 def _held_out(state: PairState) -> list[Example]:

@@ -39,7 +39,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Box:
+class Server:
     """The server that is restarted, by the user's ``command``, and the ``file`` with its start command, if it has one.
     ``asked`` are the prompts it is measured by, with answers of ``max_tokens``."""
 
@@ -72,7 +72,12 @@ class Box:
 
 
 def settle(
-    box: Box, before: Measured, draft: Path, length: int, tokens_a_round: Sequence[float] | None, earlier: Put | None
+    server: Server,
+    before: Measured,
+    draft: Path,
+    length: int,
+    tokens_a_round: Sequence[float] | None,
+    earlier: Put | None,
 ) -> Tried:
     """Put ``draft`` into the server at ``length``, or at the length that its own times then favour, and leave there
     what is fastest, which is returned; what was there ``earlier`` where that is worse than ``before``.
@@ -80,26 +85,26 @@ def settle(
     ``tokens_a_round`` are those at lengths 0, 1, ... by replay; None tries ``length`` alone. Raises AdaptiveError where
     the server does not come back with what it had.
     """
-    tried = [_try(box, before, draft, length)]
+    tried = [_try(server, before, draft, length)]
     while tokens_a_round is not None and tried[-1].measured is not None and len(tried) < TRIES:
         better = _better(before, tried, tokens_a_round)
         if better is None:
             break
-        tried.append(_try(box, before, draft, better))
+        tried.append(_try(server, before, draft, better))
     good = [one for one in tried if one.worse is None]
     if not good:
-        box.give_back(earlier)
+        server.give_back(earlier)
         return tried[-1]
     best = max(good, key=_speed)
     if best is not tried[-1]:
-        box.use(draft, best.length)
+        server.use(draft, best.length)
     return best
 
 
-def _try(box: Box, before: Measured, draft: Path, length: int) -> Tried:
+def _try(server: Server, before: Measured, draft: Path, length: int) -> Tried:
     try:
-        box.use(draft, length)
-        after = box.measure()
+        server.use(draft, length)
+        after = server.measure()
     except AdaptiveError as error:
         return Tried(length, None, str(error))
     return Tried(length, after, worse_than(before, after))

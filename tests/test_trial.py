@@ -17,7 +17,7 @@ from upstream_server import CLOSE, Heard, plain, scripted
 from adaptive.upstream.kinds import LLAMA_SERVER
 from adaptive.upstream.publishing import StartFile
 from cli.answered import expected_acceptance
-from cli.trial import Box, Tried, settle
+from cli.trial import Server, Tried, settle
 from trainers.replay import Replay
 
 ROUNDS = 1000
@@ -52,8 +52,8 @@ def try_it(tmp_path: Path) -> Try:
 
         with scripted(script) as one:
             command = f"cp {start} {running}; echo $ADAPTIVE_DRAFT_LENGTH >> {restarts}"
-            box = Box(one.url, None, LLAMA_SERVER, command, StartFile.read(start), 10.0, [[1, 2]], 100)
-            found = settle(box, box.measure(), tmp_path / "draft.gguf", first, tokens, None)
+            server = Server(one.url, None, LLAMA_SERVER, command, StartFile.read(start), 10.0, [[1, 2]], 100)
+            found = settle(server, server.measure(), tmp_path / "draft.gguf", first, tokens, None)
         return found, length(), [int(line) for line in restarts.read_text().split()]
 
     return trial
