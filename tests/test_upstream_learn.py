@@ -76,15 +76,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         one.stop()
 
 
-@pytest.fixture(scope="module")
-def learning(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learning]:
-    one = Learning(tmp_path_factory.mktemp("learn") / "home", server.url, "--distill", "off")
+def learning_at(url: str, home: Path) -> Iterator[Learning]:
+    """In front of ``url``, until a test has ended; then it has said nothing of an error."""
+    one = Learning(home, url, "--distill", "off")
     try:
         yield one
     finally:
         ended = one.stop()
     assert ended == 0, one.said
     assert "Traceback" not in one.said
+
+
+@pytest.fixture(scope="module")
+def learning(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learning]:
+    yield from learning_at(server.url, tmp_path_factory.mktemp("learn") / "home")
 
 
 def pairs(server: Server, learning: Learning, count: int) -> list[tuple[Generation, Generation]]:

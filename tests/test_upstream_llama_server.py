@@ -21,7 +21,7 @@ import openai
 import pytest
 import torch
 from conftest import BUNDLED
-from test_upstream_learn import Learning
+from test_upstream_learn import Learning, learning_at
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from upstream_server import until
 
@@ -174,13 +174,7 @@ def server(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def learning(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learning]:
-    one = Learning(tmp_path_factory.mktemp("learn") / "home", server, "--distill", "off")
-    try:
-        yield one
-    finally:
-        ended = one.stop()
-    assert ended == 0, one.said
-    assert "Traceback" not in one.said
+    yield from learning_at(server, tmp_path_factory.mktemp("learn") / "home")
 
 
 @contextlib.contextmanager
