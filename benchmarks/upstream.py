@@ -76,7 +76,9 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 def compare(upstream: str, through: str, prompts: Sequence[str], tokens: int) -> dict[str, object]:
     """Both ways on every prompt, in turn; the first two prompts only warm up."""
     pairs: list[tuple[Taken, Taken]] = []
-    with httpx.Client(timeout=600, trust_env=False) as client:
+    # A new connection each time: llama-server may close one behind a stream, just when the next request goes into it.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(timeout=600, trust_env=False, limits=limits) as client:
         model = client.get(f"{upstream}/v1/models").json()["data"][0]["id"]
         for number, prompt in enumerate(prompts):
             taken: dict[str, Taken] = {}
