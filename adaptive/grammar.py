@@ -12,9 +12,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from adaptive.errors import AdaptiveError, first_line
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Kind = Literal["json_schema", "lark", "gbnf", "regex"]
+Bits: TypeAlias = npt.NDArray[np.int32]
 # White space between the parts of JSON, where a schema does not say otherwise. More lets a small model write spaces
 # for ever; none keeps larger ones from the lines that they are used to.
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
@@ -136,6 +138,7 @@ class Constraint:
         self._words = -(-vocab_size // WORD)
         self._ahead: list[int] = []  # drafted tokens that the matcher has been led along
         self._stands = True  # what was committed keeps to the grammar; behind a stop string, say, it need not
+        self._known: dict[tuple[int, ...], Bits | None] = {}  # by drafted tokens: draft and target ask
 
     def mask(self, logits: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
         """Logits (n, vocab), -inf where a token may not stand; rows as in ``LogitsProcessor.apply``.
@@ -144,18 +147,32 @@ class Constraint:
         knows none of the tokens that may.
         """
         rows, vocab = logits.shape
-        bits = np.full((rows, self._words), -1, dtype=np.int32)
         first = len(drafted) - rows + 1
-        for row in range(rows):
-            if not self._lead_to(drafted[: first + row]):
-                break
-            self._matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits[row].nbytes)
+        every = [self._bits(drafted[: first + row]) for row in range(rows)]
+        bits = np.stack([np.full(self._words, -1, np.int32) if one is None else one for one in every])
         allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, :vocab].astype(bool)
         allowed[~allowed.any(1)] = True
         return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
 
+    def place(self, drafted: Sequence[int]) -> int:
+        """A ``Mask``, as the kernels ask for it."""
+        bits = self._bits(drafted)
+        return 0 if bits is None else bits.ctypes.data
+
+    def _bits(self, drafted: Sequence[int]) -> Bits | None:
+        """What may stand behind tokens that are drafted; None behind one that may not stand itself."""
+        key = tuple(drafted)
+        if key not in self._known:
+            bits = None
+            if self._lead_to(key):
+                bits = np.empty(self._words, np.int32)
+                self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            self._known[key] = bits
+        return self._known[key]
+
     def commit(self, tokens: Sequence[int]) -> None:
         """These tokens became part of the answer."""
+        self._known.clear()
         self._stands = self._stands and self._lead_to(tokens)
         if not self._stands:
             self._take_back(0)

@@ -176,7 +176,8 @@ class LogitsProcessor:
     before.
 
     Holds a count of every token of the text; the rows of one verification see, beyond the committed
-    text, the drafted tokens before their own position. ``active`` says whether logits are changed at all.
+    text, the drafted tokens before their own position. ``active`` says whether logits are changed at all, ``alters``
+    whether by more than a mask, which kernels can apply.
     """
 
     def __init__(
@@ -192,7 +193,8 @@ class LogitsProcessor:
             self.bias = torch.zeros(vocab_size, device=device)
             places = uploaded(list(bias), torch.long, device)
             self.bias[places] = uploaded(list(bias.values()), self.bias.dtype, device)
-        self.active = self.penalised or self.bias is not None or constraint is not None
+        self.alters = self.penalised or self.bias is not None
+        self.active = self.alters or constraint is not None
         if self.penalised:
             self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.output = torch.zeros(vocab_size, device=device)

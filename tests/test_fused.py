@@ -61,16 +61,26 @@ def engine() -> TransformersEngine:
     return TransformersEngine(model)
 
 
-def drafter(engine: TransformersEngine, params: SamplingParams, target_vocab: int = VOCAB) -> ModelDrafter:
+def drafter(
+    engine: TransformersEngine,
+    params: SamplingParams,
+    target_vocab: int = VOCAB,
+    processor: LogitsProcessor | None = None,
+) -> ModelDrafter:
     """With the same random numbers each time."""
-    penalties = LogitsProcessor(params, target_vocab, torch.device("cpu"))
+    penalties = processor or LogitsProcessor(params, target_vocab, torch.device("cpu"))
     generator = torch.Generator().manual_seed(7)
     return ModelDrafter(engine.sequence(), engine, target_vocab, params, penalties, generator)
 
 
-def by_token(engine: TransformersEngine, params: SamplingParams, target_vocab: int = VOCAB) -> ModelDrafter:
+def by_token(
+    engine: TransformersEngine,
+    params: SamplingParams,
+    target_vocab: int = VOCAB,
+    processor: LogitsProcessor | None = None,
+) -> ModelDrafter:
     """One that asks for every token."""
-    made = drafter(engine, params, target_vocab)
+    made = drafter(engine, params, target_vocab, processor)
     made._fused = None
     return made
 

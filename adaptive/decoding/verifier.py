@@ -33,8 +33,10 @@ class Verifier:
             proposal = proposal.closed()  # made on another device than this engine's
         drafted = [] if proposal is None else proposal.tokens
         chain = proposal is None or proposal.parents is None
-        if fused is not None and chain and isinstance(drafted, list) and not self.adjusts:
-            return verify_fused(fused, self.params, fed, proposal, self.uniform)
+        if fused is not None and chain and isinstance(drafted, list) and not self.processor.alters:
+            constraint = self.processor.constraint
+            mask = None if constraint is None else constraint.place
+            return verify_fused(fused, self.params, fed, proposal, self.uniform, mask)
         held = target.length + len(fed)
         return self.judge(target, len(fed), proposal, held, target.extend(*asked(fed, proposal)))
 

@@ -21,7 +21,7 @@ import torch
 
 from adaptive.drafting.proposal import Proposal, point_masses
 from adaptive.drafting.queued import Queued
-from adaptive.engines.protocol import FusedCalls, Judgement, VerificationCall
+from adaptive.engines.protocol import FusedCalls, Judgement, Mask, VerificationCall
 from adaptive.errors import AdaptiveError
 from adaptive.noise import race
 from adaptive.sampling import Transform, Uniform, draw_at, draw_on_device, pick
@@ -101,13 +101,20 @@ def verify_logits(
 
 
 def verify_fused(
-    target: FusedCalls, params: SamplingParams, fed: list[int], proposal: Proposal | None, uniform: Uniform
+    target: FusedCalls,
+    params: SamplingParams,
+    fed: list[int],
+    proposal: Proposal | None,
+    uniform: Uniform,
+    mask: Mask | None = None,
 ) -> tuple[Verdict, torch.Tensor]:
-    """Feed the target ``fed`` and what is proposed, and judge it in the same call; the verdict and the logits."""
+    """Feed the target ``fed`` and what is proposed, and judge it in the same call, under the ``mask`` if there is one;
+    the verdict and the raw logits."""
     proposed: list[int] = [] if proposal is None else proposal.tokens  # type: ignore[assignment]
     q = None if proposal is None else rows(proposal.probs)
     random = [] if params.greedy or params.seeded else uniform.ahead(len(proposed) + 2)
-    judgement, logits = target.verify(VerificationCall(fed, proposed, params, q, random))
+    allowed = () if mask is None else [mask(proposed[:row]) for row in range(len(proposed) + 1)]
+    judgement, logits = target.verify(VerificationCall(fed, proposed, params, q, random, allowed))
     return verdict(judgement, proposed, uniform), logits
 
 

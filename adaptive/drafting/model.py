@@ -86,7 +86,8 @@ class ModelDrafter:
         self._adjusts = processor.active
         self._vocab = min(engine.vocab_size, target_vocab)
         # The engine's own way of making a whole proposal in one call, where it has one for this.
-        self._fused = None if self._adjusts else sequence.fused
+        self._fused = None if processor.alters else sequence.fused
+        self._mask = None if processor.constraint is None else processor.constraint.place
         # Whoever makes proposals for several texts in one call, where the engine does.
         self._together = engine if self._fused is not None and isinstance(engine, ProposesTogether) else None
         # Whether the device works through a queue while the program goes on. What a grammar allows is known to the
@@ -151,7 +152,7 @@ class ModelDrafter:
     def _call(self, feed: list[int], length: int, advise: Adviser | None) -> ProposalCall:
         params = self.params
         uniform = [] if params.greedy or params.seeded else self.uniform.ahead(length)
-        return ProposalCall(feed, length, self._vocab, params, uniform, advise)
+        return ProposalCall(feed, length, self._vocab, params, uniform, advise, self._mask)
 
     def _made(self, call: ProposalCall, proposed: Proposed) -> Proposal | None:
         tokens, probs = proposed

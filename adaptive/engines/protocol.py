@@ -28,6 +28,9 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 # Asked with a position (from 1) and the largest probability there, before anything is drawn; answers with the number of
 # an ``Advice`` of control/policy.py.
 Asked: TypeAlias = Callable[[int, float], int]
+# Asked with tokens that are drafted; answers with the address of the tokens (vocab,) that may stand behind them, a bit
+# each in words of 32, which stays until tokens are committed; 0 where all may.
+Mask: TypeAlias = Callable[[Numbers[int]], int]
 
 
 @dataclass(eq=False)
@@ -66,7 +69,8 @@ class Thresholds:
 class ProposalCall:
     """A whole proposal: feed ``tokens``, then one after the other choose at most ``length`` tokens of the first
     ``vocab`` ids by ``sampling``, and feed each but the last. ``uniform`` (length,) are random numbers below 1, one a
-    token; none where the likeliest is taken, or a seed decides. ``advise`` says what becomes of each position."""
+    token; none where the likeliest is taken, or a seed decides. ``advise`` says what becomes of each position, ``mask``
+    what may stand there."""
 
     tokens: list[int]
     length: int
@@ -74,6 +78,7 @@ class ProposalCall:
     sampling: SamplingParams
     uniform: list[float]
     advise: Thresholds | Asked | None
+    mask: Mask | None = None
 
 
 class Proposed(NamedTuple):
@@ -86,14 +91,15 @@ class Proposed(NamedTuple):
 
 @dataclass(slots=True)
 class VerificationCall:
-    """A pass over tokens ``fed`` and those ``drafted``, and the acceptance rule over its logits; ``q`` and
-    ``uniform`` as in ``SamplingKernels.judge``."""
+    """A pass over tokens ``fed`` and those ``drafted``, and the acceptance rule over its logits; ``q``, ``uniform`` and
+    ``allowed`` as in ``SamplingKernels.judge``."""
 
     fed: list[int]
     drafted: list[int]
     sampling: SamplingParams
     q: torch.Tensor | None
     uniform: list[float]
+    allowed: Numbers[int] = ()
 
 
 class Judgement(NamedTuple):
@@ -130,17 +136,24 @@ class SamplingKernels(Protocol):
         params: SamplingParams,
         q: torch.Tensor | None,
         uniform: Numbers[float],
+        allowed: Numbers[int] = (),
     ) -> Judgement:
         """The acceptance rule, given logits (K + 1, vocab) for the tokens at ``position`` of the text and behind it.
         ``q`` (K, at most vocab), float32 and contiguous, is what the K tokens were drawn from, ``uniform`` (K + 2,) are
-        random numbers below 1; neither is looked at where the likeliest is taken, or a seed decides. Raises IndexError
-        for an id beyond the vocabulary."""
+        random numbers below 1; neither is looked at where the likeliest is taken, or a seed decides. ``allowed``
+        (K + 1,) is what a ``Mask`` says of each row, or nothing where all may stand. Raises IndexError for an id beyond
+        the vocabulary."""
 
     def likeliest_of(self, logits: torch.Tensor, count: int, kept: int, into: tuple[int, int, int]) -> None:
         """Of the first ``count`` rows of logits (n, vocab), float32 and contiguous, the ``kept`` likeliest tokens,
         likeliest first, their log-probabilities, and the logarithm of the mass of all others. ``into`` says where in
         memory to write them: int32 and float32 (count, kept), float32 (count,). A row in which a logit is no number
         has no numbers."""
+
+
+def judged(kernels: SamplingKernels, logits: torch.Tensor, position: int, call: VerificationCall) -> Judgement:
+    """The rule by itself, for a ``call`` whose pass has given these logits, for the tokens at ``position`` on."""
+    return kernels.judge(logits, call.drafted, position, call.sampling, call.q, call.uniform, call.allowed)
 
 
 class FusedCalls(Protocol):

@@ -75,13 +75,14 @@ class CpuSampling:
         params: SamplingParams,
         q: torch.Tensor | None,
         uniform: Sequence[float],
+        allowed: Sequence[int] = (),
     ) -> Judgement:
         """See ``SamplingKernels``."""
         logits = _plain(logits)
         place, fewer = (0, 0) if q is None else (address(q), q.shape[1])
         vocab = logits.shape[1]
         sampling = self.native(params)
-        found = self._module.judge(sampling, address(logits), vocab, drafted, position, place, fewer, uniform)
+        found = self._module.judge(sampling, address(logits), vocab, drafted, position, place, fewer, uniform, allowed)
         return Judgement(*found)
 
     def likeliest_of(self, logits: torch.Tensor, count: int, kept: int, into: tuple[int, int, int]) -> None:

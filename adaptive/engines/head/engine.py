@@ -39,6 +39,7 @@ from adaptive.engines.protocol import (
     Proposed,
     Sequence,
     VerificationCall,
+    judged,
     no_trees,
     one_after_another,
 )
@@ -171,8 +172,7 @@ class HeadSequence:
         assert self.engine.cpu_forward is not None
         logits = self.extend([*call.fed, *call.drafted], len(call.drafted) + 1)
         held = self.length - len(call.drafted)
-        judge = self.engine.cpu_forward.sampling.judge
-        return judge(logits, call.drafted, held, call.sampling, call.q, call.uniform), logits
+        return judged(self.engine.cpu_forward.sampling, logits, held, call), logits
 
     def _given(self, start: int) -> Given:
         """The target's features for a native call that begins at ``start``, which reads none before the last token's

@@ -39,6 +39,7 @@ from adaptive.engines.protocol import (
     Sequence,
     VerificationCall,
     distinct,
+    judged,
     no_trees,
     one_after_another,
 )
@@ -179,7 +180,7 @@ class TransformersSequence:
         if len(call.fed) + count > FEW or self._remembered(len(call.fed) + count, count + 1):  # a prompt
             held = self.length + len(call.fed)
             logits = self.extend([*call.fed, *call.drafted], count + 1)
-            return forward.sampling.judge(logits, call.drafted, held, call.sampling, call.q, call.uniform), logits
+            return judged(forward.sampling, logits, held, call), logits
         logits = self._logits(0, count + 1)
         return forward.verify(call, logits, self.cache), logits
 

@@ -39,6 +39,13 @@ struct Adviser {
   bool any() const { return stopping || ask; }
 };
 
+// Who says which tokens may stand behind the `count` that were drafted, as `leave_out` takes it (null: all); false where the draft
+// is to end.
+struct Masker {
+  bool (*ask)(void* whom, const int64_t* drafted, int count, const uint32_t** allowed);
+  void* whom;
+};
+
 int advised(const Stopping& s, int position, double confidence) {
   if (position > s.longest) return DROP;
   const int bin = std::upper_bound(s.edges, s.edges + s.count, confidence) - s.edges;
@@ -56,15 +63,22 @@ int advised(const Stopping& s, int position, double confidence) {
 struct Choosing {
   const Sampling* sampling;
   Adviser adviser;
+  Masker masker;
   int length;
   int64_t known;
   const double* uniform;
   float* probs;
 };
 
-// What becomes of `position` (from 0) of a proposal, whose logits are known, and the token there, the text's `place`-th.
-int choose(const Choosing& c, const float* logits, int64_t vocab, int position, int place, int64_t* token) {
+// What becomes of `position` (from 0) of a proposal, whose logits are known, and the token there, behind those drafted before it; the
+// text's `place`-th.
+int choose(const Choosing& c, float* logits, int64_t vocab, int position, int place, int64_t* token) {
   const Sampling& sampling = *c.sampling;
+  if (c.masker.ask) {
+    const uint32_t* allowed = nullptr;
+    if (!c.masker.ask(c.masker.whom, token - position, position, &allowed)) return DROP;
+    if (allowed) leave_out(allowed, logits, vocab);
+  }
   float* row = sampling.greedy ? nullptr : sampling.seeded ? scratch<float, 14>(vocab) : c.probs + position * vocab;
   if (row) probabilities(sampling.cuts, logits, row, 1, vocab);
   // Of what are no numbers any token: the target will not have it.

@@ -67,19 +67,31 @@ struct Thresholds {
   }
 };
 
-// A callable of Python, asked from within a proposal. What it raises, ctrl-C too, ends the draft and is raised after it.
+// Callables of Python, asked from within a proposal. What they raise, ctrl-C too, ends the draft and is raised after it.
 struct Asked {
-  nb::handle callable;
+  nb::handle adviser, masker;
   std::exception_ptr error;
 
-  static int ask(void* self, int position, float confidence) {
+  static int advice(void* self, int position, float confidence) {
     Asked& asked = *(Asked*)self;
     nb::gil_scoped_acquire lock;
     try {
-      return nb::cast<int>(asked.callable(position, confidence));
+      return nb::cast<int>(asked.adviser(position, confidence));
     } catch (...) {
       asked.error = std::current_exception();
       return DROP;
+    }
+  }
+
+  static bool mask(void* self, const int64_t* drafted, int count, const uint32_t** allowed) {
+    Asked& asked = *(Asked*)self;
+    nb::gil_scoped_acquire lock;
+    try {
+      *allowed = to<uint32_t>(nb::cast<Address>(asked.masker(Tokens(drafted, drafted + count))));
+      return true;
+    } catch (...) {
+      asked.error = std::current_exception();
+      return false;
     }
   }
 };
@@ -95,15 +107,17 @@ struct Wanted {
   Drafting drafting;
 
   Wanted(const Sampling& sampling, Tokens given, int length, int64_t known, Numbers numbers, Address probs,
-         const Thresholds* thresholds, nb::object adviser, Address cos_sin, Address caches, int64_t capacity, int start,
-         Address kept, Address given_features, int feature_count, const Recall* recall)
-      : sampling(sampling), tokens(std::move(given)), drafted(length), uniform(std::move(numbers)), asked{adviser, nullptr} {
+         const Thresholds* thresholds, nb::object adviser, nb::object masker, Address cos_sin, Address caches, int64_t capacity,
+         int start, Address kept, Address given_features, int feature_count, const Recall* recall)
+      : sampling(sampling), tokens(std::move(given)), drafted(length), uniform(std::move(numbers)),
+        asked{adviser, masker, nullptr} {
     if (!sampling.greedy && !sampling.seeded && (int(uniform.size()) < length || !probs))
       throw nb::value_error("a proposal that is drawn needs random numbers and a place for its distributions");
-    const Adviser who{thresholds ? &thresholds->stopping : nullptr, adviser.is_none() ? nullptr : Asked::ask, &asked};
+    const Adviser who{thresholds ? &thresholds->stopping : nullptr, adviser.is_none() ? nullptr : Asked::advice, &asked};
+    const Masker mask{masker.is_none() ? nullptr : Asked::mask, &asked};
     const Text text{int(tokens.size()), 1, to<float>(cos_sin), to<float*>(caches), capacity, start,
                     {to<float>(kept), to<float>(given_features), feature_count}, nullptr, asked_for(recall)};
-    drafting = {{&sampling, who, length, known, uniform.data(), to<float>(probs)}, text, tokens.data(), drafted.data(), 0, 0};
+    drafting = {{&sampling, who, mask, length, known, uniform.data(), to<float>(probs)}, text, tokens.data(), drafted.data(), 0, 0};
   }
   Wanted(const Wanted&) = delete;
 
@@ -124,9 +138,9 @@ void make(const Decoder& decoder, Drafting* all, int count, int threads) {
 }
 
 nb::tuple propose(const Decoder& decoder, const Sampling& sampling, Tokens tokens, int length, int64_t known, Numbers uniform,
-                  Address probs, const Thresholds* thresholds, nb::object adviser, Address cos_sin, Address caches,
+                  Address probs, const Thresholds* thresholds, nb::object adviser, nb::object masker, Address cos_sin, Address caches,
                   int64_t capacity, int start, Address kept, Address given, int feature_count, const Recall* recall, int threads) {
-  Wanted wanted(sampling, std::move(tokens), length, known, std::move(uniform), probs, thresholds, adviser, cos_sin, caches,
+  Wanted wanted(sampling, std::move(tokens), length, known, std::move(uniform), probs, thresholds, adviser, masker, cos_sin, caches,
                 capacity, start, kept, given, feature_count, recall);
   make(decoder, &wanted.drafting, 1, threads);
   if (wanted.asked.error) std::rethrow_exception(wanted.asked.error);
@@ -154,9 +168,18 @@ nb::tuple told(const Sampling& sampling, const Verdict& v, Numbers& chosen) {
   return nb::make_tuple(v.accepted, v.extra, v.used, probabilities);
 }
 
+// The tokens that may stand in each row of a verification of `count` tokens, as the rule takes them.
+std::vector<const uint32_t*> by_row(const std::vector<Address>& allowed, int count) {
+  if (!allowed.empty() && int(allowed.size()) != count + 1) throw nb::value_error("a mask for other rows than there are");
+  std::vector<const uint32_t*> rows;
+  for (const Address place : allowed) rows.push_back(to<uint32_t>(place));
+  return rows;
+}
+
 nb::tuple judged(const Sampling& sampling, Address logits, int64_t vocab, const Tokens& drafted, int64_t position, Address q,
-                 int64_t fewer, const Numbers& uniform) {
+                 int64_t fewer, const Numbers& uniform, const std::vector<Address>& allowed) {
   const int count = int(drafted.size());
+  const auto masks = by_row(allowed, count);
   for (const int64_t token : drafted) check(token >= 0 && token < vocab);
   if (!sampling.greedy && !sampling.seeded && int(uniform.size()) < count + 2)
     throw nb::value_error("the rule needs two random numbers more than there are drafted tokens");
@@ -164,20 +187,21 @@ nb::tuple judged(const Sampling& sampling, Address logits, int64_t vocab, const 
   Verdict v;
   {
     nb::gil_scoped_release unlocked;
-    v = judge(sampling, to<float>(logits), vocab, drafted.data(), count, position, {to<float>(q), fewer, uniform.data()},
-              chosen.data());
+    v = judge(sampling, to<float>(logits), vocab, drafted.data(), count, position,
+              {to<float>(q), fewer, uniform.data(), masks.empty() ? nullptr : masks.data()}, chosen.data());
   }
   return told(sampling, v, chosen);
 }
 
 // A pass over tokens, of which the last `count` are drafted, and then the rule over its logits (count + 1, vocab).
 nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Tokens& tokens, int count, Address q, int64_t fewer,
-                   const Numbers& uniform, Address cos_sin, Address caches, int64_t capacity, int start, Address kept,
-                   Address logits, const Recall* recall, int threads) {
+                   const Numbers& uniform, const std::vector<Address>& allowed, Address cos_sin, Address caches, int64_t capacity,
+                   int start, Address kept, Address logits, const Recall* recall, int threads) {
   const int size = int(tokens.size());
   if (count < 0 || count >= size) throw nb::value_error("a verification needs a token before those drafted");
   if (!sampling.greedy && !sampling.seeded && int(uniform.size()) < count + 2)
     throw nb::value_error("the rule needs two random numbers more than there are drafted tokens");
+  const auto masks = by_row(allowed, count);
   Numbers chosen(count + 1);
   Verdict v;
   bool done;
@@ -188,7 +212,7 @@ nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Token
     done = decode(decoder, tokens.data(), &text, 1, to<float>(logits), threads);
     if (done)
       v = judge(sampling, to<float>(logits), decoder.head->out, tokens.data() + size - count, count, start + size - count,
-                {to<float>(q), fewer, uniform.data()}, chosen.data());
+                {to<float>(q), fewer, uniform.data(), masks.empty() ? nullptr : masks.data()}, chosen.data());
   }
   check(done);
   return told(sampling, v, chosen);
@@ -235,7 +259,7 @@ void bind(nb::module_& m) {
     return race(to<float>(p), count, keys_of(seed, position));
   });
   m.def("judge", &judged, arg("sampling"), arg("logits"), arg("vocab"), arg("drafted"), arg("position"), arg("q"), arg("fewer"),
-        arg("uniform"));
+        arg("uniform"), arg("allowed"));
 
   nb::class_<Sampling>(m, "Sampling")
       .def("__init__", [](Sampling* self, float factor, float top_p, float min_p, int32_t top_k, bool greedy,
@@ -370,20 +394,20 @@ void bind(nb::module_& m) {
       }, arg("tokens"), arg("rows"), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"), arg("kept"), arg("given"),
       arg("known"), arg("logits"), arg("recall").none(), arg("threads"))
       .def("propose", &propose, arg("sampling"), arg("tokens"), arg("length"), arg("known"), arg("uniform"), arg("probs"),
-           arg("thresholds").none(), arg("adviser").none(), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"),
-           arg("kept"), arg("given"), arg("feature_count"), arg("recall").none(), arg("threads"))
+           arg("thresholds").none(), arg("adviser").none(), arg("masker").none(), arg("cos_sin"), arg("caches"), arg("capacity"),
+           arg("start"), arg("kept"), arg("given"), arg("feature_count"), arg("recall").none(), arg("threads"))
       .def("propose_together", &propose_together)
       .def("verify", &verified, arg("decoder"), arg("tokens"), arg("count"), arg("q"), arg("fewer"), arg("uniform"),
-           arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"), arg("kept"), arg("logits"), arg("recall").none(),
-           arg("threads"))
+           arg("allowed"), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"), arg("kept"), arg("logits"),
+           arg("recall").none(), arg("threads"))
       .def("together", &together);
 
   nb::class_<Wanted>(m, "Wanted")
-      .def(nb::init<const Sampling&, Tokens, int, int64_t, Numbers, Address, const Thresholds*, nb::object, Address, Address, int64_t,
-                    int, Address, Address, int, const Recall*>(),
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), arg("sampling"), arg("tokens"), arg("length"),
-           arg("known"), arg("uniform"), arg("probs"), arg("thresholds").none(), arg("adviser").none(), arg("cos_sin"),
-           arg("caches"), arg("capacity"), arg("start"), arg("kept"), arg("given"), arg("feature_count"), arg("recall").none());
+      .def(nb::init<const Sampling&, Tokens, int, int64_t, Numbers, Address, const Thresholds*, nb::object, nb::object, Address, Address,
+                    int64_t, int, Address, Address, int, const Recall*>(),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(), arg("sampling"),
+           arg("tokens"), arg("length"), arg("known"), arg("uniform"), arg("probs"), arg("thresholds").none(),
+           arg("adviser").none(), arg("masker").none(), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"), arg("kept"), arg("given"), arg("feature_count"), arg("recall").none());
 
   nb::class_<Thresholds>(m, "Thresholds")
       .def(nb::init<Doubles, Doubles, Doubles, Doubles, Doubles, Doubles, Whole32, Whole32, Whole32>(), arg("edges"),

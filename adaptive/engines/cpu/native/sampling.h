@@ -65,6 +65,18 @@ inline int64_t likeliest(const float* logits, int64_t count) {
   return std::find(logits + from, logits + std::min(from + CHUNK, count), top) - logits;
 }
 
+// Leave out of logits what is none of the `allowed` tokens, a bit each in words of 32; nothing where none of them is.
+inline void leave_out(const uint32_t* allowed, float* logits, int64_t count) {
+  bool any = false;
+  for (int64_t i = 0; i < count / 32; i++) any |= allowed[i] != 0;
+  if (!any && !(count % 32 && allowed[count / 32] << (32 - count % 32))) return;
+  for (int64_t begin = 0; begin < count; begin += 32) {
+    const uint32_t word = allowed[begin / 32];
+    const int size = int(std::min<int64_t>(32, count - begin));
+    for (int i = 0; word != ~0u && i < size; i++) logits[begin + i] = word >> i & 1 ? logits[begin + i] : -INFINITY;
+  }
+}
+
 // The k-th largest (k at most count): of the chunks with the k largest numbers of all chunks, nothing else can be it.
 inline float kth_largest(const float* x, int64_t count, int64_t k) {
   const int64_t chunks = (count + CHUNK - 1) / CHUNK;

@@ -20,7 +20,18 @@ struct Evidence {
   const float* q;
   int64_t fewer;
   const double* uniform;
+  const uint32_t* const* allowed;  // by row, the tokens that may stand there, as `leave_out` takes them; null for all, in a row or at all
 };
+
+// Row n of logits (K + 1, vocab), without the tokens that may not stand there.
+const float* row_of(const float* logits, int64_t vocab, int n, const Evidence& e) {
+  logits += n * vocab;
+  if (!e.allowed || !e.allowed[n]) return logits;
+  float* masked = scratch<float, 31>(vocab);
+  std::copy_n(logits, vocab, masked);
+  leave_out(e.allowed[n], masked, vocab);
+  return masked;
+}
 
 // The usual rule: what it commits has the law of p whatever q is. `chosen` (K + 1,) takes the log-probability of every
 // token that is committed.
@@ -30,7 +41,7 @@ Verdict judge_by_q(const Sampling& sampling, const float* logits, int64_t vocab,
   float* p = scratch<float, 14>(vocab);
   int& n = v.accepted;
   for (;; n++) {
-    probabilities(sampling.cuts, logits + n * vocab, p, 1, vocab);
+    probabilities(sampling.cuts, row_of(logits, vocab, n, e), p, 1, vocab);
     if (n == count) break;
     const int64_t token = drafted[n];
     const double q_x = !e.q ? 1 : token < e.fewer ? e.q[n * e.fewer + token] : 0, p_x = p[token];
@@ -47,16 +58,17 @@ Verdict judge_by_q(const Sampling& sampling, const float* logits, int64_t vocab,
 
 // The rule under a seed, and the greedy one: a drafted token stands if it is the target's own choice.
 Verdict judge_by_choice(const Sampling& sampling, const float* logits, int64_t vocab, const int64_t* drafted, int count,
-                        int64_t position, double* chosen) {
+                        int64_t position, const Evidence& e, double* chosen) {
   Verdict v;
   float* p = sampling.greedy ? nullptr : scratch<float, 14>(vocab);
   for (int& n = v.accepted;; n++) {
+    const float* row = row_of(logits, vocab, n, e);
     if (p) {
-      probabilities(sampling.cuts, logits + n * vocab, p, 1, vocab);
+      probabilities(sampling.cuts, row, p, 1, vocab);
       v.extra = race(p, vocab, keys_of(sampling.seed, position + n));
       if (v.extra >= 0) chosen[n] = std::log(double(p[v.extra]));
     } else {
-      v.extra = likeliest(logits + n * vocab, vocab);
+      v.extra = likeliest(row, vocab);
     }
     if (n == count || drafted[n] != v.extra) return v;  // nor where the logits are no numbers
   }
@@ -67,7 +79,7 @@ Verdict judge_by_choice(const Sampling& sampling, const float* logits, int64_t v
 Verdict judge(const Sampling& sampling, const float* logits, int64_t vocab, const int64_t* drafted, int count,
               int64_t position, const Evidence& evidence, double* chosen) {
   return sampling.greedy || sampling.seeded
-             ? judge_by_choice(sampling, logits, vocab, drafted, count, position, chosen)
+             ? judge_by_choice(sampling, logits, vocab, drafted, count, position, evidence, chosen)
              : judge_by_q(sampling, logits, vocab, drafted, count, evidence, chosen);
 }
 
