@@ -94,20 +94,23 @@ class Stream:
 
 
 def stream(client: httpx.Client, body: dict[str, Any], stop_after: int | None = None) -> Stream:
-    """Ask for a raw completion and read it as it comes; go away after ``stop_after`` pieces of text."""
+    """Ask for a completion, of a chat where there are messages, and read it as it comes; go away after ``stop_after``
+    pieces of text."""
     times: list[float] = []
     text, ending = "", None
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     asked = time.perf_counter()
-    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+    with client.stream("POST", path, json={**body, "stream": True}) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():
             if not line.startswith("data: {"):
                 continue
             now, chunk = time.perf_counter(), json.loads(line.removeprefix("data: "))
             choice = chunk["choices"][0]
-            if choice["text"]:
+            new = choice["delta"].get("content") if "messages" in body else choice["text"]
+            if new:
                 times.append(now)
-                text += choice["text"]
+                text += new
             if choice["finish_reason"]:
                 ending = chunk
             if stop_after is not None and len(times) >= stop_after:

@@ -226,6 +226,66 @@ def test_a_long_prompt_is_read_beside_the_others_in_slices(
     assert said == wanted
 
 
+class Burst:
+    """Answers of greedy tokens that share rounds, to prompts of given lengths."""
+
+    def __init__(self, assistant: Assistant, prompts: Sequence[str]) -> None:
+        self.assistant, self.batch = assistant, Batch(assistant.pair.target, lambda: True)
+        self.text = [token for question in questions(assistant, prompts * 2) for token in question.prompt] * 8
+        self.answerings: list[Answering] = []
+
+    def join(self, length: int, tokens: int = 60) -> Answering:
+        """An answer of so many tokens to a prompt that no other begins with."""
+        prompt, stop = self.text[len(self.answerings) :][:length], StopParams(tokens, ignore_eos=True)
+        self.answerings.append(self.assistant.begin(Question(prompt, (), "x", GREEDY, stop)))
+        self.answerings[-1].decoding.begin()
+        self.batch.join(self.answerings[-1].decoding)
+        return self.answerings[-1]
+
+    def step(self) -> None:
+        assert not self.batch.step()
+        for decoding in list(self.batch.under_way):
+            list(decoding.show())
+            if decoding.finish_reason is not None:
+                self.batch.leave(decoding)
+
+
+def test_first_tokens_come_as_soon_as_prompts_are_read_the_shortest_first(
+    pairs: dict[str, Pair], prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass in which a prompt ends is not filled up with others, and no draft reads what it can read later."""
+    burst = Burst(assistant_of(pairs["float32"], FixedLength(2)), prompts)
+    passes, lengths = counting(burst.assistant.pair.target, monkeypatch), [110, 70, 40, 90, 80]
+    answerings = [burst.join(length) for length in lengths]
+    first: list[int] = []
+    while len(first) < len(lengths):
+        waited = [number for number in range(len(lengths)) if number not in first]
+        burst.step()
+        drafts = [answering.conversation.draft for answering in answerings]
+        first += sorted((n for n in waited if answerings[n].decoding.output), key=lambda number: lengths[number])
+        if len(first) < len(lengths):
+            assert all(draft is not None and not draft.sequence.length for draft in drafts)
+    assert [lengths[number] for number in first] == sorted(lengths)
+    assert len(passes) == 5
+    assert max(map(sum, passes)) <= 110 + 4
+    burst.step()
+    assert all(answering.decoding.drafted for answering in answerings)
+
+
+def test_a_long_prompt_is_not_put_off_for_ever(pairs: dict[str, Pair], prompts: list[str]) -> None:
+    """Though a shorter one joins with every pass; and beside one that takes long who joins drafts."""
+    burst = Burst(assistant_of(pairs["float32"], FixedLength(2)), prompts)
+    long, short = burst.join(1500), burst.join(40)
+    burst.step()
+    burst.step()
+    assert short.decoding.drafted
+    while long.decoding.unread:
+        burst.join(100, 1)
+        burst.step()
+    others = sum(100 - answering.decoding.unread for answering in burst.answerings[2:])
+    assert 1000 < others <= 1500 + PASS
+
+
 def test_an_answer_that_cannot_go_on_ends_alone(pairs: dict[str, Pair], prompts: list[str]) -> None:
     """A token beyond the vocabulary fails the whole pass: the others are then passed one by one."""
     assistant = assistant_of(pairs["float32"], FixedLength(2))

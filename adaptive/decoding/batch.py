@@ -22,9 +22,13 @@ from adaptive.types import FREE
 # Tokens of a pass over several answers, as far as prompts fill it up, and of those at least so many are theirs. More
 # keep the others waiting, fewer read the weights more often; beyond 128 our kernels make passes of their own.
 PASS, LEAST = 128, 32
-# Share of the prompts' tokens, one in so many, that is of the one which has waited longest: the rest goes to the
-# shortest first, so that a short question does not wait for a long text.
-WAITED_LONGEST = 4
+# Tokens from which a pass in which a prompt ends takes in no other prompt: its first token waits for the whole pass.
+# More would be read of the others for less than a pass of their own takes, but only up to where arithmetic and not
+# the weights is what a pass takes, which on processors are some tens of tokens.
+FULL = 64
+# Tokens of prompts up to which they are waited for before an answer that has just joined has its prompt read by the
+# draft too: as many as are soon read. More keep it from drafting for longer, fewer put off who waits for a first token.
+SOON = 1024
 
 Failed = tuple[Decoding, Exception]
 
@@ -39,15 +43,19 @@ class Batch:
         self._target = target
         self._between = between
         self._lone: Decoding | None = None  # whose estimates the policy goes on with
+        self._read = 0  # tokens of prompts in shared passes so far
+        self._joined: dict[Decoding, int] = {}  # how many those were when an answer joined
 
     def join(self, decoding: Decoding) -> None:
         """Decode an answer from now on that has begun."""
         self.under_way.append(decoding)
+        self._joined[decoding] = self._read
         self._lone = decoding if len(self.under_way) == 1 else None
 
     def leave(self, decoding: Decoding) -> None:
         """Decode it no longer, whether it has come to its end or not; it is then to be ended."""
         self.under_way.remove(decoding)
+        del self._joined[decoding]
 
     def step(self) -> list[Failed]:
         """A burst of rounds, at the end of which every answer is to be shown; whose could not go on, and why."""
@@ -79,7 +87,7 @@ class Batch:
         round_began, own_round_began = self.clock(), own_clock()
         turns, failed = self._turns(going, speculate, own_clock)
         rows, rounds = sum(len(turn.call.tokens) for _, turn in turns), len(turns)
-        turns += [(d, d.prompt_turn(count)) for d, count in self._slices(max(LEAST, PASS - rows))]
+        turns += [(d, d.prompt_turn(count)) for d, count in self._slices(rows)]
         began = own_clock()
         found = self._pass([turn.call for _, turn in turns])
         seconds = own_clock() - began
@@ -105,8 +113,9 @@ class Batch:
         turns: list[tuple[Decoding, Turn]] = []
         failed: list[Failed] = []
         seconds = dict.fromkeys(going, 0.0)
+        hurried = 0 < sum(decoding.unread for decoding in self.under_way) <= SOON
         waiting: list[tuple[Decoding, Generator[Wanted, Proposed, Turn], Any]] = [
-            (decoding, decoding.turn(len(going), speculate), None) for decoding in going
+            (decoding, decoding.turn(len(going), speculate, hurried), None) for decoding in going
         ]
         while waiting:
             asked: list[tuple[Decoding, Generator[Wanted, Proposed, Turn], Wanted]] = []
@@ -135,19 +144,21 @@ class Batch:
             going[0].policy.drafted(len(drafts), longest, sum(said.draft_s for said in drafts))
         return turns, failed
 
-    def _slices(self, room: int) -> Iterator[tuple[Decoding, int]]:
-        """Of so many tokens in all those of each prompt that has not been read."""
-        prompts = [decoding for decoding in self.under_way if decoding.unread]
-        if not prompts:
-            return
-        given = dict.fromkeys(prompts, 0)
-        given[prompts[0]] = min(prompts[0].unread, room // WAITED_LONGEST)
-        room -= given[prompts[0]]
-        for decoding in sorted(prompts, key=lambda one: one.unread):
-            more = min(decoding.unread - given[decoding], room)
-            given[decoding] += more
-            room -= more
-        yield from ((decoding, count) for decoding, count in given.items() if count)
+    def _slices(self, rows: int) -> Iterator[tuple[Decoding, int]]:
+        """Tokens of each prompt that has not been read, for a pass over so many ``rows`` without them: the shortest
+        first, so that the first tokens of all come soonest. Who joins when as much has been read of others' prompts as
+        one still lacks comes behind it, so that a long one is not put off for ever."""
+        room, ends = max(LEAST, PASS - rows), False
+        waiting = [decoding for decoding in self.under_way if decoding.unread]
+        for decoding in sorted(waiting, key=lambda one: self._joined[one] + one.unread):
+            if ends:
+                room = min(room, FULL - rows)
+            if room <= 0:
+                return
+            count = min(decoding.unread, room)
+            yield decoding, count
+            ends = ends or count == decoding.unread
+            rows, room, self._read = rows + count, room - count, self._read + count
 
     def _pass(self, calls: list[ExtendCall]) -> list[torch.Tensor | Exception]:
         """The logits of each call. Where a pass over all fails, for one of them perhaps, each has its own."""

@@ -40,6 +40,8 @@ AHEAD = 32
 # Tokens that a draft catches up with in a round that several answers share. More keep the others waiting, fewer read
 # its weights more often.
 SLICE = 128
+# Tokens that it catches up with though somebody waits for a first token: those of some rounds without it.
+FEW = 32
 # Tokens of a lone prompt after which it is looked whether somebody else has come, or has lost interest. Transformers'
 # own forward makes passes of so many, our own of fewer.
 PART = 512
@@ -211,9 +213,10 @@ class Decoding:
             fed, rows = fed[:most], 0
         return Turn(ExtendCall(self.target, fed, rows), len(fed), len(self.committed))
 
-    def turn(self, answers: int, speculate: bool) -> Generator[Wanted, Proposed, Turn]:
+    def turn(self, answers: int, speculate: bool, hurried: bool = False) -> Generator[Wanted, Proposed, Turn]:
         """The same once the prompt has been read: a round, of which so many ``answers`` share the pass. ``speculate``
-        says whether the draft may be used. Asks for what the draft is to propose."""
+        says whether the draft may be used; ``hurried`` that others wait for their first token, and that it is not to
+        read this prompt before. Asks for what the draft is to propose."""
         committed = self.committed
         if self._beside is None:
             self._beside = self.policy.among(self.scope)
@@ -223,10 +226,13 @@ class Decoding:
         if speculate and self.drafter is not None:
             limit = max(0, min(self._left - 1, self.drafter.limit(len(committed))))
         length = beside.next_length(limit, answers)
-        if length and self.drafter is not None and self.drafter.catch_up(len(committed)) > SLICE:
-            self._reserve(length)
-            self.drafter.feed(committed, SLICE)
-            length = 0
+        if length and self.drafter is not None:
+            lacks = self.drafter.catch_up(len(committed))
+            if lacks > SLICE and not hurried:
+                self._reserve(length)
+                self.drafter.feed(committed, SLICE)
+            if lacks > (FEW if hurried else SLICE):
+                length = 0
         drafter, most = self._who_drafts(length, self._grafting_beside)
         self._reserve(most)
         proposal = yield from making(drafter, self.verifier, committed, most, beside.adviser)
