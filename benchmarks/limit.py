@@ -99,16 +99,20 @@ def attention_alone(pair: Pair, context: int, length: int) -> float:
         if own is None:
             return float("nan")
         p, cache = own.plan, own.cache()
-        keys, values, _ = cache.views(context + rows)
-        shape = (1, p.key_heads, rows * p.heads // p.key_heads, p.head_size)
-        q = torch.randn(shape, dtype=p.dtype)
-        mask = torch.zeros(shape[2], context + rows, dtype=p.dtype) if rows > 1 else None
+        keys, values, _ = cache.views(context, context + rows)
+        mask = torch.zeros(rows, context + rows, dtype=p.dtype) if rows > 1 else None
+        parts = []
+        for layer in p.attending:
+            heads = layer.heads
+            q = torch.randn(1, heads.keys, rows * heads.group, heads.size, dtype=p.dtype)
+            seen = None if mask is None else mask.repeat_interleave(heads.group, 0)
+            parts.append((q, keys[layer.cache], values[layer.cache], seen))
         given = torch.get_num_threads()
         torch.set_num_threads(own.threads.best(rows))
 
-        def call(q=q, keys=keys, values=values, mask=mask) -> None:  # type: ignore[no-untyped-def]
-            for k, v in zip(keys, values, strict=True):
-                torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        def call(parts=parts) -> None:  # type: ignore[no-untyped-def]
+            for q, k, v, seen in parts:
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
         with torch.inference_mode():
             total += passes * seconds(call)

@@ -44,10 +44,10 @@ LENGTHS: tuple[int | None, ...] = (1, 4, 9, None)
 FAMILIES: dict[str, tuple[str, ...]] = {
     "attention": (
         "apertus", "arcee", "bloom", "cohere", "cohere2", "cwm", "diffllama", "ernie4_5", "exaone4", "falcon", "gemma",
-        "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite",
-        "helium", "hunyuan_v1_dense", "llama", "minicpm3", "ministral", "ministral3", "mistral", "mpt", "nanochat",
-        "nemotron", "olmo", "olmo2", "olmo3", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss",
-        "smollm3", "stablelm", "starcoder2",
+        "gemma2", "gemma3_text", "gemma4_unified_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
+        "gptj", "granite", "helium", "hunyuan_v1_dense", "llama", "minicpm3", "ministral", "ministral3", "mistral",
+        "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3",
+        "seed_oss", "smollm3", "stablelm", "starcoder2",
     ),
     "attention, with keys that layers share": ("gemma3n_text", "gemma4_text"),
     "mixtures": (

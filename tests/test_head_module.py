@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -44,6 +45,9 @@ CONFIGS = {
     "mistral, window": MistralConfig(**SIZES, sliding_window=7),
     "gemma3, last layer full": Gemma3TextConfig(**SIZES, layer_types=["sliding_attention"] * 2 + ["full_attention"]),
     "gemma3, last layer a window": Gemma3TextConfig(**SIZES, sliding_window=7, layer_types=["sliding_attention"] * 3),
+    "gemma4, last layer with other heads": Gemma4TextConfig(
+        **SIZES, sliding_window=7, global_head_dim=32, hidden_size_per_layer_input=0, attention_k_eq_v=True
+    ),
 }
 
 

@@ -219,7 +219,6 @@ def test_attention_equals_torch(size: int, heads: int, key_heads: int, instructi
     if not Attention.supports(size, torch.float32, torch.device("cpu")):
         pytest.fail("this size is to be supported")
     torch.manual_seed(0)
-    ours = Attention(heads, key_heads, size, ropes=2)
     for start, count, window in (
         (0, 1, 0),
         (0, 5, 0),
@@ -238,20 +237,21 @@ def test_attention_equals_torch(size: int, heads: int, key_heads: int, instructi
         theirs = plain(cache).double()
         expected = reference(qkv.double(), cos_sin.double(), weight.double(), theirs, start, window, 0.3, heads)
         out = torch.full((count, heads * size), torch.nan)
-        places = cos_sin.data_ptr(), cos_sin[:, 1].data_ptr()
-        ours(qkv, places, cache.data_ptr(), 224, start, window, 0.3, out, query_weight=weight)
+        ours = Attention(
+            heads, key_heads, size, stride=2 * size, query_rope=size, window=window, scale=0.3, query_weight=weight
+        )
+        ours(qkv, cos_sin.data_ptr(), cache.data_ptr(), 224, start, out)
         same(out, expected)
         same(plain(cache), theirs)
 
 
 def test_attention_hides_no_broken_number(instructions: str) -> None:
-    ours = Attention(2, 2, 16, 1)
+    ours = Attention(2, 2, 16, stride=16, scale=0.3)
     cos_sin, out = torch.ones(2, 8, 2), torch.empty(2, 32)
     for part in (0, 1, 2):  # queries, keys, values
         qkv, cache = torch.randn(2, 3, 2, 16), torch.randn(2, 2, 64, 16)
         qkv[0, part, 1] = torch.nan
-        places = cos_sin.data_ptr(), cos_sin.data_ptr()
-        ours(qkv.view(2, 96), places, cache.data_ptr(), 64, 20, 0, 0.3, out)
+        ours(qkv.view(2, 96), cos_sin.data_ptr(), cache.data_ptr(), 64, 20, out)
         assert out[0, 16:].isnan().all()
         assert not out[0, :16].isnan().any()
 

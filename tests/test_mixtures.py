@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cpu_forward import FEW, GROUPED, SIZES, own, text, truth
+from test_cpu_forward import FEW, GROUPED, SIZES, TWO_SIZES, own, text, truth
 from test_head_engine import bound, module_logits
 from test_head_module import randomised
 from test_hybrid_forward import HYBRID
@@ -16,6 +16,7 @@ from tiny_models import GREEDY, Greedy, alone, noisy, prompt_of, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     Dots1Config,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
@@ -84,6 +85,10 @@ ATTENDING = {
         logits_scaling=3.0,
     ),
     "dots1": Dots1Config(**GROUPED, **SIGMOID),
+    # Beside a dense part.
+    "gemma4": Gemma4TextConfig(
+        **TWO_SIZES, enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=32
+    ),
 }
 RECURRING = {
     "qwen3_5_moe": Qwen3_5MoeTextConfig(**HYBRID, **SHARED),
@@ -163,7 +168,7 @@ def test_a_pass_by_layers_says_the_same(name: str) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "gpt_oss", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "gpt_oss", "gemma4", "qwen3_5_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_tokens_logits_do_not_depend_on_those_beside_it(name: str, dtype: torch.dtype) -> None:
     engine = TransformersEngine(made(name, dtype))

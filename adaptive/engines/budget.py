@@ -218,11 +218,20 @@ def _bytes(name: str, parameter: nn.Parameter, chosen: Choice, model: nn.Module)
 
 def _cached(config: Any) -> int:
     """Numbers that a token takes in a cache: keys and values of each layer of attention."""
+    from adaptive.engines.hf.cache import ATTENTION, layer_kinds
     from adaptive.engines.hf.kinds import Kinds
 
+    if not getattr(config, "is_heterogeneous", False):
+        return Kinds.of(config).attention * _keys_and_values(config)
+    each = zip(layer_kinds(config), config.per_layer_config, strict=True)
+    return sum(_keys_and_values(layer) for kind, layer in each if kind in ATTENTION)
+
+
+def _keys_and_values(config: Any) -> int:
+    """Of one layer."""
     heads = int(config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return 2 * Kinds.of(config).attention * int(getattr(config, "num_key_value_heads", None) or heads) * size
+    return 2 * int(getattr(config, "num_key_value_heads", None) or heads) * size
 
 
 def _layer_of(target: Source, settings: Settings) -> int:

@@ -1,4 +1,4 @@
-"""The key-value cache of our forward: one buffer for all layers, and a length.
+"""The key-value cache of our forward: one buffer for all layers with heads of one kind, and a length.
 
 Keys lie there as the rotary embedding writes them: every pair of numbers is one complex number; or where attention is
 native, in panels of several keys (``native/attention.h``). A step writes its own tokens in place, a rollback
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 from array import array
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,16 +41,14 @@ def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class CpuCache:
-    """Keys and values (layers, 2, heads, capacity, head size) of one text, and with a ``width`` the hidden states
-    (capacity, kept * width) of its tokens, float32, those before each of the layers ``kept`` side by side. ``panel``:
-    keys that lie in a panel, 1 where each lies by itself; ``states``: what the other layers remember, if there are
-    others."""
+    """Keys and values of one text, (2, heads, capacity, head size) for each of ``shapes`` (heads, head size), and with
+    a ``width`` the hidden states (capacity, kept * width) of its tokens, float32, those before each of the layers
+    ``kept`` side by side. ``panel``: keys that lie in a panel, 1 where each lies by itself; ``states``: what the other
+    layers remember, if there are others."""
 
     def __init__(
         self,
-        layers: int,
-        heads: int,
-        size: int,
+        shapes: Sequence[tuple[int, int]],
         dtype: torch.dtype,
         device: torch.device,
         width: int,
@@ -60,13 +59,18 @@ class CpuCache:
         self.panel, self.states, self._kept = panel, states, kept
         self.length = 0
         self.capacity = 0
-        # Keys and values (2, heads, capacity, size) of every layer.
-        self.layers: tuple[torch.Tensor, ...] = ()
-        # Where they lie in memory, and where that is written.
+        # Where keys and values lie in memory, and where that is written.
         self.addresses = array("Q")
         self.table = 0
-        self._buffer = torch.empty(0, dtype=dtype, device=device)
-        self._shape = (layers, 2, heads, size)
+        # By shape, the numbers of those that have it, and a buffer (them, 2, heads, capacity, size).
+        self._groups = {
+            shape: [i for i, other in enumerate(shapes) if other == shape] for shape in dict.fromkeys(shapes)
+        }
+        self._buffers = [
+            torch.empty(len(group), 2, heads, 0, size, dtype=dtype, device=device)
+            for (heads, size), group in self._groups.items()
+        ]
+        self._device = device
         self.hidden: torch.Tensor | None = None
         if width:
             self.hidden = torch.empty(0, len(kept) * width, device=device)
@@ -84,36 +88,42 @@ class CpuCache:
 
     @torch.inference_mode()
     def _grow(self, capacity: int) -> None:
-        layers, two, heads, size = self._shape
         # Zeros, not garbage: attention may multiply what a mask hides, and garbage may be nan.
-        device, hidden = self._buffer.device, self.hidden
-        buffer = blank((layers, two, heads, capacity, size), self._buffer.dtype, device)
+        hidden = self.hidden
+        buffers = [blank((*b.shape[:3], capacity, b.shape[4]), b.dtype, b.device) for b in self._buffers]
         if hidden is not None:
-            hidden = blank((capacity, hidden.shape[1]), hidden.dtype, device)
+            hidden = blank((capacity, hidden.shape[1]), hidden.dtype, hidden.device)
         if self.capacity:  # all of it: a tree may lie behind what is held
             with on_one_thread():
-                buffer[:, :, :, : self.capacity] = self._buffer
+                for buffer, before in zip(buffers, self._buffers, strict=True):
+                    buffer[:, :, :, : self.capacity] = before
                 if self.hidden is not None and hidden is not None:
                     hidden[: self.capacity] = self.hidden
         if hidden is not None:
             self.hidden, self.hidden_address = hidden, hidden.data_ptr()
-        self._buffer, self.layers = buffer, buffer.unbind(0)
-        self._keys, self._values = buffer[:, :1], buffer[:, 1:]
-        self.addresses = array("Q", [layer.data_ptr() for layer in self.layers])
+        self._buffers = buffers
+        self.addresses = array("Q", [each.data_ptr() for each in self._each(buffers)])
         self.table = self.addresses.buffer_info()[0]
-        self._pairs = torch.view_as_complex(buffer.view(layers, two, heads, capacity, size // 2, 2))
+        self._pairs = [torch.view_as_complex(buffer.unflatten(4, (-1, 2))) for buffer in buffers]
         self.capacity = capacity
 
-    def views(
-        self, begin: int, end: int
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Of every layer: keys and values (1, heads, end, size) of the first ``end`` tokens, and the complex
+    def _each(self, groups: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What lies in tensors by group, by number."""
+        numbers = [number for group in self._groups.values() for number in group]
+        parts = [part for group in groups for part in group.unbind(0)]
+        if len(self._groups) < 2:
+            return parts
+        return [part for _, part in sorted(zip(numbers, parts, strict=True), key=lambda pair: pair[0])]
+
+    def views(self, begin: int, end: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Of all in turn: keys and values (1, heads, end, size) of the first ``end`` tokens, and the complex
         place (2, heads, end - begin, size / 2) that those of the tokens from ``begin`` on are written to."""
         self.ensure_capacity(end)
+        held = [buffer.narrow(3, 0, end) for buffer in self._buffers]
         return (
-            self._keys.narrow(3, 0, end).unbind(0),
-            self._values.narrow(3, 0, end).unbind(0),
-            self._pairs.narrow(3, begin, end - begin).unbind(0),
+            self._each(buffer[:, :1] for buffer in held),
+            self._each(buffer[:, 1:] for buffer in held),
+            self._each(pairs.narrow(3, begin, end - begin) for pairs in self._pairs),
         )
 
     def hold(self, layer: int, begin: int, x: torch.Tensor) -> None:
@@ -157,13 +167,14 @@ class CpuCache:
         """Hold the nodes ``path`` of a tree, which lies behind what is held, and nothing else of it."""
         moved = next((i for i, node in enumerate(path) if node != i), len(path))
         if moved < len(path):
-            to = torch.arange(self.length + moved, self.length + len(path), device=self._buffer.device)
-            at = torch.tensor(path[moved:], device=self._buffer.device) + self.length
-            layers, _, heads, size = self._shape
-            keys = self._buffer[:, 0].view(layers, heads, self.capacity // self.panel, size, self.panel)
-            keys[:, :, to // self.panel, :, to % self.panel] = keys[:, :, at // self.panel, :, at % self.panel]
-            values = self._buffer[:, 1]
-            values[:, :, to] = values[:, :, at]
+            to = torch.arange(self.length + moved, self.length + len(path), device=self._device)
+            at = torch.tensor(path[moved:], device=self._device) + self.length
+            for buffer in self._buffers:
+                count, _, heads, _, size = buffer.shape
+                keys = buffer[:, 0].view(count, heads, self.capacity // self.panel, size, self.panel)
+                keys[:, :, to // self.panel, :, to % self.panel] = keys[:, :, at // self.panel, :, at % self.panel]
+                values = buffer[:, 1]
+                values[:, :, to] = values[:, :, at]
             if self.hidden is not None:
                 self.hidden[to] = self.hidden[at]
         self.length += len(path)
@@ -174,7 +185,8 @@ class CpuCache:
         if self.states is not None and other.states is not None:
             length = self.states.copy(other.states, length)
         whole = min(-(-length // GROWTH) * GROWTH, other.capacity)  # whole panels
-        self._buffer[:, :, :, :whole] = other._buffer[:, :, :, :whole]
+        for buffer, others in zip(self._buffers, other._buffers, strict=True):
+            buffer[:, :, :, :whole] = others[:, :, :, :whole]
         if self.hidden is not None:
             self.hidden[:length] = other.features(0, length)
         self.length = length
@@ -184,20 +196,31 @@ class CpuCache:
         if self.states is not None or not self.length:
             return None
         whole = min(-(-self.length // GROWTH) * GROWTH, self.capacity)
-        found = {"keys_values": self._buffer[:, :, :, :whole].contiguous()}
+        found = {
+            name: buffer[:, :, :, :whole].contiguous() for name, buffer in zip(self._names, self._buffers, strict=True)
+        }
         return found if self.hidden is None else {**found, "hidden": self.hidden[: self.length].contiguous()}
+
+    @property
+    def _names(self) -> list[str]:
+        """Of the buffers where they are stored."""
+        return [f"keys_values_{number}" for number in range(len(self._buffers))]
 
     @torch.inference_mode()
     def restore(self, stored: dict[str, torch.Tensor], length: int) -> None:
         """Hold the first ``length`` tokens of what was ``stored``. Raises ValueError for what does not fit."""
-        given, hidden = stored["keys_values"], stored.get("hidden")
-        layers, two, heads, size = self._shape
-        shape = (layers, two, heads, given.shape[3] if given.ndim > 3 else 0, size)
-        fits = given.shape == shape and given.dtype == self._buffer.dtype and shape[3] >= length
+        hidden = stored.get("hidden")
+        given = [stored[name] for name in self._names]
+        capacity = given[0].shape[3] if given and given[0].ndim > 3 else 0
+        fits = capacity >= length and all(
+            one.shape == (*buffer.shape[:3], capacity, buffer.shape[4]) and one.dtype == buffer.dtype
+            for one, buffer in zip(given, self._buffers, strict=True)
+        )
         if self.states is not None or not fits or (hidden is None) != (self.hidden is None):
             raise ValueError("it is of another kind of cache")
-        self.reserve(max(length, shape[3]))
-        self._buffer[:, :, :, : shape[3]] = given
+        self.reserve(max(length, capacity))
+        for one, buffer in zip(given, self._buffers, strict=True):
+            buffer[:, :, :, :capacity] = one
         if self.hidden is not None and hidden is not None:
             if len(hidden) < length or hidden.shape[1] != self.hidden.shape[1]:
                 raise ValueError("it is of another kind of cache")
@@ -208,4 +231,5 @@ class CpuCache:
     def memory(self) -> Memory:
         """Of the buffers, and of states with their checkpoints."""
         states, checkpoints = (0, 0) if self.states is None else (self.states.nbytes, self.states.checkpoint_nbytes)
-        return Memory(self._buffer.nbytes, states, checkpoints, 0 if self.hidden is None else self.hidden.nbytes)
+        held = sum(buffer.nbytes for buffer in self._buffers)
+        return Memory(held, states, checkpoints, 0 if self.hidden is None else self.hidden.nbytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import psutil
@@ -21,9 +21,10 @@ from transformers.activations import ACT2FN
 from adaptive.engines.cpu.delta import DeltaNet, DeltaSizes
 from adaptive.engines.cpu.feed_forward import feed_forward, known_router
 from adaptive.engines.cpu.kernels import Attention, Prologue, multiplies
-from adaptive.engines.cpu.layers import Embedding, QkNorm, RmsNorm, native_gate
+from adaptive.engines.cpu.layer_inputs import known_inputs, layer_input, per_layer_inputs
+from adaptive.engines.cpu.layers import Embedding, HeadNorms, RmsNorm, native_gate
 from adaptive.engines.cpu.packing import Packed, Packing
-from adaptive.engines.cpu.plan import Layer, Plan
+from adaptive.engines.cpu.plan import Heads, Layer, Plan
 from adaptive.engines.cpu.rotary import Rotation, known_ropes, pair_order, read_ropes
 from adaptive.engines.cpu.weights import packs, packs_int8
 
@@ -45,20 +46,21 @@ def forward_kind(
         return None
     if dtype != torch.float64 and not packs(dtype, device) and not multiplies(dtype, device):
         return None
-    size = _head_size(config)
+    sizes = {heads.size for heads in _heads(config)}
     if architecture in RECURRENT and not _recurs(config, torch.promote_types(dtype, torch.float32), device):
         return None
-    if size % 2 or getattr(config, "use_bidirectional_attention", False) or not known_ropes(config):
+    if getattr(config, "use_bidirectional_attention", None) not in CAUSAL or any(size % 2 for size in sizes):
         return None
-    if not known_router(config) or getattr(config, "clip_qkv", None) is not None:
+    if not known_ropes(config) or not known_inputs(config) or not known_router(config):
+        return None
+    if getattr(config, "clip_qkv", None) is not None:
         return None
     if not multiplies(torch.int8 if int8 else dtype, device):
         return "torch"
     activations = torch.promote_types(dtype, torch.float32)
-    capped = _attention_softcap(config) or getattr(config, "final_logit_softcapping", None)
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     gate = native_gate(ACT2FN[name], architecture not in UNGATED)
-    fused = not capped and Attention.supports(size, activations, device) and gate is not None
+    fused = gate is not None and all(Attention.supports(size, activations, device) for size in sizes)
     return "fused" if fused else "native"
 
 
@@ -78,12 +80,38 @@ def _recurs(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
     if set(config.layer_types) - {"linear_attention", "full_attention"}:
         return False
     silu = native_gate(ACT2FN[config.hidden_act]) is Prologue.SILU_GATE
-    return silu and Attention.supports(_head_size(config), dtype, device) and DeltaSizes.of(config).computed
+    return silu and Attention.supports(_heads(config)[0].size, dtype, device) and DeltaSizes.of(config).computed
 
 
-def _head_size(config: Any) -> int:
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
+def _heads(config: Any, gated: bool = False) -> list[Heads]:
+    """Of each layer; some of Gemma 4's are of another size, or see the keys of an earlier one."""
+    each = [config] * config.num_hidden_layers
+    if getattr(config, "is_heterogeneous", False):
+        each = list(config.per_layer_config)
+    sharing = getattr(config, "kv_sharing_modes", [None] * len(each))
+    return [
+        Heads(
+            queries=one.num_attention_heads,
+            keys=one.num_key_value_heads,
+            size=getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads,
+            gated=gated,
+            reused=mode == "reuse",
+        )
+        for one, mode in zip(each, sharing, strict=True)
+    ]
+
+
+def _caches(config: Any, heads: list[Heads]) -> list[int]:
+    """By layer, which of a text's keys and values it attends over: with ``reused`` heads those of the last layer of its
+    kind that has some."""
+    found: list[int] = []
+    last: dict[str, int] = {}
+    kinds = getattr(config, "layer_types", None) or [""] * len(heads)
+    for kind, one in zip(kinds, heads, strict=True):
+        if not one.reused:
+            last[kind] = sum(not before.reused for before in heads[: len(found)])
+        found.append(last[kind])
+    return found
 
 
 def _attention_softcap(config: Any) -> float | None:
@@ -97,7 +125,9 @@ def _plain(model: PreTrainedModel) -> bool:
     kinds = {(weight.dtype, weight.device) for weight in weights}
     if len(kinds) != 1 or getattr(model, "peft_config", None):
         return False
-    if sum(weight.nbytes for weight in weights) > PACKED_SHARE * psutil.virtual_memory().available:
+    read = (module for module in model.modules() if not isinstance(module, nn.Embedding))  # these are not packed
+    copied = sum(weight.nbytes for module in read for weight in module.parameters(recurse=False))
+    if copied > PACKED_SHARE * psutil.virtual_memory().available:
         return False
     if getattr(model, "quantization_method", None) or getattr(model, "_tp_size", None):
         return False
@@ -120,16 +150,17 @@ def _names(model: PreTrainedModel) -> dict[nn.Module, str]:
     return {module: name for name, module in model.named_modules()}
 
 
-def _windows(model: PreTrainedModel) -> list[int]:
-    """Tokens that a query of each layer sees, 0 for all."""
-    config = model.config
+def _window(config: Any, layer: int) -> int:
+    """Tokens that a query of a layer sees, 0 for all."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds is None or config.model_type in ONE_WINDOW:
-        return [window] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+        return window
+    return window if kinds[layer] == "sliding_attention" else 0
 
 
+# What is said of attention that sees nothing behind it, in a text.
+CAUSAL = (None, False, "vision")
 # Types whose window is that of every layer.
 ONE_WINDOW = {"mistral", "ministral3", "phi3"}
 
@@ -162,83 +193,99 @@ def _llama_like(
     config = model.config
     base: Any = model.model
     dtype, kind = _dtypes(model, pack.int8)
-    size = _head_size(config)
-    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-    ropes = read_ropes(model, size, dtype)
-    rotated = pair_order(heads + key_heads, size, ropes.rotated, side_by_side)
-    order = torch.cat([rotated, torch.arange(rotated.numel(), rotated.numel() + key_heads * size)])
+    heads = _heads(config)
+    ropes = read_ropes(model, [one.size for one in heads], dtype)
     residual = getattr(config, "residual_multiplier", 1.0)
+    order_of = cache(partial(_order, side_by_side=side_by_side))  # that most layers share
 
-    def norm(module: nn.Module, out: torch.dtype = kind) -> RmsNorm:
-        return RmsNorm(module, dtype, out, plus_one)
+    def norm(module: nn.Module, out: torch.dtype = kind, size: int = 0) -> RmsNorm:
+        return RmsNorm(module, dtype, out, plus_one, size)
 
     def named(block: Any, name: str, out: torch.dtype = kind) -> RmsNorm | None:
         return norm(getattr(block, name), out) if name else None
 
     layers: list[Layer] = []
     linears: list[Packed] = []
-    for block, rope, window in zip(base.layers, ropes.layers, _windows(model), strict=True):
-        attention, mlp = block.self_attn, feed_forward(block, pack, residual)
+    for number, (block, own, place) in enumerate(zip(base.layers, heads, _caches(config, heads), strict=True)):
+        attention, mlp = block.self_attn, feed_forward(block, pack, norm, dtype, residual)
+        order = order_of(own, ropes.rotated[number])
         qkv = pack(*_projections(attention), order=order)
-        qk_norm, query_weight = _qk_norm(attention, norm, rotated, heads, key_heads)
+        head_norms, query_weight = _head_norms(attention, norm, order, own)
         attention_output = pack(attention.o_proj, factor=residual)
-        linears += [qkv, attention_output, *mlp.linears]
+        given = layer_input(block, pack, norm, dtype)
+        linears += [qkv, attention_output, *mlp.linears, *(() if given is None else given.linears)]
         layers.append(
             Layer(
                 attention_norm=named(block, norms.attention),
                 qkv=qkv,
-                qk_norm=qk_norm,
+                heads=own,
+                cache=place,
+                head_norms=head_norms,
                 attention_output=attention_output,
                 after_attention_norm=named(block, norms.after_attention, dtype),
                 mlp_norm=named(block, norms.mlp),
                 mlp=mlp,
                 after_mlp_norm=named(block, norms.after_mlp, dtype),
                 scale=attention.scaling,
-                rope=rope,
-                window=window,
+                rope=ropes.layers[number],
+                window=_window(config, number),
                 softcap=_attention_softcap(config),
                 query_weight=query_weight,
                 sinks=attention.sinks.to(dtype) if hasattr(attention, "sinks") else None,
+                input=given,
+                factor=float(block.layer_scalar) if hasattr(block, "layer_scalar") else 1.0,
             )
         )
+    inputs = per_layer_inputs(base, pack, norm, dtype)
     lm_head = pack(model.lm_head, factor=1 / getattr(config, "logits_scaling", 1.0))
     return Plan(
         layers=tuple(layers),
-        linears=(*linears, lm_head),
+        linears=(*linears, *(() if inputs is None else (inputs.projection,)), lm_head),
         embed=Embedding(base.embed_tokens, dtype, getattr(config, "embedding_multiplier", 1.0)),
         final_norm=norm(base.norm),
         lm_head=lm_head,
         softcap=getattr(config, "final_logit_softcapping", None),
         ropes=ropes.tables,
-        heads=heads,
-        key_heads=key_heads,
-        head_size=size,
         context_length=config.max_position_embeddings,
         dtype=dtype,
         weight_dtype=kind,
         device=model.device,
         names=_names(model),
+        inputs=inputs,
     )
 
 
+def _order(heads: Heads, rotated: int, side_by_side: bool) -> torch.Tensor:
+    """Where the projection of queries, keys and values has the outputs as our layers take them."""
+    values = 0 if heads.reused else heads.keys * heads.size
+    turned = pair_order(heads.queries + (0 if heads.reused else heads.keys), heads.size, rotated, side_by_side)
+    return torch.cat([turned, torch.arange(turned.numel(), turned.numel() + values)])
+
+
 def _projections(attention: Any) -> tuple[nn.Linear, ...]:
-    """Those of queries, keys and values."""
+    """Those of queries, keys and values; the keys' also gives values where they have none of their own (Gemma 4)."""
     if hasattr(attention, "qkv_proj"):
         return (attention.qkv_proj,)
-    return attention.q_proj, attention.k_proj, attention.v_proj
+    if not hasattr(attention, "k_proj"):
+        return (attention.q_proj,)
+    return attention.q_proj, attention.k_proj, attention.v_proj or attention.k_proj
 
 
-def _qk_norm(
-    attention: Any, norm: Callable[[nn.Module], RmsNorm], order: torch.Tensor, heads: int, key_heads: int
-) -> tuple[QkNorm | None, torch.Tensor | None]:
-    """That of an attention whose queries, and behind them keys, are ordered as ``order``, None where it has none; and a
-    layer's ``query_weight``."""
-    size, weight = len(order) // (heads + key_heads), None
+def _head_norms(
+    attention: Any, norm: Callable[..., RmsNorm], order: torch.Tensor, heads: Heads
+) -> tuple[HeadNorms | None, torch.Tensor | None]:
+    """Those of an attention whose queries, and behind them keys, are ordered as ``order``, None where it has none; and
+    a layer's ``query_weight``."""
+    size, weight, value = heads.size, None, None
+    key: RmsNorm | None
     if hasattr(attention, "q_norm"):
-        query, key = norm(attention.q_norm), norm(attention.k_norm)
+        query, key = norm(attention.q_norm), None if heads.reused else norm(attention.k_norm)
         # Heads are ordered alike, so that the first of them say the order of a head or of all.
         for one in (query, key):
-            one.weight = one.weight[order[: len(one.weight)]]
+            if one is not None:
+                one.weight = one.weight[order[: len(one.weight)]]
+        if hasattr(attention, "v_norm"):
+            value = norm(attention.v_norm, size=size)
     elif hasattr(attention, "query_layernorm"):
         # Hunyuan's stand behind the rotation. That leaves lengths alone, so that what they divide by is the same before
         # it; of their weights a score has the product.
@@ -248,7 +295,7 @@ def _qk_norm(
             one.weight = torch.full_like(one.weight, math.sqrt(size))
     else:
         return None, None
-    return QkNorm(query, key, heads, key_heads, size), weight
+    return HeadNorms(query, key, value, heads.queries, heads.keys, size), weight
 
 
 def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
@@ -257,14 +304,11 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
     config = model.config
     base: Any = model.model
     dtype, kind = _dtypes(model, pack.int8)
-    sizes, size, heads, key_heads = (
-        DeltaSizes.of(config),
-        _head_size(config),
-        config.num_attention_heads,
-        config.num_key_value_heads,
-    )
-    ropes = read_ropes(model, size, dtype)
-    turned = pair_order(heads + key_heads, size, ropes.rotated)
+    sizes, all_heads = DeltaSizes.of(config), _heads(config, gated=True)
+    own = all_heads[0]
+    heads, key_heads, size = own.queries, own.keys, own.size
+    ropes = read_ropes(model, [one.size for one in all_heads], dtype)
+    turned = pair_order(heads + key_heads, size, ropes.rotated[0])
     # The projection of queries gives each head's query, and then its gate.
     queries = torch.arange(heads)[:, None] * 2 * size
     keys = 2 * heads * size + turned[: key_heads * size]
@@ -272,13 +316,14 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
     gates = queries + size + torch.arange(size)
     order = torch.cat([(queries + turned[:size]).reshape(-1), keys, values, gates.reshape(-1)])
 
-    def norm(module: nn.Module) -> RmsNorm:
-        return RmsNorm(module, dtype, kind, plus_one=True)
+    def norm(module: nn.Module, out: torch.dtype = kind) -> RmsNorm:
+        return RmsNorm(module, dtype, out, plus_one=True)
 
     layers: list[Layer] = []
     linears: list[Packed] = []
+    attending = 0
     for block in base.layers:
-        mlp = feed_forward(block, pack)
+        mlp = feed_forward(block, pack, norm, dtype)
         if block.block_type == "linear_attention":
             net = block.linear_attn
             if hasattr(net, "in_proj_qkvz"):
@@ -290,13 +335,15 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
             attention = block.self_attn
             mixed = pack(attention.q_proj, attention.k_proj, attention.v_proj, order=order)
             output, delta = pack(attention.o_proj), None
-            heads_norm, _ = _qk_norm(attention, norm, turned, heads, key_heads)
+            heads_norm, _ = _head_norms(attention, norm, turned, own)
         linears += [mixed, output, *mlp.linears]
         layers.append(
             Layer(
                 attention_norm=norm(block.input_layernorm),
                 qkv=mixed,
-                qk_norm=heads_norm,
+                heads=own,
+                cache=attending,
+                head_norms=heads_norm,
                 attention_output=output,
                 after_attention_norm=None,
                 mlp_norm=norm(block.post_attention_layernorm),
@@ -309,6 +356,7 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
                 delta=delta,
             )
         )
+        attending += delta is None
     lm_head = pack(model.lm_head)
     return Plan(
         layers=tuple(layers),
@@ -318,15 +366,11 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
         lm_head=lm_head,
         softcap=None,
         ropes=ropes.tables,
-        heads=heads,
-        key_heads=key_heads,
-        head_size=size,
         context_length=config.max_position_embeddings,
         dtype=dtype,
         weight_dtype=kind,
         device=model.device,
         names=_names(model),
-        gated=True,
         delta=sizes if any(layer.delta is not None for layer in layers) else None,
     )
 
@@ -343,6 +387,8 @@ FAMILIES: dict[str, Callable[[PreTrainedModel, Packing], Plan]] = {
     "GemmaForCausalLM": partial(_llama_like, plus_one=True),
     "Gemma2ForCausalLM": partial(_llama_like, norms=GEMMA, plus_one=True),
     "Gemma3ForCausalLM": partial(_llama_like, norms=GEMMA, plus_one=True),
+    "Gemma4ForCausalLM": partial(_llama_like, norms=GEMMA),
+    "Gemma4UnifiedForCausalLM": partial(_llama_like, norms=GEMMA),
     "GlmForCausalLM": partial(_llama_like, side_by_side=True),
     "Glm4ForCausalLM": partial(_llama_like, norms=GLM4, side_by_side=True),
     "Glm4MoeForCausalLM": _llama_like,

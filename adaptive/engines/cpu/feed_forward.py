@@ -7,6 +7,7 @@ of which a pass reads those that its tokens choose. In one native call that is `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,10 @@ class Mlp:
     def linears(self) -> list[Packed]:
         """All that is packed."""
         return [self.gate_up, self.down]
+
+    def __call__(self, x: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
+        """What it makes of x (n, width) behind the norm."""
+        return self.down(self.gate_up(x, norm), self.gate)
 
     def add_to(self, x: torch.Tensor, norm: RmsNorm | None, after: RmsNorm | None) -> None:
         """Add to x (n, width) what comes of it between the norms."""
@@ -67,7 +72,8 @@ class Mixture:
     def __init__(self, module: Any, pack: Packing, factor: float = 1.0) -> None:
         """``module`` is transformers'; what comes of it is multiplied by ``factor``."""
         router = module.gate if hasattr(module, "gate") else module.router
-        self.top_k: int = router.top_k
+        scored = getattr(router, "proj", router)
+        self.top_k: int = router.top_k if hasattr(router, "top_k") else router.config.top_k_experts
         self.normalised = bool(getattr(router, "norm_topk_prob", True))
         # What is added to sigmoids to choose by them; a softmax has none.
         holder = module if hasattr(module, "e_score_correction_bias") else router
@@ -77,12 +83,16 @@ class Mixture:
         self.experts: PackedExperts = pack.experts(module.experts)
         shared = getattr(module, "shared_expert", None) or getattr(module, "shared_experts", None)
         gated = hasattr(module, "shared_expert_gate")
-        self.router: PackedLinear = pack.exact(router, module.shared_expert_gate) if gated else pack.exact(router)
+        self.router: PackedLinear = pack.exact(scored, module.shared_expert_gate) if gated else pack.exact(scored)
         self.shared: tuple[PackedLinear, PackedLinear] | None = None
         if shared is not None:
             assert factor == 1, "no architecture here has both"
             self.shared = pack(shared.gate_proj, shared.up_proj), pack(shared.down_proj)
         self.gate = _gate(module.experts)
+        # A norm of the router's own, of what the experts read through theirs, and factors of the experts' shares.
+        self.router_norm: RmsNorm | None = _router_norm(router) if hasattr(router, "norm") else None
+        scales = getattr(router, "per_expert_scale", None)
+        self.scales: torch.Tensor | None = None if scales is None else scales.to(self.router.dtype)
 
     @property
     def linears(self) -> list[Packed]:
@@ -102,11 +112,14 @@ class Mixture:
             shares = every.gather(1, chosen)
         if self.normalised:
             shares = shares / shares.sum(-1, keepdim=True)
+        if self.scales is not None:
+            shares = shares * self.scales[chosen]
         return chosen, shares * self.factor, scores[:, count:].sigmoid()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """What the experts make of normalised x (n, width), in the dtype of the router."""
-        chosen, shares, of_shared = self.choose(x)
+    def __call__(self, x: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
+        """What the experts make of x (n, width) behind the norm, in the dtype of the router."""
+        given, x = x, x if norm is None else norm(x)
+        chosen, shares, of_shared = self.choose(x if self.router_norm is None else self.router_norm(given))
         y = torch.zeros(len(x), x.shape[1], dtype=shares.dtype)
         for number in chosen.unique().tolist():
             rows, places = (chosen == number).nonzero(as_tuple=True)
@@ -119,7 +132,7 @@ class Mixture:
 
     def add_to(self, x: torch.Tensor, norm: RmsNorm | None, after: RmsNorm | None) -> None:
         """As of an ``Mlp``."""
-        y = self(x if norm is None else norm(x))
+        y = self(x, norm)
         x += y if after is None else after(y)
 
     def _expert(self, up: PackedLinear, down: PackedLinear, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +148,7 @@ class Mixture:
         if self.shared is not None:
             up.append(self.shared[0])
             down.append(self.shared[1])
-        limits = self.gate.limits
+        limits, own = self.gate.limits, self.router_norm
         assert self.gate.prologue is not None
         return found.module.Mixture(
             router=native_linear(self.router),
@@ -149,6 +162,8 @@ class Mixture:
             bias=0 if self.bias is None else self.bias.data_ptr(),
             gate=int(self.gate.prologue),
             limits=0 if limits is None else limits.data_ptr(),
+            router_norm=native_norm(own),
+            scales=0 if self.scales is None else self.scales.data_ptr(),
         )
 
 
@@ -156,15 +171,77 @@ def _gate(experts: Any) -> Gate:
     return ClampedGate(experts.alpha, experts.limit) if hasattr(experts, "limit") else Gate(experts.act_fn)
 
 
-def feed_forward(block: Any, pack: Packing, factor: float = 1.0) -> Mlp | Mixture:
-    """What the feed-forward module of a layer of transformers computes, times a ``factor``."""
+def _router_norm(router: Any) -> RmsNorm:
+    """That of a router of Gemma 4, with its scales."""
+    dtype = torch.promote_types(router.scale.dtype, torch.float32)
+    norm = RmsNorm(router.norm, dtype, dtype, size=len(router.scale))
+    norm.weight = norm.weight * router.scale.to(dtype) * router.scalar_root_size
+    return norm
+
+
+def native_norm(norm: RmsNorm | None) -> Any:
+    """A norm for the kernels, which stands as long as this does; that of none for None."""
+    found = library()
+    assert found is not None
+    kind = found.module.Norm
+    return kind() if norm is None else kind(norm.weight.data_ptr(), norm.eps_sum, len(norm.weight))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A dense part and a mixture on the same input, added up (Gemma 4); ``before`` is the norm of what the mixture
+    reads, ``after`` of what it makes, ``after_dense`` of what the dense part makes."""
+
+    dense: Mlp
+    mixture: Mixture
+    before: RmsNorm
+    after: RmsNorm
+    after_dense: RmsNorm
+
+    @property
+    def gate(self) -> Gate:
+        """Of both."""
+        return self.dense.gate
+
+    @property
+    def linears(self) -> list[Packed]:
+        """All that is packed."""
+        return [*self.dense.linears, *self.mixture.linears]
+
+    def add_to(self, x: torch.Tensor, norm: RmsNorm | None, after: RmsNorm | None) -> None:
+        """As of an ``Mlp``."""
+        y = self.after_dense(self.dense(x, norm)) + self.after(self.mixture(x, self.before))
+        x += y if after is None else after(y)
+
+    @property
+    def native(self) -> Any:
+        """The norms for the kernels, as of a ``Mixture``."""
+        found = library()
+        assert found is not None
+        return found.module.Beside(*(native_norm(norm) for norm in (self.before, self.after, self.after_dense)))
+
+
+def feed_forward(
+    block: Any, pack: Packing, norm: Callable[..., RmsNorm], dtype: torch.dtype, factor: float = 1.0
+) -> Mlp | Mixture | Beside:
+    """What the feed-forward module of a layer of transformers computes, times a ``factor``; ``norm`` reads one of the
+    norms within it, which gives numbers of a ``dtype`` if that is said."""
     module = block.mlp if hasattr(block, "mlp") else block.block_sparse_moe
     if hasattr(module, "experts"):
         return Mixture(module, pack, factor)
     act = module.act_fn if hasattr(module, "act_fn") else module.activation_fn
     names = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if hasattr(module, name)]
     gate_up = pack(*(getattr(module, name) for name in names))
-    return Mlp(gate_up, Gate(act, gated=names != ["up_proj"]), pack(module.down_proj, factor=factor))
+    dense = Mlp(gate_up, Gate(act, gated=names != ["up_proj"]), pack(module.down_proj, factor=factor))
+    if not hasattr(block, "experts"):
+        return dense
+    return Beside(
+        dense,
+        Mixture(block, pack),
+        before=norm(block.pre_feedforward_layernorm_2),
+        after=norm(block.post_feedforward_layernorm_2, dtype),
+        after_dense=norm(block.post_feedforward_layernorm_1, dtype),
+    )
 
 
 def known_router(config: Any) -> bool:

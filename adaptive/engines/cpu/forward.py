@@ -13,7 +13,7 @@ are bfloat16: attention over a float32 cache is several times faster on a CPU, a
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,12 +24,11 @@ from transformers import PreTrainedModel
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.delta import States
 from adaptive.engines.cpu.families import Kind, read_plan
-from adaptive.engines.cpu.feed_forward import add
-from adaptive.engines.cpu.fused import decoder, fits
+from adaptive.engines.cpu.fused import attentions, decoder, fits
 from adaptive.engines.cpu.kernels import Attention, library, native_tree
 from adaptive.engines.cpu.layers import capped_attention, sunk_attention
 from adaptive.engines.cpu.masks import FEW, MaskTable
-from adaptive.engines.cpu.plan import Layer, Plan
+from adaptive.engines.cpu.plan import Heads, Layer, Plan
 from adaptive.engines.cpu.sampling import CpuSampling
 from adaptive.engines.cpu.workspace import Workspace, make_workspace
 from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Thresholds, VerificationCall
@@ -66,15 +65,12 @@ class CpuForward:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._spaces: dict[int, Workspace] = {}
+        self._spaces: dict[tuple[Heads, int], Workspace] = {}
         self._table_length = 0
-        self._masks = MaskTable(plan)
-        self._attention: Attention | None = None
-        capped = any(layer.softcap is not None for layer in plan.layers)
-        if Attention.supports(plan.head_size, plan.dtype, plan.device) and not capped:
-            self._attention = Attention(plan.heads, plan.key_heads, plan.head_size, len(plan.ropes), plan.gated)
+        self._masks = MaskTable(plan.dtype, plan.device)
+        self._attentions = attentions(plan)
         # Whether a pass is one native call, for any number of tokens.
-        self.fused = self._attention is not None and fits(plan)
+        self.fused = fits(plan)
         if self.fused:
             found = library()
             assert found is not None
@@ -93,12 +89,12 @@ class CpuForward:
     def cache(self, features: bool = False) -> CpuCache:
         """An empty cache for one text, which keeps the ``features`` of its tokens if that is asked."""
         p = self.plan
-        found = library() if self._attention is not None else None
+        found = library() if self._attentions is not None else None
         panel, width = 1 if found is None else found.panel, p.width if features else 0
         nets = [layer.delta for layer in p.layers if layer.delta is not None]
-        states, attending = None if p.delta is None else States(p.delta, nets), len(p.layers) - len(nets)
+        states = None if p.delta is None else States(p.delta, nets)
         kept = self._feature_layers or (len(p.layers),)
-        return CpuCache(attending, p.key_heads, p.head_size, p.dtype, p.device, width, panel, states, kept)
+        return CpuCache(p.cache_shapes, p.dtype, p.device, width, panel, states, kept)
 
     def give_features_before(self, layers: tuple[int, ...]) -> None:
         """From now on caches keep the residual stream before these layers, side by side; passes are never one call."""
@@ -106,7 +102,7 @@ class CpuForward:
 
     def use(self, plan: Plan) -> None:
         """Follow a change of any weights: ``plan`` is of the same model, read again."""
-        self.plan, self._decoder = plan, None
+        self.plan, self._decoder, self._attentions = plan, None, attentions(plan)
 
     def refresh(self, modules: frozenset[str]) -> None:
         """Follow a change of the weights of these modules (their names in the model)."""
@@ -140,6 +136,8 @@ class CpuForward:
         finally:
             if threads != given:
                 torch.set_num_threads(given)
+            if len(tokens) > FEW:  # buffers of few are kept
+                self._spaces = {kind: space for kind, space in self._spaces.items() if kind[1] <= FEW}
         self.took(len(tokens), time.perf_counter() - began)
         return logits
 
@@ -307,8 +305,8 @@ class CpuForward:
     def native_pass(self) -> Any:
         """The plan as it is now, for the kernels, where passes are ``fused``."""
         if self._decoder is None:
-            assert self._attention is not None
-            self._decoder = decoder(self.plan, self._attention)
+            assert self._attentions is not None
+            self._decoder = decoder(self.plan, self._attentions)
         return self._decoder
 
     def _pass(self, tokens: torch.Tensor, rows: int, cache: CpuCache, tree: TokenTree | None) -> torch.Tensor:
@@ -321,12 +319,12 @@ class CpuForward:
         count = len(tokens)
         if place + count > self._table_length:
             self._extend_tables(place + count)
-        space = self._space(count)
         x = plan.embed(tokens)
-        if self._attention is not None:
-            self._native_layers(x, given, space, cache, place, tree, self._attention)
+        inputs = None if plan.inputs is None else plan.inputs(tokens, x)
+        if self._attentions is not None:
+            self._native_layers(x, inputs, given, cache, place, tree, self._attentions)
         else:
-            self._torch_layers(x, space, cache, place, given, tree)
+            self._torch_layers(x, inputs, given, cache, place, tree)
         if tree is None:
             cache.end(given)
         cache.hold(len(plan.layers), place, x[:given])
@@ -341,69 +339,61 @@ class CpuForward:
     def _native_layers(
         self,
         x: torch.Tensor,
+        inputs: torch.Tensor | None,
         given: int,
-        space: Workspace,
         cache: CpuCache,
         begin: int,
         tree: TokenTree | None,
-        attention: Attention,
+        attentions: Sequence[Attention | None],
     ) -> None:
         """All layers, added into the residual stream x (n, width), of tokens from ``begin`` on, the first ``given`` of
-        which are the text's."""
+        which are the text's; ``inputs`` (n, layers, size) are the layers' own."""
         start = cache.length
         cache.ensure_capacity(begin + len(x))
         shape = None if tree is None else native_tree(tree)
-        # The model's rotary embeddings of a token lie one after the other.
-        rope, step = self._rope_address + start * self._rope_bytes, self._rope_bytes // len(self.plan.ropes)
-        recall, places, nets = cache.begin(given), iter(cache.addresses), 0
-        for number, layer in enumerate(self.plan.layers):
+        rope = self._rope_address + start * self._rope_bytes
+        recall, nets = cache.begin(given), 0
+        for number, (layer, attention) in enumerate(zip(self.plan.layers, attentions, strict=True)):
             cache.hold(number, begin, x[:given])
             if layer.delta is not None:
-                mixed = x.new_zeros(len(x), layer.attention_output.inputs)
-                layer.delta(layer.qkv(x, layer.attention_norm), mixed, nets, given, recall)
-                _output_and_mlp(x, layer, mixed)
+                attended = x.new_zeros(len(x), layer.attention_output.inputs)
+                layer.delta(layer.qkv(x, layer.attention_norm), attended, nets, given, recall)
                 nets += 1
-                continue
-            layer.qkv(x, layer.attention_norm, space.qkv)
-            if layer.qk_norm is not None:
-                layer.qk_norm(space.qk)
-            attention(
-                space.qkv,
-                (rope + layer.rope.keys * step, rope + layer.rope.queries * step),
-                next(places),
-                cache.capacity,
-                start,
-                layer.window,
-                layer.scale,
-                space.attended_rows,
-                shape,
-                layer.query_weight,
-                layer.sinks,
-            )
-            _output_and_mlp(x, layer, space.attended_rows)
+            else:
+                assert attention is not None
+                space = self._projected(x, layer)
+                attended, place = space.attended_rows, cache.addresses[layer.cache]
+                attention(space.qkv, rope, place, cache.capacity, start, attended, shape)
+            layer.add_to(x, attended, None if inputs is None else inputs[:, number])
 
     def _torch_layers(
-        self, x: torch.Tensor, space: Workspace, cache: CpuCache, begin: int, given: int, tree: TokenTree | None
+        self,
+        x: torch.Tensor,
+        inputs: torch.Tensor | None,
+        given: int,
+        cache: CpuCache,
+        begin: int,
+        tree: TokenTree | None,
     ) -> None:
-        """The same for any dtype, and for attention with a softcap."""
+        """The same for any dtype."""
         count, start = len(x), cache.length
         keys, values, places = cache.views(begin, begin + count)
-        masks: Mapping[int, torch.Tensor | None]
+        kinds = {(layer.window, self._space(layer.heads, count).repeats) for layer in self.plan.layers}
+        masks: Mapping[tuple[int, int], torch.Tensor | None]
         if tree is None:
             ropes = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._rope_tables]
-            masks = self._masks.of(start, count, space.grouped)
+            masks = self._masks.of(start, count, kinds)
         else:
             at = torch.tensor(tree.depths[-count:], device=x.device) + start
             ropes = [(q.index_select(0, at), kv.index_select(2, at)) for q, kv in self._rope_tables]
-            masks = self._masks.of_tree(start, count, tree, space.grouped)
-        for number, (layer, k, v, place) in enumerate(zip(self.plan.layers, keys, values, places, strict=True)):
+            masks = self._masks.of_tree(start, count, tree, kinds)
+        for number, layer in enumerate(self.plan.layers):
             cache.hold(number, begin, x[:given])
-            layer.qkv(x, layer.attention_norm, space.qkv)
-            if layer.qk_norm is not None:
-                layer.qk_norm(space.qk)
-            mask = masks[layer.window]
+            space = self._projected(x, layer)
+            k, v, mask = keys[layer.cache], values[layer.cache], masks[layer.window, space.repeats]
             torch.mul(space.queries, ropes[layer.rope.queries][0], out=space.rotated)
-            torch.mul(space.keys_values, ropes[layer.rope.keys][1], out=place)
+            if space.keys_values is not None:
+                torch.mul(space.keys_values, ropes[layer.rope.keys][1], out=places[layer.cache])
             if layer.query_weight is not None:
                 space.query_rows.mul_(layer.query_weight)
             if layer.sinks is not None:
@@ -415,14 +405,21 @@ class CpuForward:
             else:
                 attended = capped_attention(space.query_rows, k, v, mask, layer.scale, layer.softcap)
             space.attended.copy_(attended.view(space.attended.shape))
-            _output_and_mlp(x, layer, space.attended_rows)
+            layer.add_to(x, space.attended_rows, None if inputs is None else inputs[:, number])
 
-    def _space(self, count: int) -> Workspace:
-        """Buffers for so many tokens. Those of few are kept."""
-        space = self._spaces.get(count) or make_workspace(self.plan, count)
-        if count <= FEW:
-            self._spaces[count] = space
+    def _projected(self, x: torch.Tensor, layer: Layer) -> Workspace:
+        """Queries, keys and values of a layer, in the buffers of its heads."""
+        space = self._space(layer.heads, len(x))
+        layer.qkv(x, layer.attention_norm, space.qkv)
+        if layer.head_norms is not None:
+            layer.head_norms(space.by_head)
         return space
+
+    def _space(self, heads: Heads, count: int) -> Workspace:
+        """Buffers for so many tokens, which layers with the same heads share."""
+        if (heads, count) not in self._spaces:
+            self._spaces[heads, count] = make_workspace(self.plan, heads, count)
+        return self._spaces[heads, count]
 
     @torch.inference_mode()
     def _extend_tables(self, length: int) -> None:
@@ -430,18 +427,12 @@ class CpuForward:
         (q (n, 1, 1, size / 2), kv (2, 1, n, size / 2)); values are multiplied by one, which leaves them alone."""
         self._table_length = min(max(2 * length, 2048), max(self.plan.context_length, length))
         positions = torch.arange(self._table_length, device=self.plan.device)[None]
-        ropes = [rope(positions) for rope in self.plan.ropes]
+        ropes = [rope.at(positions) for rope in self.plan.ropes]
         self._rope_tables = [(r[:, None, None], torch.stack([r, torch.ones_like(r)])[:, None]) for r in ropes]
-        # The same as the native kernels read it: (n, ropes, size / 2, 2), its address, and the bytes of a token's.
-        self._cos_sin = torch.stack([torch.view_as_real(r) for r in ropes], 1)
+        # The same as the native kernels read it: of a token (size / 2, 2) of one after the other; its address, and the
+        # bytes of a token's.
+        self._cos_sin = torch.cat([torch.view_as_real(r).flatten(1) for r in ropes], 1)
         self._rope_address, self._rope_bytes = self._cos_sin.data_ptr(), self._cos_sin[0].nbytes
-
-
-def _output_and_mlp(x: torch.Tensor, layer: Layer, attended: torch.Tensor) -> None:
-    """Add to x (n, width) a layer's output projection of ``attended`` (n, heads * size), and then its feed-forward
-    part."""
-    add(x, layer.attention_output, attended, None, layer.after_attention_norm)
-    layer.mlp.add_to(x, layer.mlp_norm, layer.after_mlp_norm)
 
 
 def cpu_forward(model: PreTrainedModel, int8: bool = False) -> CpuForward | None:

@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from adaptive.engines.cpu.feed_forward import Mixture
+from adaptive.engines.cpu.feed_forward import Beside, Mixture, Mlp, native_norm
 from adaptive.engines.cpu.kernels import Attention, Prologue, library
-from adaptive.engines.cpu.layers import RmsNorm
+from adaptive.engines.cpu.layer_inputs import LayerInput, PerLayerInputs
+from adaptive.engines.cpu.layers import Embedding
 from adaptive.engines.cpu.plan import Layer, Plan
 from adaptive.engines.cpu.weights import native_linear
 
 
+def attentions(plan: Plan) -> list[Attention | None] | None:
+    """Native attention of every layer, None for one that does not attend; None where not all of it is native."""
+    sizes = {layer.heads.size for layer in plan.layers}
+    if not all(Attention.supports(size, plan.dtype, plan.device) for size in sizes):
+        return None
+    places = plan.rope_places
+    return [
+        None
+        if layer.delta is not None
+        else Attention(
+            *layer.heads,
+            stride=places[-1],
+            key_rope=places[layer.rope.keys],
+            query_rope=places[layer.rope.queries],
+            window=layer.window,
+            scale=layer.scale,
+            softcap=layer.softcap or 0.0,
+            query_weight=layer.query_weight,
+            sinks=layer.sinks,
+        )
+        for layer in plan.layers
+    ]
+
+
 def fits(plan: Plan) -> bool:
-    """Whether a ``Decoder`` computes all that the plan says: on native kernels, and without softcaps."""
+    """Whether a ``Decoder`` computes all that the plan says on native kernels."""
+    embeds = [plan.embed.weight, *(() if plan.inputs is None else (plan.inputs.embed.weight,))]
     return (
-        Attention.supports(plan.head_size, plan.dtype, plan.device)
+        all(Attention.supports(layer.heads.size, plan.dtype, plan.device) for layer in plan.layers)
         and all(linear.native for linear in plan.linears)
-        and plan.softcap is None
-        and plan.embed.weight.dtype in (torch.float32, torch.bfloat16)
-        and plan.embed.weight.is_contiguous()
+        and all(weight.dtype in (torch.float32, torch.bfloat16) and weight.is_contiguous() for weight in embeds)
         and len({_gate(layer) for layer in plan.layers}) == 1
-        and all(_gate(layer) is not None and layer.softcap is None for layer in plan.layers)
+        and _gate(plan.layers[0]) is not None
     )
 
 
@@ -30,51 +55,66 @@ def _gate(layer: Layer) -> Prologue | None:
     return layer.mlp.gate.prologue
 
 
-def decoder(plan: Plan, attention: Attention) -> Any:
+def decoder(plan: Plan, attentions: Sequence[Attention | None]) -> Any:
     """The plan with its linear layers as they are now, for the kernels; it ``fits``, and outlives this."""
     found = library()
     assert found is not None
-    native = found.module
-
-    def norm(of: RmsNorm | None) -> Any:
-        return native.Norm() if of is None else native.Norm(of.weight.data_ptr(), of.eps_sum, len(of.weight))
-
-    layers = [
-        native.Layer(
-            qkv=native_linear(layer.qkv),
-            output=native_linear(layer.attention_output),
-            up=None if isinstance(layer.mlp, Mixture) else native_linear(layer.mlp.gate_up),
-            down=None if isinstance(layer.mlp, Mixture) else native_linear(layer.mlp.down),
-            mixture=layer.mlp.native if isinstance(layer.mlp, Mixture) else None,
-            attention_norm=norm(layer.attention_norm),
-            mlp_norm=norm(layer.mlp_norm),
-            query_norm=norm(None if layer.qk_norm is None else layer.qk_norm.query),
-            key_norm=norm(None if layer.qk_norm is None else layer.qk_norm.key),
-            after_attention=norm(layer.after_attention_norm),
-            after_mlp=norm(layer.after_mlp_norm),
-            scale=layer.scale,
-            key_rope=layer.rope.keys,
-            query_rope=layer.rope.queries,
-            query_weight=0 if layer.query_weight is None else layer.query_weight.data_ptr(),
-            window=layer.window,
-            delta=None if layer.delta is None else layer.delta.native,
-            sinks=0 if layer.sinks is None else layer.sinks.data_ptr(),
-        )
-        for layer in plan.layers
-    ]
-    embedding, fuse = plan.embed.weight, plan.fuse
+    native, fuse = found.module, plan.fuse
+    layers = [_layer(native, *both) for both in zip(plan.layers, attentions, strict=True)]
     return native.Decoder(
         layers=layers,
-        attention=attention.native,
+        stride=plan.rope_places[-1],
         head=native_linear(plan.lm_head),
-        embedding=embedding.data_ptr(),
-        final_norm=norm(plan.final_norm),
-        factor=plan.embed.factor,
+        embedding=_embedding(native, plan.embed),
+        final_norm=native_norm(plan.final_norm),
         gate=int(_gate(plan.layers[0]) or 0),
-        half=embedding.dtype == torch.bfloat16,
-        vocab=len(embedding),
+        vocab=len(plan.embed.weight),
+        softcap=plan.softcap or 0.0,
+        inputs=None if plan.inputs is None else _inputs(native, plan.inputs),
         fuse=None if fuse is None else native_linear(fuse.linear),
-        token_norm=norm(None if fuse is None else fuse.token_norm),
-        feature_norm=norm(None if fuse is None else fuse.feature_norm),
+        token_norm=native_norm(None if fuse is None else fuse.token_norm),
+        feature_norm=native_norm(None if fuse is None else fuse.feature_norm),
         stream=plan.stream,
     )
+
+
+def _layer(native: Any, layer: Layer, attention: Attention | None) -> Any:
+    norms, mlp = layer.head_norms, layer.mlp
+    dense = mlp.dense if isinstance(mlp, Beside) else mlp if isinstance(mlp, Mlp) else None
+    mixture = mlp.mixture if isinstance(mlp, Beside) else mlp if isinstance(mlp, Mixture) else None
+    return native.Layer(
+        qkv=native_linear(layer.qkv),
+        output=native_linear(layer.attention_output),
+        up=None if dense is None else native_linear(dense.gate_up),
+        down=None if dense is None else native_linear(dense.down),
+        mixture=None if mixture is None else mixture.native,
+        attention=None if attention is None else attention.native,
+        delta=None if layer.delta is None else layer.delta.native,
+        cache=layer.cache,
+        attention_norm=native_norm(layer.attention_norm),
+        mlp_norm=native_norm(layer.mlp_norm),
+        query_norm=native_norm(None if norms is None else norms.query),
+        key_norm=native_norm(None if norms is None else norms.key),
+        value_norm=native_norm(None if norms is None else norms.value),
+        after_attention=native_norm(layer.after_attention_norm),
+        after_mlp=native_norm(layer.after_mlp_norm),
+        beside=mlp.native if isinstance(mlp, Beside) else native.Beside(),
+        input=_input(native, layer.input),
+        factor=layer.factor,
+    )
+
+
+def _embedding(native: Any, embed: Embedding) -> Any:
+    weight = embed.weight
+    return native.Embedding(weight.data_ptr(), weight.shape[1], weight.dtype == torch.bfloat16, embed.factor)
+
+
+def _inputs(native: Any, inputs: PerLayerInputs) -> Any:
+    embedding = _embedding(native, inputs.embed)
+    return native.PerLayerInputs(native_linear(inputs.projection), native_norm(inputs.norm), embedding, inputs.factor)
+
+
+def _input(native: Any, given: LayerInput | None) -> Any:
+    if given is None:
+        return native.LayerInput()
+    return native.LayerInput(native_linear(given.gate), native_linear(given.projection), native_norm(given.norm))

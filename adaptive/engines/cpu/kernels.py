@@ -236,13 +236,34 @@ class NativeLinear:
 
 
 class Attention:
-    """Rotation, cache and attention of new tokens, for heads of these sizes. ``native`` as of a ``NativeLinear``. Where
-    it is ``gated``, what each query sees is multiplied by the sigmoid of numbers that stand at the end of a row."""
+    """How a layer attends to new tokens: ``Heads`` and ``Layer`` of the plan say what the parameters mean. A token's
+    rotations are ``stride`` numbers, among which those of this layer's keys and queries begin at ``key_rope`` and
+    ``query_rope``; 0 is no ``window`` and no ``softcap``. ``native`` as of a ``NativeLinear``."""
 
-    def __init__(self, heads: int, key_heads: int, size: int, ropes: int, gated: bool = False) -> None:
+    def __init__(
+        self,
+        queries: int,
+        keys: int,
+        size: int,
+        gated: bool = False,
+        reused: bool = False,
+        *,
+        stride: int,
+        key_rope: int = 0,
+        query_rope: int = 0,
+        window: int = 0,
+        scale: float,
+        softcap: float = 0.0,
+        query_weight: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         found = library()
         assert found is not None
-        self.native = found.module.Attention(heads, key_heads, size, ropes, gated)
+        self._read = query_weight, sinks  # by their addresses
+        places = (0 if part is None else part.data_ptr() for part in self._read)
+        self.native = found.module.Attention(
+            queries, keys, size, gated, reused, stride, key_rope, query_rope, window, scale, softcap, *places
+        )
 
     @staticmethod
     def supports(size: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -255,25 +276,17 @@ class Attention:
     def __call__(
         self,
         qkv: torch.Tensor,
-        cos_sin: tuple[int, int],
+        cos_sin: int,
         cache: int,
         capacity: int,
         start: int,
-        window: int,
-        scale: float,
         out: torch.Tensor,
         tree: Any = None,
-        query_weight: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
     ) -> None:
-        """qkv (n, (heads + 2 * key heads) * size): queries, keys and values of tokens ``start`` on, numbers to rotate
-        in pairs. Writes the keys and values into ``cache`` (2, key heads, capacity, size), the keys in panels (of which
-        the capacity is a multiple), and what the queries see of it, of the last ``window`` tokens or (0) all, into out
-        (n, heads * size). ``cos_sin`` (n, ropes, size / 2, 2), from that of this layer's keys on, and from that of its
-        queries, which are then multiplied by ``query_weight`` (size,), if there is one; they and the cache are
-        addresses. ``tree`` is the module's, where the tokens are its last n nodes; ``sinks`` (heads,) are scores that
-        take their share and have no value. All float32 and contiguous."""
+        """qkv (n, numbers): queries, keys and values of tokens ``start`` on (and gates), numbers to rotate in pairs.
+        Writes the keys and values into ``cache`` (2, keys, capacity, size), the keys in panels (of which the capacity
+        is a multiple), and what the queries see of it into out (n, queries * size). ``cos_sin`` (n, stride) and the
+        cache are addresses. ``tree`` is the module's, where the tokens are its last n nodes. All float32 and
+        contiguous."""
         threads = torch.get_num_threads()
-        rows, place = qkv.data_ptr(), out.data_ptr()
-        weight, sunk = (0 if part is None else part.data_ptr() for part in (query_weight, sinks))
-        self.native(rows, *cos_sin, weight, cache, place, capacity, start, len(qkv), window, scale, sunk, tree, threads)
+        self.native(qkv.data_ptr(), cos_sin, cache, out.data_ptr(), capacity, start, len(qkv), tree, threads)

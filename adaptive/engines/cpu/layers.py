@@ -25,11 +25,15 @@ class RmsNorm:
     """x / sqrt(mean(x ** 2) + eps) * weight over rows of d numbers, in four operations: the divisor is
     hypot(|x|, sqrt(eps * d)) / sqrt(d), and sqrt(d) is in ``weight``. ``eps_sum`` is eps * d, ``eps_root`` its root."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, out: torch.dtype, plus_one: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, out: torch.dtype, plus_one: bool = False, size: int = 0
+    ) -> None:
+        """``size`` is the d of a module without a weight."""
         eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-        weight: torch.Tensor = module.weight  # type: ignore[assignment]
+        weight: torch.Tensor = getattr(module, "weight", None)  # type: ignore[assignment]
+        weight = torch.ones(size, dtype=dtype) if weight is None else weight.to(dtype)
         size = weight.shape[-1]
-        self.weight = (weight.to(dtype) + 1.0 if plus_one else weight.to(dtype)) * math.sqrt(size)
+        self.weight = (weight + 1.0 if plus_one else weight) * math.sqrt(size)
         self.eps_root = torch.tensor(math.sqrt(float(eps) * size), dtype=dtype)  # type: ignore[arg-type]
         self.eps_sum = float(eps) * size  # type: ignore[arg-type]
         self.out = out
@@ -42,19 +46,24 @@ class RmsNorm:
         return y if self.out == y.dtype else y.to(self.out)
 
 
-class QkNorm:
-    """RMS norms of queries and keys (n, heads + key heads, size), in place: of each head by itself or, where they have
-    as many weights, of all a token's queries and all its keys. Their weights are ordered as what they are given is."""
+class HeadNorms:
+    """RMS norms of queries, keys and values (n, heads, size) in a row, in place: of each head by itself or, where they
+    have as many weights, of all a token's queries and all its keys. Their weights are ordered as what they are given
+    is. A layer may have none of its keys and values."""
 
-    def __init__(self, query: RmsNorm, key: RmsNorm, heads: int, key_heads: int, size: int) -> None:
-        self.query, self.key = query, key
+    def __init__(
+        self, query: RmsNorm, key: RmsNorm | None, value: RmsNorm | None, heads: int, key_heads: int, size: int
+    ) -> None:
+        self.query, self.key, self.value = query, key, value
+        norms = [(query, heads), *((norm, key_heads) for norm in (key, value) if norm is not None)]
         if len(query.weight) == size:
-            weight = torch.stack([query.weight] * heads + [key.weight] * key_heads)
-            self._parts = [(slice(None), weight, query.eps_root)]
+            weight = torch.cat([norm.weight.expand(count, size) for norm, count in norms])
+            self._parts = [(slice(0, len(weight)), weight, query.eps_root)]
         else:
+            assert key is not None
             self._parts = [
                 (slice(0, heads), query.weight[None], query.eps_root),
-                (slice(heads, None), key.weight[None], key.eps_root),
+                (slice(heads, heads + key_heads), key.weight[None], key.eps_root),
             ]
 
     def __call__(self, x: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from adaptive.engines.cpu.plan import Plan
 from adaptive.engines.tree import TokenTree
 
 # Tokens in one pass up to which buffers are kept and queries of one key head are stacked as rows of one
@@ -14,50 +13,54 @@ FEW = 32
 
 
 class MaskTable:
-    """Which keys a query may see, as slices of one table.
+    """Which keys a query may see, by kind of layer: its window (0 for none), and how many rows a token has. Slices of
+    one table for each kind.
 
     Row i of a table is the i-th new token; column ``reach`` + j the key j places after the first new
     one. The mask of any pass over at most ``FEW`` tokens is then a rectangle of it.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.windows = sorted({layer.window for layer in plan.layers})
-        self._group = plan.heads // plan.key_heads
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
         self._reach = -1
-        self._tables: dict[int, torch.Tensor] = {}
+        self._tables: dict[tuple[int, int], torch.Tensor] = {}
 
-    def of(self, start: int, count: int, grouped: bool) -> dict[int, torch.Tensor | None]:
-        """By window (0 for none): the additive mask of a pass, or None where every key is seen."""
-        masks: dict[int, torch.Tensor | None] = {}
-        for window in self.windows:
+    def of(self, start: int, count: int, kinds: set[tuple[int, int]]) -> dict[tuple[int, int], torch.Tensor | None]:
+        """By kind: the additive mask of a pass, or None where every key is seen."""
+        masks: dict[tuple[int, int], torch.Tensor | None] = {}
+        for window, repeats in kinds:
+            kind = window, repeats
             if count == 1 and (not window or start < window):
-                masks[window] = None
+                masks[kind] = None
             elif count <= FEW:
-                if start > self._reach:
-                    self._extend(start)
-                table = self._tables[window]
-                masks[window] = table[: count * self._group, self._reach - start : self._reach + count]
+                table = self._table(start, kind)
+                masks[kind] = table[: count * repeats, self._reach - start : self._reach + count]
             else:
-                masks[window] = self._rows(window, start, count, self._group if grouped else 1)
+                masks[kind] = self._rows(window, start, count, repeats)
         return masks
 
-    def of_tree(self, start: int, count: int, tree: TokenTree, grouped: bool) -> dict[int, torch.Tensor]:
+    def of_tree(
+        self, start: int, count: int, tree: TokenTree, kinds: set[tuple[int, int]]
+    ) -> dict[tuple[int, int], torch.Tensor]:
         """The same of the last ``count`` nodes of a tree behind ``start`` tokens."""
-        query, key, others = tree.view(start, count, self.plan.device)
-        repeats = self._group if grouped else 1
-        return {w: self._additive((others | (key <= query - w)) if w else others, repeats) for w in self.windows}
+        query, key, others = tree.view(start, count, self.device)
+        return {(w, n): self._additive((others | (key <= query - w)) if w else others, n) for w, n in kinds}
 
-    def _extend(self, start: int) -> None:
-        self._reach = max(2 * start, 2048)
-        self._tables = {window: self._rows(window, self._reach, FEW, self._group) for window in self.windows}
+    def _table(self, start: int, kind: tuple[int, int]) -> torch.Tensor:
+        """That of a kind, which reaches ``start`` tokens back."""
+        if start > self._reach:
+            self._reach, self._tables = max(2 * start, 2048), {}
+        if kind not in self._tables:
+            window, repeats = kind
+            self._tables[kind] = self._rows(window, self._reach, FEW, repeats)
+        return self._tables[kind]
 
     def _rows(self, window: int, start: int, count: int, repeats: int) -> torch.Tensor:
         """(count * repeats, start + count): 0 where seen, -inf where not; every token's row ``repeats`` times."""
-        query = torch.arange(start, start + count, device=self.plan.device)[:, None]
-        key = torch.arange(start + count, device=self.plan.device)[None]
+        query = torch.arange(start, start + count, device=self.device)[:, None]
+        key = torch.arange(start + count, device=self.device)[None]
         return self._additive((key > query) | (key <= query - window) if window else key > query, repeats)
 
     def _additive(self, hidden: torch.Tensor, repeats: int) -> torch.Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self.plan.dtype, device=self.plan.device)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(hidden, -torch.inf).repeat_interleave(repeats, 0)

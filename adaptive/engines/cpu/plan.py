@@ -6,17 +6,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from adaptive.engines.cpu.delta import DeltaNet, DeltaSizes
-from adaptive.engines.cpu.feed_forward import Mixture, Mlp
-from adaptive.engines.cpu.layers import Embedding, QkNorm, RmsNorm, TensorFunction
+from adaptive.engines.cpu.feed_forward import Beside, Mixture, Mlp, add
+from adaptive.engines.cpu.layer_inputs import LayerInput, PerLayerInputs
+from adaptive.engines.cpu.layers import Embedding, HeadNorms, RmsNorm
 from adaptive.engines.cpu.packing import Packed
-from adaptive.engines.cpu.rotary import Rotation
+from adaptive.engines.cpu.rotary import Rotation, Table
 from adaptive.engines.cpu.weights import PackedLinear
+
+
+class Heads(NamedTuple):
+    """A layer's heads: those of its ``queries`` and of its ``keys``, of ``size`` numbers each. ``gated``: the
+    projection gives a gate for each query behind the values, of what it sees. ``reused``: it gives queries alone, which
+    see the keys and values of an earlier layer."""
+
+    queries: int
+    keys: int
+    size: int
+    gated: bool = False
+    reused: bool = False
+
+    @property
+    def group(self) -> int:
+        """Queries of a key head."""
+        return self.queries // self.keys
 
 
 @dataclass(frozen=True)
@@ -24,20 +43,24 @@ class Layer:
     """One decoder layer.
 
     ``qkv`` gives queries, keys and values in a row, each head's numbers in the pairs that the rotary embedding turns;
-    ``rope`` says which of the model's rotary embeddings, ``window`` how many tokens a query sees (0: all). A part reads
-    through its norm, if there is one; that ``after_`` it is of what it adds to the residual stream. ``query_weight``
+    they attend over number ``cache`` of a text's keys and values. ``rope`` says which of the model's rotary embeddings,
+    ``window`` how many tokens a query sees (0: all). A part reads through its norm, if there is one; that ``after_`` it
+    is of what it adds to the residual stream, and ``head_norms`` are of queries, keys and values. ``query_weight``
     (size,) multiplies rotated queries; ``softcap`` bounds attention scores; ``sinks`` (heads,) are scores that take
     their share and have no value. With a ``delta`` net the layer does not attend: ``qkv`` is the net's projection
-    (``native/delta.h``).
+    (``native/delta.h``). ``input`` is what it adds of its own input of a token; the residual stream is multiplied by
+    ``factor`` where it leaves the layer.
     """
 
     attention_norm: RmsNorm | None
     qkv: PackedLinear
-    qk_norm: QkNorm | None
+    heads: Heads
+    cache: int
+    head_norms: HeadNorms | None
     attention_output: PackedLinear
     after_attention_norm: RmsNorm | None
     mlp_norm: RmsNorm | None
-    mlp: Mlp | Mixture
+    mlp: Mlp | Mixture | Beside
     after_mlp_norm: RmsNorm | None
     scale: float
     rope: Rotation
@@ -46,11 +69,23 @@ class Layer:
     query_weight: torch.Tensor | None = None
     delta: DeltaNet | None = None
     sinks: torch.Tensor | None = None
+    input: LayerInput | None = None
+    factor: float = 1.0
 
     @property
     def odd(self) -> bool:
         """Whether torch has no operation for its attention."""
         return self.softcap is not None or self.sinks is not None
+
+    def add_to(self, x: torch.Tensor, attended: torch.Tensor, given: torch.Tensor | None) -> None:
+        """Add to x (n, width) the output projection of what was ``attended`` (n, heads * size), then what the
+        feed-forward part makes, and what comes of the layer's input ``given`` (n, size), if it has one."""
+        add(x, self.attention_output, attended, None, self.after_attention_norm)
+        self.mlp.add_to(x, self.mlp_norm, self.after_mlp_norm)
+        if self.input is not None and given is not None:
+            self.input.add_to(x, given)
+        if self.factor != 1:
+            x *= self.factor
 
 
 @dataclass(frozen=True)
@@ -66,10 +101,10 @@ class Fuse:
 @dataclass(frozen=True)
 class Plan:
     """A whole model. ``dtype`` is that of activations and cache, ``weight_dtype`` that of the linear layers' inputs;
-    ``ropes`` map positions (1, n) to cos and sin as complex numbers (n, head size / 2); ``softcap`` bounds the logits;
-    ``names`` gives a module's name in the model, for following adapters; ``fuse`` is how a head reads, None for a model
-    that embeds its tokens. ``gated``: ``qkv`` gives a gate for each query behind the values, of what it sees.
-    ``delta``: of the layers that do not attend. ``stream`` (``native/stream.h``) reads weights that do not stay."""
+    ``ropes`` are the rotary embeddings of its layers; ``softcap`` bounds the logits; ``names`` gives a module's name in
+    the model, for following adapters; ``fuse`` is how a head reads, None for a model that embeds its tokens. ``delta``:
+    of the layers that do not attend. ``inputs`` are those of the layers that have one. ``stream``
+    (``native/stream.h``) reads weights that do not stay."""
 
     layers: tuple[Layer, ...]
     linears: tuple[Packed, ...]
@@ -77,21 +112,34 @@ class Plan:
     final_norm: RmsNorm
     lm_head: PackedLinear
     softcap: float | None
-    ropes: tuple[TensorFunction, ...]
-    heads: int
-    key_heads: int
-    head_size: int
+    ropes: tuple[Table, ...]
     context_length: int
     dtype: torch.dtype
     weight_dtype: torch.dtype
     device: torch.device
     names: dict[nn.Module, str]
     fuse: Fuse | None = None
-    gated: bool = False
     delta: DeltaSizes | None = None
+    inputs: PerLayerInputs | None = None
     stream: Any = None
 
     @property
     def width(self) -> int:
         """Numbers of a hidden state."""
         return self.lm_head.inputs
+
+    @property
+    def attending(self) -> list[Layer]:
+        """The layers that attend."""
+        return [layer for layer in self.layers if layer.delta is None]
+
+    @property
+    def rope_places(self) -> list[int]:
+        """Where the numbers of each rotary embedding begin among those of a token; the last is how many there are."""
+        return list(accumulate((table.size for table in self.ropes), initial=0))
+
+    @property
+    def cache_shapes(self) -> list[tuple[int, int]]:
+        """Of each of a text's keys and values, how many heads and of what size."""
+        own = {layer.cache: layer.heads for layer in self.attending if not layer.heads.reused}
+        return [(own[number].keys, own[number].size) for number in range(len(own))]

@@ -15,7 +15,7 @@ from torch import nn
 from adaptive.engines.cpu.layers import TensorFunction
 
 # Frequencies of these are fixed at load; those of others ("dynamic", "longrope") depend on the text.
-FIXED = {"default", "linear", "llama3", "yarn"}
+FIXED = {"default", "linear", "llama3", "yarn", "proportional"}
 
 
 class Rotation(NamedTuple):
@@ -25,14 +25,22 @@ class Rotation(NamedTuple):
     queries: int = 0
 
 
+class Table(NamedTuple):
+    """A rotary embedding of heads of ``size`` numbers; ``at`` maps positions (1, n) to cos + i sin (n, size / 2), 1
+    where nothing is turned."""
+
+    size: int
+    at: TensorFunction
+
+
 @dataclass(frozen=True)
 class Ropes:
-    """A model's rotary embeddings. Each of the ``tables`` maps positions (1, n) to cos + i sin (n, head size / 2), 1
-    where nothing is turned; ``layers`` says which a layer uses. The first ``rotated`` numbers of a head are turned."""
+    """A model's rotary embeddings: ``tables``, and by layer which it uses (``layers``), and how many numbers of a head,
+    the first, are turned (``rotated``)."""
 
-    tables: tuple[TensorFunction, ...]
+    tables: tuple[Table, ...]
     layers: tuple[Rotation, ...]
-    rotated: int
+    rotated: tuple[int, ...]
 
 
 def known_ropes(config: Any) -> bool:
@@ -53,20 +61,24 @@ def _keeps_lengths(parameters: dict[str, Any]) -> bool:
     return kind == "default" or (kind == "dynamic" and bool(parameters.get("alpha")))
 
 
-def read_ropes(model: Any, size: int, dtype: torch.dtype) -> Ropes:
-    """Those of a model whose heads have ``size`` numbers. Tables are of this ``dtype``."""
+def read_ropes(model: Any, sizes: list[int], dtype: torch.dtype) -> Ropes:
+    """Those of a model whose layers have heads of these ``sizes``. Tables are of this ``dtype``."""
     config, module, blocks = model.config, model.model.rotary_emb, model.model.layers
     turned = [_turns(getattr(block, "self_attn", None)) for block in blocks]
-    used = list(zip(_kinds(config), turned, strict=True))
+    used = list(zip(_kinds(config), turned, sizes, strict=True))
     names = list(dict.fromkeys(used))
-    tables = [_table(module, dtype, size, kind) if turns else _still(dtype, size) for kind, turns in names]
+    tables = [
+        Table(size, _turning(module, dtype, size, kind) if turns else _still(dtype, size))
+        for kind, turns, size in names
+    ]
     layers = [Rotation(names.index(one), names.index(one)) for one in used]
     if config.model_type == "ministral3":
         factor = _query_factor(*_ministral_scaling(config))
         layers = [Rotation(one.keys, one.queries + len(tables)) for one in layers]
-        tables += [_scaled(table, factor) for table in tables]
-    cos, _ = _cos_sin(module, dtype, torch.zeros(1, 1, dtype=torch.long, device=model.device), used[0][0])
-    return Ropes(tuple(tables), tuple(layers), cos.shape[-1])
+        tables += [Table(table.size, _scaled(table.at, factor)) for table in tables]
+    start = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    rotated = {kind: _cos_sin(module, dtype, start, kind)[0].shape[-1] for kind, _, _ in names}
+    return Ropes(tuple(tables), tuple(layers), tuple(rotated[kind] for kind, _, _ in used))
 
 
 def pair_order(heads: int, size: int, rotated: int, side_by_side: bool = False) -> torch.Tensor:
@@ -110,7 +122,7 @@ def _cos_sin(
     return cos.to(dtype), sin.to(dtype)
 
 
-def _table(module: nn.Module, dtype: torch.dtype, size: int, kind: str | None) -> TensorFunction:
+def _turning(module: nn.Module, dtype: torch.dtype, size: int, kind: str | None) -> TensorFunction:
     """The model's own rotary embedding, 1 for the numbers of a head behind those that it turns."""
 
     def turn(positions: torch.Tensor) -> torch.Tensor:

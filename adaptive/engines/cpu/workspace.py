@@ -7,41 +7,42 @@ from dataclasses import dataclass
 import torch
 
 from adaptive.engines.cpu.masks import FEW
-from adaptive.engines.cpu.plan import Plan
+from adaptive.engines.cpu.plan import Heads, Plan
 
 
 @dataclass
 class Workspace:
-    """Buffers for a pass over n tokens, and the views of them that every layer uses.
+    """Buffers for a pass over n tokens, and the views of them that every layer with such heads uses.
 
-    ``qkv`` (n, (heads + 2 * key heads) * size) takes the result of the fused projection, gates of the queries behind it
-    where there are any; ``qk`` is its queries and keys by head. ``queries`` (n, key heads, group, size / 2) and
-    ``keys_values`` (2, key heads, n, size / 2) are complex views of it. ``rotated`` and ``query_rows`` are two views of
-    the rotated queries, the second as attention wants them. ``attended`` and ``attended_rows`` are two views of
-    attention's result, the second as the next linear layer wants it. ``grouped``: the queries of one key head are rows
-    of one matrix.
+    ``qkv`` (n, outputs of the projection) takes its result, ``by_head`` (n, -1, size) is its numbers by head.
+    ``queries`` (n, key heads, group, size / 2) and ``keys_values`` (2, key heads, n, size / 2) are complex views of it,
+    the second None where keys and values are another layer's. ``rotated`` and ``query_rows`` are two views of the
+    rotated queries, the second as attention wants them. ``attended`` and ``attended_rows`` are two views of attention's
+    result, the second as the next linear layer wants it. ``grouped``: the queries of one key head are rows of one
+    matrix, so that a mask has ``repeats`` rows of a token.
     """
 
     qkv: torch.Tensor
-    qk: torch.Tensor
+    by_head: torch.Tensor
     queries: torch.Tensor
-    keys_values: torch.Tensor
+    keys_values: torch.Tensor | None
     rotated: torch.Tensor
     query_rows: torch.Tensor
     attended: torch.Tensor
     attended_rows: torch.Tensor
     grouped: bool
+    repeats: int
 
 
-def make_workspace(p: Plan, count: int) -> Workspace:
-    """For a pass of the model over so many tokens."""
-    size, group, key_heads = p.head_size, p.heads // p.key_heads, p.key_heads
+def make_workspace(p: Plan, heads: Heads, count: int) -> Workspace:
+    """For a pass of the model over so many tokens, and layers with such heads."""
+    size, group, key_heads = heads.size, heads.group, heads.keys
     # A key head's queries are the rows of one product; for many tokens the mask would be too large.
     grouped = count <= FEW or group == 1 or any(layer.odd for layer in p.layers)
-    several = p.heads * (2 if p.gated else 1) + 2 * key_heads
+    several = heads.queries * (2 if heads.gated else 1) + (0 if heads.reused else 2 * key_heads)
     qkv = torch.empty(count, several * size, dtype=p.dtype, device=p.device)
     pairs = torch.view_as_complex(qkv.view(count, several, size // 2, 2))
-    attended_rows = torch.empty(count, p.heads * size, dtype=p.weight_dtype, device=p.device)
+    attended_rows = torch.empty(count, heads.queries * size, dtype=p.weight_dtype, device=p.device)
     attended = attended_rows.view(count, key_heads, group, size)
     if grouped:
         buffer = torch.empty(key_heads, count, group, size, dtype=p.dtype, device=p.device)
@@ -49,16 +50,21 @@ def make_workspace(p: Plan, count: int) -> Workspace:
         attended = attended.permute(1, 0, 2, 3)
     else:
         buffer = torch.empty(key_heads, group, count, size, dtype=p.dtype, device=p.device)
-        rotated, query_rows = buffer.permute(2, 0, 1, 3), buffer.view(1, p.heads, count, size)
+        rotated, query_rows = buffer.permute(2, 0, 1, 3), buffer.view(1, heads.queries, count, size)
         attended = attended.permute(1, 2, 0, 3)
+    keys_values = None
+    if not heads.reused:
+        both = pairs[:, heads.queries : heads.queries + 2 * key_heads]
+        keys_values = both.unflatten(1, (2, key_heads)).permute(1, 2, 0, 3)
     return Workspace(
         qkv=qkv,
-        qk=qkv.view(count, several, size)[:, : p.heads + key_heads],
-        queries=pairs[:, : p.heads].view(count, key_heads, group, size // 2),
-        keys_values=pairs[:, p.heads : p.heads + 2 * key_heads].unflatten(1, (2, key_heads)).permute(1, 2, 0, 3),
+        by_head=qkv.view(count, several, size),
+        queries=pairs[:, : heads.queries].view(count, key_heads, group, size // 2),
+        keys_values=keys_values,
         rotated=torch.view_as_complex(rotated.unflatten(-1, (size // 2, 2))),
         query_rows=query_rows,
         attended=attended,
         attended_rows=attended_rows,
         grouped=grouped,
+        repeats=group if grouped else 1,
     )

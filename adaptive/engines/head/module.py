@@ -229,8 +229,10 @@ class Head(nn.Module):
 
 def head_config(target: Any) -> Any:
     """The config of a head on a target of this text config: its own, of the last layer alone."""
-    config = copy.deepcopy(target)
-    layers = int(config.num_hidden_layers)
+    layers = int(target.num_hidden_layers)
+    config = copy.deepcopy(
+        target.per_layer_config[layers - 1] if getattr(target, "is_heterogeneous", False) else target
+    )
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == layers and layers > 1:  # one entry a layer
             setattr(config, name, value[-1:])
@@ -290,6 +292,10 @@ def _body(config: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    if getattr(config, "hidden_size_per_layer_input", None):
+        raise AdaptiveError(
+            f"no head can be grown on a model of type {config.model_type} whose layers have inputs of their own"
+        )
     small = copy.deepcopy(config)
     small.vocab_size, small.pad_token_id = 1, None
     try:

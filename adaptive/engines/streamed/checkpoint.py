@@ -86,6 +86,9 @@ def skeleton(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrai
         for own, _ in list(module.named_parameters(recurse=False)):
             if not (isinstance(module, nn.Linear) and own == "weight"):
                 setattr(module, own, checkpoint.read(f"{name}.{own}", dtype))
+        for own, _ in list(module.named_buffers(recurse=False)):
+            if own not in module._non_persistent_buffers_set:  # a layer's scale in Gemma 4
+                setattr(module, own, checkpoint.read(f"{name}.{own}", dtype).data)
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight  # type: ignore[assignment]
     if (checkpoint.folder / "generation_config.json").is_file():

@@ -14,13 +14,20 @@ namespace {
 // Numbers of values that many queries of a key head read while they are in the first cache, and how many queries.
 constexpr int VALUES = 4096, QUERIES = 64;
 
-// A model's attention, and one pass of it over the new tokens of a text.
+// How a layer attends.
 struct Attention {
   int32_t heads, key_heads, size;
-  int32_t cos_sin_stride;  // numbers from a token's rotations to the next token's
-  bool gated;              // a token's row ends with a gate for every query, of what it sees
+  bool gated;   // a token's row ends with a gate for every query, of what it sees
+  bool reused;  // keys and values are those that another layer has written: a row has none
+  // Numbers from a token's rotations to the next token's, and where among them those of keys and of queries begin.
+  int32_t stride, key_rope, query_rope;
+  int32_t window;  // a query sees the last so many (0: all)
+  float scale;
+  float softcap;              // scores are within plus and minus this (0: they are what they are)
+  const float* query_weight;  // (size,): of rotated queries; or null
+  const float* sinks;         // (heads,): a score of each that takes its share and has no value; or null
 
-  int row() const { return (heads * (gated ? 2 : 1) + 2 * key_heads) * size; }
+  int row() const { return (heads * (gated ? 2 : 1) + (reused ? 0 : 2 * key_heads)) * size; }
 };
 
 // Tokens that are a tree, the nodes of earlier passes first: which node each follows (-1: what the cache holds), and how many
@@ -29,18 +36,15 @@ struct Tree {
   std::vector<int32_t> parents, depths;
 };
 
+// One pass of a layer over the new tokens of a text.
 struct Pass {
-  const Attention* model;
-  const float* qkv;  // (count, heads + 2 * key_heads, size): queries, keys, values (and gates); numbers to rotate in pairs
-  // By position, from `start` on (size / 2, 2): cosines and sines of keys, and of queries, which are then multiplied by
-  // `query_weight` (size,), or nothing where it is null.
-  const float *key_cos_sin, *query_cos_sin, *query_weight;
-  float* cache;        // (2, key_heads, capacity, size): keys, in panels, and values; capacity a multiple of PANEL
-  float* out;          // (count, heads, size)
+  const Attention* layer;
+  const float* qkv;      // (count, row()): queries, keys, values (and gates); numbers to rotate in pairs
+  const float* cos_sin;  // by position, from `start` on, (stride,): of each table (size / 2, 2) cosines and sines
+  float* cache;          // (2, key_heads, capacity, size): keys, in panels, and values; capacity a multiple of PANEL
+  float* out;            // (count, heads, size)
   int64_t capacity;
-  int start, count, window;  // tokens before the first new one; a query sees the last `window` (0: all)
-  float scale;
-  const float* sinks;  // (heads,): a score of each that takes its share and has no value; or null
+  int start, count;  // tokens before the first new one
   const Tree* tree;  // whose last `count` nodes are the new tokens, or null where each follows the one before it
 
   int before() const { return tree ? int(tree->parents.size()) - count : 0; }  // nodes that lie between `start` and the new ones
@@ -102,13 +106,14 @@ void hide_others(const Tree& tree, int node, int window, float* w) {
 // its queries, if there are any.
 void see(const Pass& p, int row, int count, const float* sinks, const float* queries, const float* keys, const float* values,
          float* sums) {
-  const int size = p.model->size, group = p.model->heads / p.model->key_heads, before = p.before();
+  const Attention& m = *p.layer;
+  const int size = m.size, group = m.heads / m.key_heads, window = m.window, before = p.before();
   const auto node = [&](int i) { return before + (row + i) / group; };
   const auto last = [&](int i) { return p.start + node(i) + 1; };
   // Nodes do not lie where they stand: of them a tree hides what a window does.
   const auto first = [&](int i) {
-    if (!p.window) return 0;
-    return std::max(0, p.tree ? std::min(p.start, p.start + p.tree->depths[node(i)] + 1 - p.window) : last(i) - p.window);
+    if (!window) return 0;
+    return std::max(0, p.tree ? std::min(p.start, p.start + p.tree->depths[node(i)] + 1 - window) : last(i) - window);
   };
   int lowest = first(0);
   if (p.tree)
@@ -120,7 +125,8 @@ void see(const Pass& p, int row, int count, const float* sinks, const float* que
     multiply_all<VECTORS>(count, keys + size_t(key) * size, PANEL, queries, size, size, true, weights + key, stride);
   for (int i = 0; i < count; i++) {
     float* own = weights + size_t(i) * stride;
-    if (p.tree) hide_others(*p.tree, node(i), p.window, own + p.start);
+    for (int key = low; m.softcap && key < end; key += LANES) at(own + key) = capped(at(own + key), m.softcap);
+    if (p.tree) hide_others(*p.tree, node(i), window, own + p.start);
     softmax(own, low, first(i), last(i), end, sinks ? sinks + (row + i) % group : nullptr);
   }
   for (int key = low, block = std::max(1, VALUES / size); key < end; key += block) {
@@ -135,35 +141,43 @@ void see(const Pass& p, int row, int count, const float* sinks, const float* que
   }
 }
 
-void key_head(const Pass& p, int head) {
-  const Attention& m = *p.model;
-  const int size = m.size, group = m.heads / m.key_heads, rows = p.count * group, stride = m.row();
+// Rotates a token's keys and values of a head into the cache, at a `place` of its own.
+void write_key(const Pass& p, int head, const float* qkv, const float* cos_sin, int place) {
+  const Attention& m = *p.layer;
+  const int size = m.size;
   float* keys = p.cache + size_t(head) * p.capacity * size;
   float* values = keys + size_t(m.key_heads) * p.capacity * size;
+  float* key = scratch<float, 16>(size);
+  rotate(qkv + size_t(m.heads + head) * size, cos_sin + m.key_rope, size, 1.0f, key);
+  float* in_panel = keys + size_t(place / PANEL) * PANEL * size + place % PANEL;
+  for (int k = 0; k < size; k++) in_panel[size_t(k) * PANEL] = key[k];
+  std::memcpy(values + size_t(place) * size, qkv + size_t(m.heads + m.key_heads + head) * size, size * 4);
+}
+
+void key_head(const Pass& p, int head) {
+  const Attention& m = *p.layer;
+  const int size = m.size, group = m.heads / m.key_heads, rows = p.count * group, row_stride = m.row();
+  const float* keys = p.cache + size_t(head) * p.capacity * size;
+  const float* values = keys + size_t(m.key_heads) * p.capacity * size;
   float* queries = scratch<float, 3>(size_t(rows) * size);
   float* sums = scratch<float, 4>(size_t(rows) * size);
-  float* key = scratch<float, 16>(size);
   for (int i = 0, before = p.before(); i < p.count; i++) {
-    const int behind = p.tree ? p.tree->depths[before + i] : i, place = p.start + before + i;
-    const float* qkv = p.qkv + size_t(i) * stride;
-    const size_t turned = size_t(behind) * m.cos_sin_stride;
-    rotate(qkv + size_t(m.heads + head) * size, p.key_cos_sin + turned, size, 1.0f, key);
-    float* in_panel = keys + size_t(place / PANEL) * PANEL * size + place % PANEL;
-    for (int k = 0; k < size; k++) in_panel[size_t(k) * PANEL] = key[k];
-    std::memcpy(values + size_t(place) * size, qkv + size_t(m.heads + m.key_heads + head) * size, size * 4);
+    const int behind = p.tree ? p.tree->depths[before + i] : i;
+    const float *qkv = p.qkv + size_t(i) * row_stride, *cos_sin = p.cos_sin + size_t(behind) * m.stride;
+    if (!m.reused) write_key(p, head, qkv, cos_sin, p.start + before + i);
     for (int g = 0; g < group; g++) {
       float* query = queries + size_t(i * group + g) * size;
-      rotate(qkv + size_t(head * group + g) * size, p.query_cos_sin + turned, size, p.scale, query);
-      for (int k = 0; p.query_weight && k < size; k++) query[k] *= p.query_weight[k];
+      rotate(qkv + size_t(head * group + g) * size, cos_sin + m.query_rope, size, m.scale, query);
+      for (int k = 0; m.query_weight && k < size; k++) query[k] *= m.query_weight[k];
     }
   }
-  const float* sinks = p.sinks ? p.sinks + head * group : nullptr;
+  const float* sinks = m.sinks ? m.sinks + head * group : nullptr;
   for (int row = 0; row < rows; row += QUERIES)
     see(p, row, std::min(QUERIES, rows - row), sinks, queries + size_t(row) * size, keys, values, sums + size_t(row) * size);
   for (int row = 0; row < rows; row++) {
     const int query = head * group + row % group;
     float *out = p.out + (size_t(row / group) * m.heads + query) * size, *seen = sums + size_t(row) * size;
-    const float* gate = p.qkv + size_t(row / group) * stride + size_t(m.heads + 2 * m.key_heads + query) * size;
+    const float* gate = p.qkv + size_t(row / group) * row_stride + size_t(m.heads + 2 * m.key_heads + query) * size;
     for (int k = 0; m.gated && k < size; k += LANES) at(seen + k) /= 1.0f + exponential(-at(gate + k));
     std::memcpy(out, seen, size * 4);
   }
@@ -174,7 +188,7 @@ int attends(int size) { return size > 0 && size % 16 == 0; }
 
 // The passes of so many texts through one layer.
 void attend(const Pass* passes, int texts, int threads) {
-  const int heads = passes->model->key_heads, parts = texts * heads;
+  const int heads = passes->layer->key_heads, parts = texts * heads;
   run(parts > 1 ? threads : 1, [&](int number, int count) {
     for (int part = number; part < parts; part += count) key_head(passes[part / heads], part % heads);
   });

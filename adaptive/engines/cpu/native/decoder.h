@@ -10,19 +10,30 @@
 
 namespace {
 
-// `query_norm` and `key_norm` are of a head, or of all queries and all keys of a token; the `after` ones of what is added
-// to the residual. `query_weight` and `sinks` as in Pass. With a delta net `qkv` is its projection, and what says how to attend
-// does not count. With a mixture there are no `up`, `down` and `after_mlp`.
+// What a layer adds of its own input of a token, one beside the residual stream: norm(projection(prologue([gate(x), input]))); or
+// nothing where there is no gate.
+struct LayerInput {
+  const Linear *gate, *projection;
+  Norm norm;
+};
+
+// `query_norm`, `key_norm` and `value_norm` are of a head, or of all queries and all keys of a token; the `after` ones of what is
+// added to the residual. With a delta net `qkv` is its projection, and there is no `attention`; that attends over the text's cache
+// number `cache`. With a mixture there are no `up` and `down`, or what comes of them and of it is added up: `beside` are then the
+// norms of what the mixture reads, of what it makes, and of what the dense part makes. The residual stream is multiplied by
+// `factor` where it leaves the layer.
 struct Layer {
   const Linear *qkv, *output, *up, *down;
-  Norm attention_norm, mlp_norm, query_norm, key_norm, after_attention, after_mlp;
-  float scale;
-  int32_t key_rope, query_rope;
-  const float* query_weight;
-  int32_t window;
+  Norm attention_norm, mlp_norm, query_norm, key_norm, value_norm, after_attention, after_mlp;
+  const Attention* attention;
+  int32_t cache;
   const DeltaNet* delta;
   const Mixture* mixture;
-  const float* sinks;
+  Beside beside;
+  LayerInput input;
+  float factor;
+
+  bool writes() const { return delta || !attention->reused; }
 };
 
 // How a head reads: linear([token_norm(embedding of a token), feature_norm(feature of the token before it)]), or not at all
@@ -41,8 +52,8 @@ struct Features {
 };
 
 // What a pass appends to one text: `count` tokens behind `start` others; logits are wanted of the last `rows` of them.
-// `cos_sin` by position (ropes, size / 2, 2), `caches`, one for each layer that attends (2, key heads, capacity, size), and
-// `tree` as in attention.h, `recall` as in delta.h, where there are delta nets. These take no trees.
+// `cos_sin` by position (stride,), each of the `caches` (2, key heads, capacity, size), and `tree` as in attention.h, `recall`
+// as in delta.h, where there are delta nets. These take no trees.
 struct Text {
   int count, rows;
   const float* cos_sin;
@@ -57,35 +68,58 @@ struct Text {
   int place() const { return tree ? start + int(tree->parents.size()) - count : start; }
 };
 
-struct Decoder {
-  std::vector<Layer> layers;
-  const Attention* attention;
-  const Linear* head;
-  const void* embedding;  // (vocab, width), float32 or bfloat16
-  Norm final_norm;
-  float factor;  // of what is embedded
-  int32_t gate;  // Prologue of the layers `down`
-  bool half;     // the embedding is bfloat16
-  int32_t vocab;
-  Fuse fuse;
-  Stream* stream;  // what reads the weights of some layers, or null
+// Rows (width,) of tokens, float32 or bfloat16 (`half`), times a factor.
+struct Embedding {
+  const void* weight;
+  int32_t width;
+  bool half;
+  float factor;
 };
 
-// A row of the embedding, (width,). Half as wide numbers times the factor are rounded to as many bits, as transformers does.
-inline void embed(const Decoder& d, int64_t token, float* x) {
-  const int width = d.head->in;
-  const size_t place = size_t(token) * width;
-  for (int k = 0; k < width; k++) {
-    if (!d.half) {
-      x[k] = ((const float*)d.embedding)[place + k] * d.factor;
+// The layers' own inputs of a token, (layers, norm.width): the norm of what a projection makes of its embedding, plus a row of another
+// embedding, times a factor; or none where there is no projection.
+struct PerLayerInputs {
+  const Linear* projection;
+  Norm norm;
+  Embedding embedding;
+  float factor;
+};
+
+struct Decoder {
+  std::vector<Layer> layers;
+  int32_t stride;  // of rotations, as in attention.h
+  const Linear* head;
+  Embedding embedding;
+  Norm final_norm;
+  int32_t gate;  // Prologue of the layers' `down`
+  int32_t vocab;
+  float softcap;  // logits are within plus and minus this (0: they are what they are)
+  PerLayerInputs inputs;
+  Fuse fuse;
+  Stream* stream;  // what reads the weights of some layers, or null
+
+  // Layers from the first up to the last that leaves something of a token for later ones.
+  int writing() const {
+    int count = int(layers.size());
+    while (count && !layers[count - 1].writes()) count--;
+    return count;
+  }
+};
+
+// A row of an embedding, (width,). Half as wide numbers times the factor are rounded to as many bits, as transformers does.
+inline void embed(const Embedding& e, int64_t token, float* x) {
+  const size_t place = size_t(token) * e.width;
+  for (int k = 0; k < e.width; k++) {
+    if (!e.half) {
+      x[k] = ((const float*)e.weight)[place + k] * e.factor;
       continue;
     }
-    uint32_t bits = uint32_t(((const uint16_t*)d.embedding)[place + k]) << 16;
+    uint32_t bits = uint32_t(((const uint16_t*)e.weight)[place + k]) << 16;
     std::memcpy(x + k, &bits, 4);
-    x[k] *= d.factor;
+    x[k] *= e.factor;
     std::memcpy(&bits, x + k, 4);
     bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-    if (d.factor != 1) std::memcpy(x + k, &bits, 4);
+    if (e.factor != 1) std::memcpy(x + k, &bits, 4);
   }
 }
 
@@ -105,7 +139,7 @@ void fuse(const Decoder& d, const int64_t* tokens, const Text& text, float* x, i
   float* both = scratch<float, 17>(size_t(n) * 2 * width);
   for (int i = 0; i < n; i++) {
     float* row = both + size_t(i) * 2 * width;
-    embed(d, tokens[i], row);
+    embed(d.embedding, tokens[i], row);
     normalise(row, d.fuse.token_norm, row);
     const int before = text.start + i - 1;
     if (before < 0)
@@ -122,96 +156,182 @@ void apply_normed(const Linear* p, const float* x, float* y, int n, int threads,
   apply(p, x, y, n, 0, threads, norm.weight ? RMS_NORM : NONE, norm.weight, norm.eps);
 }
 
-// y (n, out) of a linear layer added to x, after the norm if there is one.
+// y (n, norm.width), normalised, added to x.
+void add_normed(const float* y, const Norm& norm, float* x, int n) {
+  for (int i = 0; i < n; i++) {
+    float* sum = x + size_t(i) * norm.width;
+    const float* term = y + size_t(i) * norm.width;
+    const float factor = rms_factor(term, norm.width, norm.eps);
+    for (int k = 0; k < norm.width; k++) sum[k] += term[k] * factor * norm.weight[k];
+  }
+}
+
+// What a linear layer makes added to x, after the norm if there is one.
 void add(const Linear* p, const float* from, float* x, int n, int threads, int prologue, const Norm& norm) {
   if (!norm.weight) return apply(p, from, x, n, 1, threads, prologue, nullptr, 0);
   float* y = scratch<float, 15>(size_t(n) * p->out);
   apply(p, from, y, n, 0, threads, prologue, nullptr, 0);
+  add_normed(y, norm, x, n);
+}
+
+// The layers' inputs (n, layers * size) of tokens (n,) whose embeddings are x.
+void per_layer_inputs(const PerLayerInputs& p, const int64_t* tokens, const float* x, float* inputs, int n, int threads) {
+  const int width = p.embedding.width;
+  float* own = scratch<float, 31>(width);
+  apply(p.projection, x, inputs, n, 0, threads, NONE, nullptr, 0);
   for (int i = 0; i < n; i++) {
-    float *sum = x + size_t(i) * p->out, *term = y + size_t(i) * p->out;
-    const float factor = rms_factor(term, p->out, norm.eps);
-    for (int k = 0; k < p->out; k++) sum[k] += term[k] * factor * norm.weight[k];
+    float* row = inputs + size_t(i) * width;
+    normalise_each(row, width, p.norm);
+    embed(p.embedding, tokens[i], own);
+    for (int k = 0; k < width; k++) row[k] = (row[k] + own[k]) * p.factor;
   }
+}
+
+// What a layer adds to x of its inputs, which lie `stride` numbers apart.
+void add_input(const LayerInput& p, const float* inputs, int stride, float* x, int n, int threads, int prologue) {
+  const int size = p.gate->out;
+  float *gates = scratch<float, 32>(size_t(n) * size), *both = scratch<float, 33>(size_t(n) * 2 * size);
+  apply(p.gate, x, gates, n, 0, threads, NONE, nullptr, 0);
+  for (int i = 0; i < n; i++) {
+    std::memcpy(both + size_t(i) * 2 * size, gates + size_t(i) * size, size * sizeof(float));
+    std::memcpy(both + (size_t(i) * 2 + 1) * size, inputs + size_t(i) * stride, size * sizeof(float));
+  }
+  add(p.projection, both, x, n, threads, prologue, p.norm);
+}
+
+// What a layer adds to x (n, width) of what the tokens of `count` texts see; `recurring`: delta nets before this layer.
+void add_attended(const Layer& layer, const Text* texts, int count, int recurring, float* x, int n, int threads) {
+  const int inputs = layer.qkv->out, outputs = layer.output->in;
+  float* projected = scratch<float, 8>(size_t(n) * inputs);
+  float* attended = scratch<float, 9>(size_t(n) * outputs);
+  Pass* passes = scratch<Pass, 18>(count);
+  Scan* scans = scratch<Scan, 26>(count);
+  apply_normed(layer.qkv, x, projected, n, threads, layer.attention_norm);
+  for (int i = 0; layer.query_norm.weight && i < n; i++) {
+    const Attention& a = *layer.attention;
+    float *queries = projected + size_t(i) * inputs, *keys = queries + size_t(a.heads) * a.size;
+    normalise_each(queries, a.heads * a.size, layer.query_norm);
+    if (a.reused) continue;
+    normalise_each(keys, a.key_heads * a.size, layer.key_norm);
+    if (layer.value_norm.weight) normalise_each(keys + size_t(a.key_heads) * a.size, a.key_heads * a.size, layer.value_norm);
+  }
+  for (int t = 0, row = 0; t < count; row += texts[t++].count) {
+    const Text& text = texts[t];
+    const float* from = projected + size_t(row) * inputs;
+    float* to = attended + size_t(row) * outputs;
+    if (layer.delta)
+      scans[t] = {layer.delta, from, to, recurring, text.count, &text.recall};
+    else
+      passes[t] = {layer.attention, from, text.cos_sin, text.caches[layer.cache], to, text.capacity, text.start, text.count,
+                   text.tree};
+  }
+  if (layer.delta)
+    recur(scans, count, threads);
+  else
+    attend(passes, count, threads);
+  add(layer.output, attended, x, n, threads, NONE, layer.after_attention);
+}
+
+// What a layer's feed-forward part adds to x (n, width).
+void add_fed(const Layer& layer, int gate, float* x, int n, int threads) {
+  if (!layer.up) return mix(*layer.mixture, layer.mlp_norm, x, x, n, threads);
+  float* both = scratch<float, 10>(size_t(n) * layer.up->out);
+  apply_normed(layer.up, x, both, n, threads, layer.mlp_norm);
+  if (!layer.mixture) return add(layer.down, both, x, n, threads, gate, layer.after_mlp);
+  const int width = layer.down->out;
+  const Beside& beside = layer.beside;
+  float *sums = scratch<float, 34>(size_t(n) * width), *mixed = scratch<float, 35>(size_t(n) * width);
+  std::fill_n(sums, size_t(n) * width, 0.0f);
+  std::fill_n(mixed, size_t(n) * width, 0.0f);
+  add(layer.down, both, sums, n, threads, gate, beside.after_dense);
+  mix(*layer.mixture, beside.before, x, mixed, n, threads);
+  add_normed(mixed, beside.after, sums, n);
+  add_normed(sums, layer.after_mlp, x, n);
+}
+
+// Of rows x (n, width) of texts in turn those of which logits are wanted, behind one another: at `to`, which may be x itself.
+void gather(const Text* texts, int count, const float* x, int width, float* to) {
+  for (int t = 0; t < count; x += size_t(texts[t++].count) * width) {
+    const size_t skipped = size_t(texts[t].count - texts[t].rows) * width, wanted = size_t(texts[t].rows) * width;
+    std::memmove(to, x + skipped, wanted * sizeof(float));
+    to += wanted;
+  }
+}
+
+// Of the tokens of each text those of which logits are wanted, as a pass of their own behind the others.
+void shorten(Text* texts, int count, int stride) {
+  for (Text* text = texts; text < texts + count; text++) {
+    const int skipped = text->count - text->rows;
+    text->count = text->rows;
+    if (text->tree) continue;
+    text->start += skipped;
+    text->cos_sin += size_t(skipped) * stride;
+  }
+}
+
+// Each of them by the same operations, wherever it stands.
+void cap_logits(float* logits, size_t count, float softcap, int threads) {
+  run(threads, [&](int64_t number, int64_t parts) {
+    const size_t whole = count / LANES, end = whole * (number + 1) / parts * LANES;
+    for (size_t i = whole * number / parts * LANES; i < end; i += LANES) at(logits + i) = capped(at(logits + i), softcap);
+    if (number + 1 < parts) return;
+    float rest[LANES] = {};
+    std::copy(logits + end, logits + count, rest);
+    at(rest) = capped(at(rest), softcap);
+    std::copy_n(rest, count - end, logits + end);
+  });
 }
 
 // Tokens (n,), those of each of `count` texts in turn, to logits (all rows, vocab) in the same order. The weights are read once
 // for all, and a text's logits do not depend on the others. False, and nothing done, where a token is none of the vocabulary.
 // A head has one text, and that is no tree.
-bool decode(const Decoder& d, const int64_t* tokens, const Text* texts, int count, float* logits, int threads) {
-  int n = 0, rows = 0;
-  for (int t = 0; t < count; t++) n += texts[t].count, rows += texts[t].rows;
+bool decode(const Decoder& d, const int64_t* tokens, const Text* given, int count, float* logits, int threads) {
+  int n = 0, rows = 0, recurring = 0;
+  bool featured = false;
+  Text* texts = scratch<Text, 36>(count);
+  std::copy_n(given, count, texts);
+  for (int t = 0; t < count; t++) n += texts[t].count, rows += texts[t].rows, featured |= !!texts[t].features.kept;
   for (int i = 0; i < n; i++)
     if (tokens[i] < 0 || tokens[i] >= d.vocab) return false;
-  const Attention& a = *d.attention;
-  const int width = d.head->in;
-  int inner = 0, inputs = 0, mixed = 0;
-  for (const Layer& layer : d.layers) {
-    if (layer.up) inner = std::max(inner, layer.up->out);
-    inputs = std::max(inputs, layer.qkv->out);
-    mixed = std::max(mixed, layer.output->in);
-  }
+  const int width = d.head->in, size = d.inputs.norm.width, stride = d.inputs.embedding.width, writing = d.writing();
   // Features are the residual stream where it ends: those of one text are added up in their own place.
   float* kept = count == 1 ? texts->features.kept : nullptr;
   float* x = kept ? kept + size_t(texts->place()) * width : scratch<float, 7>(size_t(n) * width);
-  float* projected = scratch<float, 8>(size_t(n) * inputs);
-  float* attended = scratch<float, 9>(size_t(n) * mixed);
-  float* both = scratch<float, 10>(size_t(n) * inner);
-  Pass* passes = scratch<Pass, 18>(count);
-  Scan* scans = scratch<Scan, 26>(count);
   if (d.fuse.linear)
     fuse(d, tokens, *texts, x, threads);
   else
-    for (int i = 0; i < n; i++) embed(d, tokens[i], x + size_t(i) * width);
-  int attending = 0, recurring = 0;
-  for (const Layer& layer : d.layers) {
-    if (d.stream) d.stream->wait(int(&layer - d.layers.data()));
-    apply_normed(layer.qkv, x, projected, n, threads, layer.attention_norm);
-    for (int i = 0; layer.query_norm.weight && i < n; i++) {
-      float *queries = projected + size_t(i) * a.row(), *keys = queries + size_t(a.heads) * a.size;
-      normalise_each(queries, a.heads * a.size, layer.query_norm);
-      normalise_each(keys, a.key_heads * a.size, layer.key_norm);
+    for (int i = 0; i < n; i++) embed(d.embedding, tokens[i], x + size_t(i) * width);
+  float* inputs = scratch<float, 37>(size_t(n) * stride);
+  if (d.inputs.projection) per_layer_inputs(d.inputs, tokens, x, inputs, n, threads);
+  for (int number = 0; number < int(d.layers.size()); number++) {
+    const Layer& layer = d.layers[number];
+    if (number == writing && !featured) {  // of what nobody sees later only that is computed whose logits are wanted
+      gather(texts, count, x, width, x);
+      gather(texts, count, inputs, stride, inputs);
+      shorten(texts, count, d.stride);
+      n = rows;
+      if (!n && !d.stream) break;
     }
-    for (int t = 0, row = 0; t < count; row += texts[t++].count) {
-      const Text& text = texts[t];
-      const float* from = projected + size_t(row) * layer.qkv->out;
-      float* to = attended + size_t(row) * layer.output->in;
-      if (layer.delta)
-        scans[t] = {layer.delta, from, to, recurring, text.count, &text.recall};
-      else
-        passes[t] = {&a, from, text.cos_sin + size_t(layer.key_rope) * a.size, text.cos_sin + size_t(layer.query_rope) * a.size,
-                     layer.query_weight, text.caches[attending], to, text.capacity, text.start, text.count, layer.window,
-                     layer.scale, layer.sinks, text.tree};
-    }
-    if (layer.delta) {
-      recur(scans, count, threads);
-      recurring++;
-    } else {
-      attend(passes, count, threads);
-      attending++;
-    }
-    add(layer.output, attended, x, n, threads, NONE, layer.after_attention);
-    if (layer.mixture) {
-      mix(*layer.mixture, layer.mlp_norm, x, n, threads);
-    } else {
-      apply_normed(layer.up, x, both, n, threads, layer.mlp_norm);
-      add(layer.down, both, x, n, threads, d.gate, layer.after_mlp);
-    }
-    if (d.stream) d.stream->done(int(&layer - d.layers.data()));
+    if (d.stream) d.stream->wait(number);
+    add_attended(layer, texts, count, recurring, x, n, threads);
+    recurring += !!layer.delta;
+    add_fed(layer, d.gate, x, n, threads);
+    if (layer.input.gate) add_input(layer.input, inputs + size_t(number) * size, stride, x, n, threads, d.gate);
+    for (size_t i = 0; layer.factor != 1 && i < size_t(n) * width; i++) x[i] *= layer.factor;
+    if (d.stream) d.stream->done(number);
   }
   const float* wanted = x + size_t(n - rows) * width;
   if (count > 1) {
     float* gathered = scratch<float, 19>(size_t(rows) * width);
+    gather(texts, count, x, width, gathered);
     wanted = gathered;
     const float* row = x;
-    for (int t = 0; t < count; row += size_t(texts[t++].count) * width) {
-      const Text& text = texts[t];
-      std::memcpy(gathered, row + size_t(text.count - text.rows) * width, size_t(text.rows) * width * sizeof(float));
-      gathered += size_t(text.rows) * width;
-      if (text.features.kept)
-        std::memcpy(text.features.kept + size_t(text.place()) * width, row, size_t(text.count) * width * sizeof(float));
-    }
+    for (int t = 0; t < count; row += size_t(texts[t++].count) * width)
+      if (float* place = texts[t].features.kept)
+        std::memcpy(place + size_t(texts[t].place()) * width, row, size_t(texts[t].count) * width * sizeof(float));
   }
   if (rows) apply_normed(d.head, wanted, logits, rows, threads, d.final_norm);
+  if (d.softcap) cap_logits(logits, size_t(rows) * d.head->out, d.softcap, threads);
   return true;
 }
 

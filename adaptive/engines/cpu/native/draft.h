@@ -127,7 +127,7 @@ bool draft(const Decoder& decoder, Drafting* all, int count, int threads) {
       Drafting& d = *going[i];
       Text& text = d.text;
       text.recall = text.recall.behind(text.count);
-      text.cos_sin += size_t(text.count) * decoder.attention->cos_sin_stride;
+      text.cos_sin += size_t(text.count) * decoder.stride;
       text.start += text.count;
       d.passed += text.count;
       d.tokens = d.drafted + position;

@@ -25,8 +25,9 @@ void normalise(const float* x, const Norm& norm, float* out) {
 // `up` gives an expert's gate and what it gates in a row, `down` takes it through the prologue `gate`, with `limits` where that has
 // some. A `shared` expert is the last of them: every token's. The router scores the others; if it gives one number more, the
 // sigmoid of that is the shared one's share, else it is 1. Shares are the softmax of the scores, or the `sigmoid` of each,
-// divided by the sum of those of the `top_k` chosen where they are `normalised`, times a `factor`. They are chosen by share, plus
-// the `bias` (experts,) if there is one.
+// divided by the sum of those of the `top_k` chosen where they are `normalised`, times a `factor`, and times the expert's of `scales`
+// (experts,) if there are any. They are chosen by share, plus the `bias` (experts,) if there is one. The router reads through a
+// norm of its own, `router_norm`, where it has one.
 struct Mixture {
   const Linear* router;
   std::vector<const Linear*> up, down;
@@ -36,8 +37,15 @@ struct Mixture {
   const float* bias;
   int32_t gate;
   const float* limits;
+  Norm router_norm;
+  const float* scales;
 
   int experts() const { return int(up.size()) - shared; }
+};
+
+// The norms of a mixture beside a dense part: of what it reads, of what it makes, and of what the dense part makes.
+struct Beside {
+  Norm before, after, after_dense;
 };
 
 // Rows of one linear layer.
@@ -89,11 +97,11 @@ void choose(const Mixture& m, const float* scores, int32_t* chosen, float* share
     left[best] = -INFINITY;
   }
   const float whole = m.normalised ? kept : m.sigmoid ? 1.0f : sum;
-  for (int j = 0; j < m.top_k; j++) shares[j] *= m.factor / whole;
+  for (int j = 0; j < m.top_k; j++) shares[j] *= m.factor / whole * (m.scales ? m.scales[chosen[j]] : 1.0f);
 }
 
-// What the experts make of the rows of x (n, width) behind the norm, added to them.
-void mix(const Mixture& m, const Norm& norm, float* x, int n, int threads) {
+// What the experts make of the rows of x (n, width) behind the norm, added to those of y, which may be x.
+void mix(const Mixture& m, const Norm& norm, const float* x, float* y, int n, int threads) {
   const int width = m.router->in, count = m.experts(), k = m.top_k, scored = m.router->out;
   const int inner = m.up[0]->out, shared_inner = m.shared ? m.up[count]->out : 0;
   const size_t slots = size_t(n) * k;
@@ -102,7 +110,8 @@ void mix(const Mixture& m, const Norm& norm, float* x, int n, int threads) {
   int32_t* chosen = scratch<int32_t, 42>(slots);
   float* shares = scratch<float, 43>(slots);
   for (int i = 0; i < n; i++) normalise(x + size_t(i) * width, norm, normed + size_t(i) * width);
-  apply(m.router, normed, scores, n, 0, threads, NONE, nullptr, 0);
+  const Norm& own = m.router_norm;
+  apply(m.router, own.weight ? x : normed, scores, n, 0, threads, own.weight ? RMS_NORM : NONE, own.weight, own.eps);
   for (int i = 0; i < n; i++) choose(m, scores + size_t(i) * scored, chosen + size_t(i) * k, shares + size_t(i) * k);
   // Where the rows of each expert begin, and the row of each token's choice.
   int32_t* begin = scratch<int32_t, 44>(count + 1);
@@ -132,7 +141,7 @@ void mix(const Mixture& m, const Norm& norm, float* x, int n, int threads) {
   apply_all(then, used, threads, m.gate, m.limits);
   run(n > 1 ? threads : 1, [&](int number, int parts) {
     for (int i = number; i < n; i += parts) {
-      float* sum = x + size_t(i) * width;
+      float* sum = y + size_t(i) * width;
       const auto add = [&](const float* term, float share) {
         for (int j = 0; j < width; j++) sum[j] += term[j] * share;
       };

@@ -289,18 +289,20 @@ void bind(nb::module_& m) {
       });
 
   nb::class_<Attention>(m, "Attention")
-      .def("__init__", [](Attention* self, int heads, int key_heads, int size, int ropes, bool gated) {
-        new (self) Attention{heads, key_heads, size, ropes * size, gated};
-      })
-      .def("__call__", [](const Attention& self, Address qkv, Address key_cos_sin, Address query_cos_sin, Address query_weight,
-                          Address cache, Address out, int64_t capacity, int start, int count, int window, float scale,
-                          Address sinks, const Tree* tree, int threads) {
+      .def("__init__", [](Attention* self, int heads, int key_heads, int size, bool gated, bool reused, int stride, int key_rope,
+                          int query_rope, int window, float scale, float softcap, Address query_weight, Address sinks) {
+        if (!attends(size) || key_heads < 1 || heads % key_heads) throw nb::value_error("heads that are not attended");
+        new (self) Attention{heads, key_heads, size, gated, reused, stride, key_rope, query_rope, window, scale, softcap,
+                             to<float>(query_weight), to<float>(sinks)};
+      }, arg("heads"), arg("key_heads"), arg("size"), arg("gated"), arg("reused"), arg("stride"), arg("key_rope"),
+      arg("query_rope"), arg("window"), arg("scale"), arg("softcap"), arg("query_weight"), arg("sinks"))
+      .def("__call__", [](const Attention& self, Address qkv, Address cos_sin, Address cache, Address out, int64_t capacity,
+                          int start, int count, const Tree* tree, int threads) {
         if (tree && int(tree->parents.size()) < count) throw nb::value_error("more tokens than nodes");
-        const Pass pass{&self, to<float>(qkv), to<float>(key_cos_sin), to<float>(query_cos_sin), to<float>(query_weight),
-                        to<float>(cache), to<float>(out), capacity, start, count, window, scale, to<float>(sinks), tree};
+        const Pass pass{&self, to<float>(qkv), to<float>(cos_sin), to<float>(cache), to<float>(out), capacity, start, count, tree};
         attend(&pass, 1, threads);
-      }, Unlocked(), arg("qkv"), arg("key_cos_sin"), arg("query_cos_sin"), arg("query_weight"), arg("cache"), arg("out"),
-      arg("capacity"), arg("start"), arg("count"), arg("window"), arg("scale"), arg("sinks"), arg("tree").none(), arg("threads"));
+      }, Unlocked(), arg("qkv"), arg("cos_sin"), arg("cache"), arg("out"), arg("capacity"), arg("start"), arg("count"),
+      arg("tree").none(), arg("threads"));
 
   nb::class_<Recall>(m, "Recall")
       .def("__init__", [](Recall* self, Address memory, int held, bool current, bool commit, bool store, bool log) {
@@ -327,29 +329,46 @@ void bind(nb::module_& m) {
   nb::class_<Mixture>(m, "Mixture")
       .def("__init__", [](Mixture* self, const Linear& router, std::vector<const Linear*> up, std::vector<const Linear*> down,
                           int top_k, bool sigmoid, bool normalised, bool shared, float factor, Address bias, int gate,
-                          Address limits) {
+                          Address limits, Norm router_norm, Address scales) {
         const int count = int(up.size()) - shared;
         if (up.size() != down.size() || top_k < 1 || count < top_k || router.out < count || router.out > count + shared)
           throw nb::value_error("experts that their router does not choose among");
         new (self) Mixture{&router, std::move(up), std::move(down), top_k, sigmoid, normalised, shared, factor,
-                           to<float>(bias), gate, to<float>(limits)};
+                           to<float>(bias), gate, to<float>(limits), router_norm, to<float>(scales)};
       }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), arg("router"), arg("up"), arg("down"),
-      arg("top_k"), arg("sigmoid"), arg("normalised"), arg("shared"), arg("factor"), arg("bias"), arg("gate"), arg("limits"));
+      arg("top_k"), arg("sigmoid"), arg("normalised"), arg("shared"), arg("factor"), arg("bias"), arg("gate"), arg("limits"),
+      arg("router_norm"), arg("scales"));
+
+  nb::class_<Beside>(m, "Beside")
+      .def("__init__", [](Beside* self, Norm before, Norm after, Norm after_dense) {
+        new (self) Beside{before, after, after_dense};
+      }, arg("before") = Norm{}, arg("after") = Norm{}, arg("after_dense") = Norm{});
+
+  nb::class_<LayerInput>(m, "LayerInput")
+      .def("__init__", [](LayerInput* self, const Linear* gate, const Linear* projection, Norm norm) {
+        new (self) LayerInput{gate, projection, norm};
+      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), arg("gate").none() = nullptr, arg("projection").none() = nullptr,
+      arg("norm") = Norm{});
 
   nb::class_<Layer>(m, "Layer")
       .def("__init__", [](Layer* self, const Linear& qkv, const Linear& output, const Linear* up, const Linear* down,
-                          const Mixture* mixture, Norm attention_norm, Norm mlp_norm, Norm query_norm, Norm key_norm,
-                          Norm after_attention, Norm after_mlp, float scale, int key_rope, int query_rope, Address query_weight,
-                          int window, const DeltaNet* delta, Address sinks) {
-        if (mixture ? up || down || after_mlp.weight || !mlp_norm.weight : !up || !down)
-          throw nb::value_error("a layer has a feed-forward part or a mixture");
-        new (self) Layer{&qkv, &output, up, down, attention_norm, mlp_norm, query_norm, key_norm, after_attention, after_mlp,
-                         scale, key_rope, query_rope, to<float>(query_weight), window, delta, mixture, to<float>(sinks)};
+                          const Mixture* mixture, const Attention* attention, const DeltaNet* delta, int cache,
+                          Norm attention_norm, Norm mlp_norm, Norm query_norm, Norm key_norm, Norm value_norm,
+                          Norm after_attention, Norm after_mlp, Beside beside, LayerInput input, float factor) {
+        const bool both = mixture && up;
+        if (!up != !down || (!mixture && !up)) throw nb::value_error("a layer has a feed-forward part, a mixture, or both");
+        if (both ? !beside.before.weight || !beside.after.weight || !beside.after_dense.weight || !after_mlp.weight
+                 : mixture && (after_mlp.weight || !mlp_norm.weight))
+          throw nb::value_error("a mixture without the norms around it, or with too many");
+        if (!attention == !delta) throw nb::value_error("a layer attends or has a state");
+        if (attention && attention->row() != qkv.out) throw nb::value_error("a projection to other heads");
+        new (self) Layer{&qkv, &output, up, down, attention_norm, mlp_norm, query_norm, key_norm, value_norm, after_attention,
+                         after_mlp, attention, cache, delta, mixture, beside, input, factor};
       }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-      nb::keep_alive<1, 6>(), nb::keep_alive<1, 18>(), arg("qkv"), arg("output"), arg("up").none(), arg("down").none(),
-      arg("mixture").none(), arg("attention_norm"), arg("mlp_norm"), arg("query_norm"), arg("key_norm"), arg("after_attention"),
-      arg("after_mlp"), arg("scale"), arg("key_rope"), arg("query_rope"), arg("query_weight"), arg("window"),
-      arg("delta").none(), arg("sinks"));
+      nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 18>(), arg("qkv"), arg("output"),
+      arg("up").none(), arg("down").none(), arg("mixture").none(), arg("attention").none(), arg("delta").none(), arg("cache"),
+      arg("attention_norm"), arg("mlp_norm"), arg("query_norm"), arg("key_norm"), arg("value_norm"), arg("after_attention"),
+      arg("after_mlp"), arg("beside"), arg("input"), arg("factor"));
 
   nb::class_<Text>(m, "Text")
       .def("__init__", [](Text* self, int count, int rows, Address cos_sin, Address caches, int64_t capacity, int start,
@@ -370,16 +389,30 @@ void bind(nb::module_& m) {
         new (self) Stream{file, sections, piece, readers};
       }, nb::keep_alive<1, 6>(), arg("file"), arg("sections"), arg("piece"), arg("readers"), arg("memory"));
 
+  nb::class_<Embedding>(m, "Embedding")
+      .def("__init__", [](Embedding* self, Address weight, int width, bool half, float factor) {
+        new (self) Embedding{to<void>(weight), width, half, factor};
+      }, arg("weight"), arg("width"), arg("half"), arg("factor"));
+
+  nb::class_<PerLayerInputs>(m, "PerLayerInputs")
+      .def("__init__", [](PerLayerInputs* self, const Linear& projection, Norm norm, Embedding embedding, float factor) {
+        if (projection.out != embedding.width || embedding.width % norm.width)
+          throw nb::value_error("inputs that are not those of some layers");
+        new (self) PerLayerInputs{&projection, norm, embedding, factor};
+      }, nb::keep_alive<1, 2>(), arg("projection"), arg("norm"), arg("embedding"), arg("factor"));
+
   nb::class_<Decoder>(m, "Decoder")
-      .def("__init__", [](Decoder* self, std::vector<Layer> layers, const Attention& attention, const Linear& head,
-                          Address embedding, Norm final_norm, float factor, int gate, bool half, int vocab, const Linear* fuse,
+      .def("__init__", [](Decoder* self, std::vector<Layer> layers, int stride, const Linear& head, Embedding embedding,
+                          Norm final_norm, int gate, int vocab, float softcap, const PerLayerInputs* inputs, const Linear* fuse,
                           Norm token_norm, Norm feature_norm, Stream* stream) {
-        new (self) Decoder{std::move(layers), &attention, &head, to<void>(embedding), final_norm, factor, gate, half, vocab,
-                           {fuse, token_norm, feature_norm}, stream};
-      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 11>(),
-      nb::keep_alive<1, 14>(), arg("layers"),
-      arg("attention"), arg("head"), arg("embedding"), arg("final_norm"), arg("factor"), arg("gate"), arg("half"), arg("vocab"),
-      arg("fuse").none(), arg("token_norm"), arg("feature_norm"), arg("stream").none() = nullptr)
+        for (const Layer& layer : layers)
+          if (layer.attention && layer.attention->stride != stride) throw nb::value_error("rotations of another stride");
+        new (self) Decoder{std::move(layers), stride, &head, embedding, final_norm, gate, vocab, softcap,
+                           inputs ? *inputs : PerLayerInputs{}, {fuse, token_norm, feature_norm}, stream};
+      }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(),
+      nb::keep_alive<1, 14>(), arg("layers"), arg("stride"), arg("head"), arg("embedding"), arg("final_norm"), arg("gate"),
+      arg("vocab"), arg("softcap"), arg("inputs").none(), arg("fuse").none(), arg("token_norm"), arg("feature_norm"),
+      arg("stream").none() = nullptr)
       .def("__call__", [](const Decoder& self, const Tokens& tokens, int rows, Address cos_sin, Address caches, int64_t capacity,
                           int start, Address kept, Address given, int known, Address logits, const Recall* recall,
                           int threads) {

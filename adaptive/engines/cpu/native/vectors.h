@@ -69,6 +69,12 @@ inline Vector exponential(Vector given) {
   return given == given ? (Vector)((Words)sum + ((Words)shifted << 23)) : given;
 }
 
+// Within plus and minus the cap: cap * tanh(x / cap).
+inline Vector capped(Vector x, float cap) {
+  const Vector e = exponential(x * (2 / cap));
+  return (e - 1.0f) / (e + 1.0f) * cap;
+}
+
 // Memory that begins with a line of the cache, so that no vector and no row of a tile lies in two.
 template <class Number>
 struct InLines {
