@@ -3,8 +3,9 @@
 In:  a pair of models, and a folder of chat records (``*.jsonl.gz``, ``{"messages": [...]}`` a line).
 Out: one ``.npz`` file of ``Trace`` objects by name, which ``benchmarks/controller.py`` replays.
 
-The target answers greedily, answers are cut at the first loop, and one teacher-forced pass of the
-draft says at every position whether its token is the target's and how probable it held it. What a
+The target answers greedily, or with ``--temperature`` each answer under a seed of its own, answers are cut at the
+first loop, and one teacher-forced pass of the draft says at every position whether its token is the target's and how
+probable it held its likeliest. What a
 draft does *after* a token that will be rejected costs time too, and depends on its confidence
 there, so each rejected token is continued by the draft (all rejections of an answer in one batch).
 With both, a replayed round is exactly the round that would have run.
@@ -15,16 +16,20 @@ With both, a replayed round is exactly the round that would have run.
 from __future__ import annotations
 
 import argparse
+import functools
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from adaptive.noise import keys_of, winner
 
 # Draft positions logged after a rejection: no policy may draft further than this.
 DEPTH = 16
@@ -113,48 +118,74 @@ def openings(data: Path, kind: str, count: int, tokenizer: Any) -> list[list[int
     return [list(ids) for ids in found]
 
 
-def answers(model: Any, prompts: list[list[int]], longest: int, pad: int, end: int) -> Iterator[tuple[int, list[int]]]:
-    """The target's greedy answer to each prompt, in batches of prompts of like length; yields (index, answer)."""
+def answers(
+    model: Any, prompts: list[list[int]], longest: int, pad: int, end: int, temperature: float = 0.0
+) -> Iterator[tuple[int, list[int]]]:
+    """The target's answer to each prompt, at a temperature under a seed of its own, in batches of prompts
+    of like length; yields (index, answer)."""
     import torch
+
+    def drawn(pads: list[int], seeds: list[int], ids: Any, logits: Any) -> Any:
+        probs = (logits.float() / temperature).softmax(-1)
+        keys = [keys_of(seed, ids.shape[1] - padded) for seed, padded in zip(seeds, pads, strict=True)]
+        return torch.zeros_like(logits).scatter_(1, winner(probs, torch.tensor(keys))[:, None], 1.0)
 
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), 25):
         group = order[start : start + 25]
         width = max(len(prompts[i]) for i in group)
-        ids = torch.tensor([[pad] * (width - len(prompts[i])) + prompts[i] for i in group])
-        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in group])
+        pads, seeds = [width - len(prompts[i]) for i in group], [seed_of(prompts[i]) for i in group]
+        ids = torch.tensor([[pad] * p + prompts[i] for p, i in zip(pads, group, strict=True)])
+        mask = torch.tensor([[0] * p + [1] * (width - p) for p in pads])
         with torch.inference_mode():
             made = model.generate(
-                ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, pad_token_id=pad, eos_token_id=end
-            )
+                ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, pad_token_id=pad, eos_token_id=end,
+                logits_processor=[functools.partial(drawn, pads, seeds)] if temperature else [],
+            )  # fmt: skip
         for i, row in zip(group, made[:, width:].tolist(), strict=True):
             yield i, row[: row.index(end) + 1] if end in row else row
 
 
-def trace_of(draft: Any, prompt: list[int], output: list[int], limited: bool) -> Trace:
-    """What ``draft`` would have proposed along this answer."""
+def seed_of(prompt: list[int]) -> int:
+    """That of the answer to a prompt."""
+    return zlib.crc32(np.array(prompt, np.int32).tobytes())
+
+
+def trace_of(draft: Any, prompt: list[int], output: list[int], limited: bool, temperature: float = 0.0) -> Trace:
+    """What ``draft`` would have proposed along this answer, under its seed at a temperature above 0."""
     import torch
     from transformers import DynamicCache
 
     text = torch.tensor([prompt + output])
+    seed = seed_of(prompt)
     first = len(prompt)  # the draft's logits at position first + i predict output token i + 1
     with torch.inference_mode():
         cache = DynamicCache(config=draft.config)
         logits = draft(text[:, :-1], past_key_values=cache, use_cache=True).logits[0, first:].float()
-        best = logits.argmax(-1)
-        confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        best, confidence = _chosen(logits, range(first + 1, first + 1 + len(logits)), temperature, seed)
         accepted = best == text[0, first + 1 :]
         leaves = (~accepted).nonzero()[:, 0]
         if not len(leaves) or leaves[-1] != len(accepted) - 1:
             leaves = torch.cat([leaves, torch.tensor([len(accepted) - 1])])
         beyond = torch.full((len(accepted), DEPTH), float("nan"))
         after = torch.full((len(accepted), DEPTH), -1, dtype=torch.long)
-        beyond[leaves], after[leaves] = _continued(draft, cache, first + leaves, best[leaves])
+        beyond[leaves], after[leaves] = _continued(draft, cache, first + leaves, best[leaves], temperature, seed)
     tokens = (part.int().numpy() for part in (text[0], best, after))
     return Trace(first, accepted.numpy(), confidence.numpy(), beyond.numpy(), limited, *tokens)
 
 
-def _continued(draft: Any, cache: Any, held: Any, tokens: Any) -> tuple[Any, Any]:
+def _chosen(logits: Any, places: Sequence[int], temperature: float, seed: int) -> tuple[Any, Any]:
+    """Of rows (n, vocab) the tokens that the draft says at these places of the text, and how sure it is."""
+    import torch
+
+    if not temperature:
+        best = logits.max(-1)
+        return best.indices, (best.values - logits.logsumexp(-1)).exp()
+    probs = (logits / temperature).softmax(-1)
+    return winner(probs, torch.tensor([keys_of(seed, place) for place in places])), probs.amax(-1)
+
+
+def _continued(draft: Any, cache: Any, held: Any, tokens: Any, temperature: float, seed: int) -> tuple[Any, Any]:
     """Confidence (rows, DEPTH) and tokens of the draft going on from ``tokens`` (rows,), each after the first
     ``held`` + 1 tokens of the text that is in ``cache``."""
     import torch
@@ -174,9 +205,8 @@ def _continued(draft: Any, cache: Any, held: Any, tokens: Any) -> tuple[Any, Any
             use_cache=True,
         )
         logits = output.logits[:, -1].float()
-        best = logits.max(-1)
-        found.append((best.values - logits.logsumexp(-1)).exp())
-        tokens = best.indices
+        tokens, sure = _chosen(logits, (held + 2 + step).tolist(), temperature, seed)
+        found.append(sure)
         said.append(tokens)
     return torch.stack(found, 1), torch.stack(said, 1)
 
@@ -219,6 +249,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, default=bundled / "draft")
     parser.add_argument("--generations", type=int, default=200, help="answers of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=150)
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0 the kinds alone are logged")
     parser.add_argument("--rewrites", type=int, default=60, help="files of which the answer is a changed copy")
     parser.add_argument("--turns", type=int, default=40, help="tool calls in one growing conversation")
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for all cores")
@@ -233,15 +264,16 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.float32).eval()
     book = Logbook(args, target, tokenizer)
-    made = {"rewrites": rewrites, "conversation": conversation}
+    drawn = args.temperature > 0
+    made = {} if drawn else {"rewrites": rewrites, "conversation": conversation}
     for kind, texts_of in made.items():
         book.add(kind, lambda texts_of=texts_of: texts_of(target, tokenizer, args), draft)
     for kind in sorted(file.name.removesuffix(".jsonl.gz") for file in args.data.glob("*.jsonl.gz")):
         book.log(kind, kind, lambda texts: draft)
-        if kind in USELESS:
+        if kind in USELESS and not drawn:
             torch.manual_seed(0)
             book.log(f"{kind}+useless", kind, lambda texts: AutoModelForCausalLM.from_config(draft.config).eval())
-        if kind in ADAPTED:
+        if kind in ADAPTED and not drawn:
             book.log(f"{kind}+adapter", kind, lambda texts: adapted(args.draft, texts[: len(texts) // 2]))
 
 
@@ -265,7 +297,8 @@ class Logbook:
         self._keep(name, texts, model(texts))
 
     def _keep(self, name: str, texts: list[Text], draft: Any) -> None:
-        traces = self.workloads[name] = [trace_of(draft, *text) for text in texts]
+        temperature = self.args.temperature
+        traces = self.workloads[name] = [trace_of(draft, *text, temperature) for text in texts]
         save(self.args.out, self.workloads)
         rate = np.concatenate([t.accepted for t in traces]).mean()
         tokens = sum(len(t.accepted) for t in traces)
@@ -323,7 +356,8 @@ def answered(target: Any, tokenizer: Any, args: argparse.Namespace, kind: str) -
     if kept.exists():
         outputs = json.loads(kept.read_text())
     else:
-        made = dict(answers(target, prompts, args.max_new_tokens, tokenizer.pad_token_id, tokenizer.eos_token_id))
+        special = tokenizer.pad_token_id, tokenizer.eos_token_id
+        made = dict(answers(target, prompts, args.max_new_tokens, *special, args.temperature))
         outputs = [made[i] for i in range(len(prompts))]
         kept.write_text(json.dumps(outputs))
     texts = []
