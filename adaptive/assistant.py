@@ -23,7 +23,7 @@ from adaptive.control.policy import FixedLength, LengthPolicy, Scope
 from adaptive.decoding.loop import Decoding, Request, Step
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verifier import Verifier
-from adaptive.drafting.ahead import Beside, ChainAhead, TreeAhead, Worker
+from adaptive.drafting.ahead import Beside, Worker, drafts_ahead
 from adaptive.drafting.archive import History
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.protocol import Drafter
@@ -126,6 +126,7 @@ class Assistant:
         self.finish_swap()
         if self.pair.draft is None or adapter == self.adapter:
             return
+        self._worker.stop()
         steps = self.pair.draft.swap_adapter(folder)
         next(steps, None)  # the weights are still the old ones
         self._swap = adapter, steps, expected
@@ -340,6 +341,8 @@ class Assistant:
         elif conversation.draft is not None and self.pair.draft is not None:
             conversation.draft.keep_prefix_of(request.prompt)
             drafter = self._drafter(conversation.draft.sequence, self.pair.draft, sampling, processor)
+            if isinstance(drafter, Beside):
+                drafter.begin(request.prompt)
         verifier = Verifier(sampling, processor, self._generator(target.device))
         decoding = Decoding(
             request,
@@ -365,7 +368,7 @@ class Assistant:
         given = sequence, draft, self.pair.target.vocab_size, sampling, processor, self._generator(draft.device)
         if not self.drafts_ahead:
             return (TreeDrafter if self.policy.tree else ModelDrafter)(*given)
-        return Beside((TreeAhead if self.policy.tree else ChainAhead)(*given), self._worker)
+        return Beside(drafts_ahead(draft, self.policy.tree)(*given), self._worker)
 
 
 def encode_chat(pair: Pair, messages: Sequence[Message]) -> list[int]:

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from adaptive.drafting.ahead import ChainAhead, TreeAhead, Worker
+from adaptive.drafting.ahead import DraftsAhead, Worker, drafts_ahead
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.load import check_readable, load_engine
 from adaptive.engines.protocol import Engine, Sequence
@@ -77,7 +77,7 @@ class Held:
     text: list[int] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)
     used: float = 0.0
-    drafter: ChainAhead | TreeAhead | None = None
+    drafter: DraftsAhead | None = None
     drafter_of: tuple[SamplingParams, int, bool] | None = None
 
 
@@ -87,7 +87,7 @@ class Drafts:
     def __init__(self, engine: Engine, cache_bytes: int) -> None:
         self.engine = engine
         self.adapter: str | None = None
-        self.latest: ChainAhead | TreeAhead | None = None  # whose proposal was the last
+        self.latest: DraftsAhead | None = None  # whose proposal was the last
         self._cache_bytes = cache_bytes
         self._held: OrderedDict[str, Held] = OrderedDict()  # the most recently used last
         self._chance = random.SystemRandom()
@@ -159,7 +159,7 @@ class Drafts:
                 return
             self._held.popitem(last=False)
 
-    def _drafter(self, held: Held, asked: Asked) -> ChainAhead | TreeAhead:
+    def _drafter(self, held: Held, asked: Asked) -> DraftsAhead:
         """One for these parameters. What is drawn is drawn from the likeliest tokens, so that all probabilities can be
         told."""
         tree = asked.tree and self.engine.trees
@@ -168,10 +168,11 @@ class Drafts:
             params, device = asked.sampling, self.engine.device
             if not (params.greedy or params.seeded):
                 params = replace(params, top_k=min(params.top_k or TOP, TOP))
-            kind = TreeAhead if tree else ChainAhead
             generator = torch.Generator(device).manual_seed(self._chance.getrandbits(63))
             processor = LogitsProcessor(params, asked.vocab, device)
-            held.drafter = kind(held.sequence, self.engine, asked.vocab, params, processor, generator)
+            held.drafter = drafts_ahead(self.engine, tree)(
+                held.sequence, self.engine, asked.vocab, params, processor, generator
+            )
             held.drafter_of = wanted
         return held.drafter
 

@@ -11,8 +11,9 @@ from conftest import BUNDLED, Command, save_random_adapter
 from test_lossless_sampled import PARAMS, PROMPT, VOCAB, exact_distribution, models, p_value, run_loop
 
 from adaptive.assistant import Assistant
-from adaptive.control.policy import FixedLength, LengthPolicy
-from adaptive.drafting.ahead import Beside, ChainAhead, TreeAhead, Worker
+from adaptive.control.policy import Advice, FixedLength, LengthPolicy
+from adaptive.drafting import outcomes
+from adaptive.drafting.ahead import Beside, ChainAhead, GuessAhead, TreeAhead, Worker
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.hf.engine import TransformersEngine
@@ -24,7 +25,7 @@ from adaptive.types import Message, SamplingParams, StopParams
 
 assert models  # a fixture
 GREEDY, SEEDED = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, seed=3)
-KINDS: list[Any] = [ChainAhead, TreeAhead]
+KINDS: list[Any] = [ChainAhead, GuessAhead, TreeAhead]
 STREAMED = {"target": str(BUNDLED / "target"), "draft": str(BUNDLED / "draft"), "dtype": "float32", "memory": "20MB"}
 
 
@@ -90,7 +91,7 @@ def test_a_proposal_that_was_ready_is_the_one_that_would_have_been_made(
         assert proposal is not None
         fresh = drafter_of(kind, draft, params, VOCAB).drafter.propose(list(committed), 4)
         assert fresh is not None
-        if kind is ChainAhead:
+        if kind is not TreeAhead:
             assert proposal.tokens == fresh.tokens
         else:
             assert proposal.parents is not None
@@ -102,34 +103,94 @@ def test_a_proposal_that_was_ready_is_the_one_that_would_have_been_made(
         committed += [*path, *following.tokens]
         ahead.rollback(len(committed) - 1)
     assert ahead.ready > 0
-    if kind is ChainAhead:
+    if kind is GuessAhead:
         assert ahead.ready == 4  # all but the first
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_guess_leaves_nothing_behind(models: tuple[TransformersEngine, TransformersEngine], kind: Any) -> None:
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.3, seed=4)], ids=["greedy", "seed"])
+def test_whatever_the_target_says_the_next_proposal_is_the_same(
+    models: tuple[TransformersEngine, TransformersEngine], counted: None, kind: Any, params: SamplingParams
+) -> None:
+    """None, some and all of a chain stand, and then comes any token: what is proposed there is what would have been
+    proposed anyway, and ready where chains are drafted behind every outcome."""
     draft = models[1]
-    ahead = drafter_of(kind, draft, GREEDY, VOCAB)
+    ahead = drafter_of(kind, draft, params, VOCAB)
     committed = list(PROMPT)
-    for token in (0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 7):  # whatever the draft thinks of them
+    for round_, token in enumerate((0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 7)):
         proposal = ahead.propose(committed, 3)
         assert proposal is not None
-        committed.append(token)
+        stands = [] if kind is TreeAhead else proposal.tokens[: round_ % 4]
+        if kind is not TreeAhead:
+            fresh = drafter_of(kind, draft, params, VOCAB).drafter.propose(list(committed), 3)
+            assert proposal.tokens == fresh.tokens
+        committed += [*stands, token]
         ahead.rollback(len(committed) - 1)
-        known = ahead.drafter.sequence
-        logits = known.extend(committed[known.length :], 1).clone() if kind is ChainAhead else None
-        if logits is not None:
-            right = draft.sequence().extend(committed, 1)
-            assert torch.allclose(logits, right, atol=1e-5)
-            known.rollback(len(committed) - 1)
+    if kind is ChainAhead:
+        assert ahead.ready >= 8  # of 10; the rarest outcomes are left out
+
+
+@pytest.mark.parametrize("kind", [ChainAhead, TreeAhead])
+def test_what_follows_a_prompt_is_drafted_while_it_is_read(
+    models: tuple[TransformersEngine, TransformersEngine], counted: None, kind: Any
+) -> None:
+    ahead = drafter_of(kind, models[1], GREEDY, VOCAB)
+    ahead.drafter.expect(PROMPT, 4)
+    while ahead.drafter.step():
+        pass
+    ahead.rollback(len(PROMPT))
+    (token,) = drafter_of(ChainAhead, models[1], GREEDY, VOCAB).drafter.propose(list(PROMPT), 1).tokens
+    proposal = ahead.propose([*PROMPT, token], 4)
+    assert proposal is not None
+    assert ahead.ready == 1
+    if kind is ChainAhead:
+        fresh = drafter_of(ChainAhead, models[1], GREEDY, VOCAB).drafter.propose([*PROMPT, token], 4)
+        assert proposal.tokens == fresh.tokens
+
+
+class Noting:
+    """Asks another adviser, and keeps what about."""
+
+    def __init__(self, advise: Any) -> None:
+        self.advise, self.asked = advise, list[tuple[int, float]]()
+
+    def __call__(self, position: int, confidence: float) -> Advice:
+        self.asked.append((position, round(confidence, 4)))
+        return self.advise(position, confidence)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("steps", [0, 2, 3, 100])
+def test_an_adviser_is_asked_the_same_of_what_was_drafted_ahead(
+    models: tuple[TransformersEngine, TransformersEngine], steps: int
+) -> None:
+    """However much of it is there when he is asked."""
+    drafter, committed = drafter_of(ChainAhead, models[1], GREEDY, VOCAB).drafter, list(PROMPT)
+
+    def advise(position: int, confidence: float) -> Advice:
+        return Advice.LAST if position == 4 else Advice.DROP if confidence < 0.15 else Advice.MORE
+
+    for token in (3, 5, 1):
+        seen, anew = Noting(advise), Noting(advise)
+        fresh = drafter_of(ChainAhead, models[1], GREEDY, VOCAB).drafter.propose(list(committed), 6, anew)
+        proposal = drafter.propose(committed, 6, seen)
+        assert (proposal and proposal.tokens, seen.asked) == (fresh and fresh.tokens, anew.asked)
+        for _ in range(steps):
+            drafter.step()
+        committed.append(token)
+        drafter.rollback(len(committed) - 1)
 
 
 @pytest.mark.thorough(but="t1.3-ChainAhead")
 @pytest.mark.parametrize(("kind", "runs"), [(ChainAhead, 3000), (TreeAhead, 800)], ids=["ChainAhead", "TreeAhead"])
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2]], ids=["t1.3", "t0.7-top_p"])
 def test_the_whole_loop_samples_from_the_target(
-    models: tuple[TransformersEngine, TransformersEngine], kind: Any, runs: int, params: SamplingParams
+    models: tuple[TransformersEngine, TransformersEngine],
+    kind: Any,
+    runs: int,
+    params: SamplingParams,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(outcomes, "NODES", 48)  # which finds some outcomes, and misses others
     drafter = drafter_of(kind, models[1], params, VOCAB)
     counts = run_loop(models, params, 1, runs, certain=drafter)  # type: ignore[arg-type]
     assert p_value(counts, exact_distribution(models[0], params)) > 0.001

@@ -191,7 +191,9 @@ class Decoding:
             self._read(*speculative_round(self.target, None, self.verifier, self.committed, 0, clock=self.clock)[1:])
 
     def _read(self, verdict: Verdict, logits: torch.Tensor) -> None:
-        """The prompt has been computed."""
+        """The prompt has been computed, and nobody drafts ahead while rounds are not under way."""
+        if self.drafter is not None:
+            self.drafter.rollback(len(self.request.prompt))
         self._keep(verdict, logits)
         self._first = self.clock()
         self.prompt_s = self._first - self._began

@@ -3,10 +3,12 @@
 In: a proposal that was made, and time, in steps of a pass of the draft each. Out: the next proposal, as far as it is
 there when what was guessed has happened; else nothing is lost but that time.
 
-A chain goes on behind all of its tokens and a guess of the one that the target adds. A tree goes on growing, best
+Behind a chain chains are drafted, behind each of its likely outcomes (``outcomes.py``); where the draft makes no passes
+over trees, behind all of its tokens and a guess of the one that the target adds. A tree goes on growing, best
 first: what may come next is a token that the target adds behind one of its nodes, and such tokens are the next
 likeliest nodes of the same tree. What is kept is as exact as what is drafted later: chains are drawn from the
-distributions that go with them, whatever the target draws before, and nodes of a tree are not drawn at all.
+distributions that go with them, whatever the target draws before, and nodes of a tree are not drawn at all. While the
+target reads a prompt, what is likely to come first is drafted behind in the same way.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from typing import Any
 
 import torch
 
+from adaptive.control.costs import LONGEST
 from adaptive.control.policy import Adviser
 from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.outcomes import ChainAhead, rows_of, stacked
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.tree import Tree, TreeDrafter
+from adaptive.engines.protocol import Engine
 from adaptive.tokens import as_list
 
 logger = logging.getLogger("adaptive.drafting")
@@ -34,8 +39,8 @@ NODES = 512
 SIBLINGS = 64
 
 
-class ChainAhead(ModelDrafter):
-    """A model that drafts chains, and ahead in ``step``s."""
+class GuessAhead(ModelDrafter):
+    """A model that drafts chains, and ahead in ``step``s behind one guess, of any engine."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -57,8 +62,8 @@ class ChainAhead(ModelDrafter):
             more = super().propose([*committed, *tokens], length - len(tokens))
             more = None if more is None else more.closed()
             if more is not None:
-                tokens, rows = tokens + as_list(more.tokens), rows + _rows(more)
-        return self._proposed(committed, Proposal(self.name, tokens, _stacked(rows)) if tokens else None, length)
+                tokens, rows = tokens + as_list(more.tokens), rows + rows_of(more)
+        return self._proposed(committed, Proposal(self.name, tokens, stacked(rows)) if tokens else None, length)
 
     def _guessed(self, committed: list[int]) -> bool:
         """Whether the text is what was guessed."""
@@ -81,7 +86,7 @@ class ChainAhead(ModelDrafter):
         if drafted is None:
             return False
         self._ahead += as_list(drafted.tokens)
-        self._rows += _rows(drafted)
+        self._rows += rows_of(drafted)
         return len(self._ahead) <= self._most
 
     def rollback(self, length: int) -> None:
@@ -91,17 +96,6 @@ class ChainAhead(ModelDrafter):
             super().rollback(length)
 
 
-def _rows(proposal: Proposal) -> list[Any]:
-    """Its distributions, which outlast the next proposal."""
-    if proposal.probs is None:
-        return [None] * len(proposal.tokens)
-    return [torch.as_tensor(row).clone() for row in proposal.probs]
-
-
-def _stacked(rows: list[Any]) -> torch.Tensor | None:
-    return None if not rows or rows[0] is None else torch.stack(rows)
-
-
 class TreeAhead(TreeDrafter):
     """A model that drafts trees, and ahead in ``step``s."""
 
@@ -109,11 +103,17 @@ class TreeAhead(TreeDrafter):
         super().__init__(*given, **named)
         self._tree: Tree | None = None  # of the last proposal, grown since
         self._text: list[int] = []  # behind which it stands
+        self._expects = False  # the target reads that text, and nothing is known of what follows
+
+    def expect(self, text: list[int], most: int) -> None:
+        """The target reads ``text``: what comes next can be drafted meanwhile."""
+        fits = len(text) < self.engine.context_length
+        self._tree, self._text, self._expects = None, list(text), fits and not self._adjusts
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
         """As of a model that drafts trees, of which a part may be there."""
         known = self._continued(committed, length)
-        self._tree = None
+        self._tree, self._expects = None, False
         if self._adjusts:
             return super().propose(committed, length, advise)
         tree = self._grown(committed, length, known)
@@ -137,6 +137,13 @@ class TreeAhead(TreeDrafter):
     def step(self) -> bool:
         """Ask the draft about the likeliest nodes that it was not asked about; whether there are more."""
         tree, self._tree = self._tree, None  # where this fails, nobody goes on with it
+        if self._expects:
+            self._expects, tree = False, Tree(NODES)
+            self.sequence.rollback(min(self.sequence.length, len(self._text) - 1))
+            logits = self.sequence.extend(self._unseen(self._text), 1)
+            tree.add(torch.tensor([-1]), *self._likeliest(logits, SIBLINGS), torch.zeros(1))
+            self._tree = tree
+            return True
         if tree is None:
             return False
         tree.widen(NODES)
@@ -150,8 +157,18 @@ class TreeAhead(TreeDrafter):
     def rollback(self, length: int) -> None:
         """What stands of the tree is seen when the next proposal is asked for."""
         if self._tree is None or length < len(self._text):
-            self._tree = None
+            self._tree, self._expects = None, False
             super().rollback(length)
+
+
+DraftsAhead = ChainAhead | GuessAhead | TreeAhead
+
+
+def drafts_ahead(engine: Engine, tree: bool) -> type[DraftsAhead]:
+    """The drafter that drafts ahead with this engine, trees or chains."""
+    if tree:
+        return TreeAhead
+    return ChainAhead if engine.trees else GuessAhead
 
 
 class Worker:
@@ -203,7 +220,7 @@ class Beside:
     ``waited_s`` and ``ahead_s`` are seconds that proposals were waited for, and that was drafted meanwhile.
     """
 
-    def __init__(self, drafter: ChainAhead | TreeAhead, worker: Worker) -> None:
+    def __init__(self, drafter: DraftsAhead, worker: Worker) -> None:
         self.drafter, self.worker, self.name = drafter, worker, drafter.name
         self.waited_s = self.ahead_s = 0.0
 
@@ -213,6 +230,13 @@ class Beside:
         spent = self.waited_s + self.ahead_s
         share = f", {self.ahead_s / spent:.0%} of it while the target verified" if spent else ""
         return f"drafting took {spent:.1f} s{share}"
+
+    def begin(self, prompt: list[int]) -> None:
+        """Draft while the target reads the prompt."""
+        if not isinstance(self.drafter, GuessAhead):
+            self.worker.stop()
+            self.drafter.expect(prompt, LONGEST)
+            self.worker.go_on(self._step)
 
     def limit(self, committed: int) -> int:
         """As of the drafter."""

@@ -1,0 +1,263 @@
+"""Drafting chains ahead: behind every likely outcome of a verification, the likeliest first.
+
+While the target verifies a chain, what comes of it is that some of its tokens stand and another one follows. Such an
+outcome has a probability: a token stands as often as tokens of its confidence did (``control/confidence.py``), and
+where it does not, another of the draft's likely tokens comes. Behind each outcome the draft makes the chain that it
+would propose there, for several of them in one pass a token: they are a tree in its cache, of which the path that
+happened is kept.
+
+Nothing of that shows in the text. A chain is drawn from the distributions that go with it, before anybody knows whether
+it will be asked for, and which outcomes are drafted behind does not depend on what is drawn there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from adaptive.control.confidence import Calibration, bin_of
+from adaptive.control.policy import Advice, Adviser
+from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.proposal import Proposal
+from adaptive.sampling import Transform
+from adaptive.tokens import as_array, as_list
+
+# Outcomes that are drafted behind in one pass; tokens that are looked at in one place. More in a pass take less time
+# each, and keep whoever wants the next proposal waiting for longer; fewer tokens miss more of what the target says.
+WIDTH, SIBLINGS = 16, 128
+# The probability of all outcomes together that are drafted behind, and tokens drafted behind one verification, at most.
+# More find the rarer ones, and take memory and time of the processors.
+COVERED, NODES = 0.999, 1024
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """So many tokens of a chain ``stood`` and ``token`` came behind them: how likely that is, and what was drafted
+    behind it, of each token how sure the draft was and what it was drawn from. ``last``: the node in the draft's cache
+    behind which the next one comes; ``first``: that of ``token``."""
+
+    stood: int
+    token: int
+    likely: float
+    last: int
+    first: int = -1
+    tokens: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+
+
+class ChainAhead(ModelDrafter):
+    """A model that drafts chains, and ahead in ``step``s, of an engine that makes passes over trees."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._own = Transform(self.params)  # the verifier reads what the usual one gave
+        self._calibration = Calibration()
+        self._text: list[int] = []  # behind which the last proposal stands, and its tokens
+        self._chain: list[int] = []
+        self._most = 0  # tokens that are drafted ahead behind an outcome
+        self._begun: int | None = None  # once outcomes are known, how many tokens of the text stand
+        self._bins: list[int] = []  # of the confidence in each token of the chain
+        self._found: dict[tuple[int, int], Outcome] = {}
+        self._ahead: list[Outcome] = []  # those that nothing is drafted behind yet, the likeliest last
+        self._group: list[Outcome] = []  # those that are drafted behind now
+        self._nodes = 0
+
+    def expect(self, text: list[int], most: int) -> None:
+        """The target reads ``text``: what comes next is an outcome too, behind which ``most`` tokens are drafted."""
+        self._forget()
+        self._text, self._chain, self._most = list(text), [], 0 if self._adjusts else most
+
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        """As of a model, of which the beginning may be there. Nothing is drafted ahead where logits change with the
+        text: the verifier needs what changes them at the same time."""
+        outcome = self._happened(committed)
+        self._forget()
+        if self._adjusts:
+            self._most = 0
+            return super().propose(committed, length, advise)
+        tokens, rows, ended = ([], [], False) if outcome is None else _used(outcome, length, advise)
+        if not ended and len(tokens) < length:
+            behind = advise if advise is None or not tokens else _Behind(advise, len(tokens))
+            more = self.go_on(committed, tokens, length - len(tokens), behind)
+            more = None if more is None else more.closed()
+            if more is not None:
+                tokens, rows = tokens + as_list(more.tokens), rows + rows_of(more)
+        self._text, self._chain, self._most = list(committed), tokens, length
+        return Proposal(self.name, tokens, stacked(rows)) if tokens else None
+
+    def _happened(self, committed: list[int]) -> Outcome | None:
+        """What came of the last proposal, if that was drafted behind; the cache keeps what is known of the text."""
+        held = len(self._text)
+        if self._begun is None or self.sequence.length != held or committed[:held] != self._text:
+            return None
+        said = committed[held:]
+        pairs = enumerate(zip(said[:-1], self._chain, strict=False))
+        stood = next((i for i, (a, b) in pairs if a != b), min(len(said) - 1, len(self._chain)))
+        if stood < 0:
+            return None
+        self._calibration.observe(self._bins, len(self._chain), stood)
+        self._calibration.calibrate()
+        outcome = self._found.get((stood, said[stood])) if len(said) == stood + 1 else None
+        if outcome is not None and not outcome.tokens:
+            outcome = None
+        path = [*range(stood), *([] if outcome is None else [outcome.first])]
+        if path:
+            self.sequence.keep(path)
+        return outcome
+
+    def _forget(self) -> None:
+        self._begun = None
+        self._found, self._ahead, self._group = {}, [], []
+
+    def step(self) -> bool:
+        """Draft one token more behind some outcomes, after finding out which there are; whether there is more to do."""
+        if not self._most:
+            return False
+        begun, self._begun = self._begun, None  # where this fails, nobody goes on with it
+        if begun is None:
+            if not self._begin():
+                return False
+        else:
+            self._grow()
+        self._begun = len(self._text) if begun is None else begun
+        if self._group and len(self._group[0].tokens) < self._most:
+            return True
+        room = self.engine.context_length - len(self._text)
+        count = min(WIDTH, room, (NODES - self._nodes) // self._most, len(self._ahead))
+        self._group = [self._ahead.pop() for _ in range(count)]
+        return count > 0
+
+    def _begin(self) -> bool:
+        """Have the draft read what it has not, and find the outcomes. False where there is no room for them."""
+        text, chain = self._text, self._chain
+        self._most = min(self._most, self.engine.context_length - len(text) - len(chain) - 1)
+        if self._most < 1:
+            self._most = 0
+            return False
+        self.sequence.rollback(min(self.sequence.length, len(text) - 1))
+        rows = [self._probabilities(self.sequence.extend(self._unseen(text), 1))]
+        if chain:
+            known = self.engine.vocab_size - 1
+            fed = [min(token, known) for token in chain]
+            rows.append(self._probabilities(self.sequence.extend(fed, len(fed), list(range(-1, len(fed) - 1)))))
+        self._nodes = len(chain)
+        self._found = {(one.stood, one.token): one for one in self._outcomes(torch.cat(rows))}
+        self._ahead = [*self._found.values()][::-1]
+        return True
+
+    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of logits (n, vocab), on the processor."""
+        logits = logits[:, : self.target_vocab]
+        if self.params.greedy:
+            return logits.float().softmax(-1).cpu()
+        return self._own(logits).clone().cpu()
+
+    def _outcomes(self, rows: torch.Tensor) -> list[Outcome]:
+        """The likeliest, in order, from the distributions (chain + 1, vocab) of the tokens of the chain and the one
+        behind it."""
+        chain, table = self._chain, self._calibration.table
+        self._bins = [bin_of(sure) for sure in rows[: len(chain)].amax(-1).tolist()]
+        found, there = list[Outcome](), 1.0
+        most = rows.topk(min(SIBLINGS, rows.shape[1]), -1)
+        for stood, (shares, tokens) in enumerate(zip(most.values.tolist(), most.indices.tolist(), strict=True)):
+            behind, stands, own = there, 0.0, -1
+            if stood < len(chain):
+                own, stands = chain[stood], table[self._bins[stood]]
+                behind *= (1 - stands) / max(1 - float(rows[stood, own]), 1e-9)
+            found += [
+                Outcome(stood, token, behind * share, stood - 1)
+                for share, token in zip(shares, tokens, strict=True)
+                if token != own and share > 0
+            ]
+            there *= stands
+        found.sort(key=lambda one: -one.likely)
+        covered = 0.0
+        for count, one in enumerate(found, 1):
+            covered += one.likely
+            if covered >= COVERED:
+                return found[:count]
+        return found
+
+    def _grow(self) -> None:
+        """One token more behind each outcome of the group."""
+        group, known = self._group, self.engine.vocab_size - 1
+        if not group:
+            return
+        fed = [min(one.tokens[-1] if one.tokens else one.token, known) for one in group]
+        logits = self.sequence.extend(fed, len(fed), [one.last for one in group])
+        for one in group:
+            one.last, self._nodes = self._nodes, self._nodes + 1
+            if one.first < 0:
+                one.first = one.last
+        logits = logits[:, : self.target_vocab]
+        if self.params.greedy:
+            best = logits.float().softmax(-1).max(-1)
+            for one, share, token in zip(group, best.values.tolist(), best.indices.tolist(), strict=True):
+                one.tokens.append(token)
+                one.sure.append(share)
+            return
+        probs = self._own(logits)
+        arrays, sure = as_array(probs), probs.amax(-1).tolist()
+        for index, one in enumerate(group):
+            row = slice(index, index + 1)
+            place = len(self._text) + one.stood + 1 + len(one.tokens)
+            token = self._draw(probs[row], None if arrays is None else arrays[row], place)
+            one.tokens += as_list(token)
+            one.sure.append(sure[index])
+            one.rows.append(None if self.params.seeded else probs[index].clone())
+
+    def catch_up(self, committed: int) -> int:
+        """What the cache will hold once the next proposal is asked for counts as held."""
+        return committed - 1 - max(self.sequence.length, self._begun or 0)
+
+    def feed(self, committed: list[int], most: int) -> None:
+        """See ``ModelDrafter``."""
+        self._forget()
+        super().feed(committed, most)
+
+    def rollback(self, length: int) -> None:
+        """What stands is seen when the next proposal is asked for."""
+        if self._begun is not None and length >= len(self._text):
+            self._begun = length
+            return
+        self._forget()
+        self._most = 0
+        super().rollback(length)
+
+
+class _Behind:
+    """An adviser who is asked about tokens behind so many others."""
+
+    def __init__(self, advise: Adviser, before: int) -> None:
+        self.advise, self.before = advise, before
+
+    def __call__(self, position: int, confidence: float) -> Advice:
+        return self.advise(position + self.before, confidence)
+
+
+def _used(outcome: Outcome, length: int, advise: Adviser | None) -> tuple[list[int], list[Any], bool]:
+    """What was drafted behind it, as far as the adviser lets it, and whether he ended it."""
+    most = min(length, len(outcome.tokens))
+    if advise is None:
+        return outcome.tokens[:most], outcome.rows[:most], False
+    for count in range(most):
+        advice = advise(count + 1, outcome.sure[count])
+        if advice is not Advice.MORE:
+            kept = count + (advice is Advice.LAST)
+            return outcome.tokens[:kept], outcome.rows[:kept], True
+    return outcome.tokens[:most], outcome.rows[:most], False
+
+
+def rows_of(proposal: Proposal) -> list[Any]:
+    """Its distributions, which outlast the next proposal."""
+    if proposal.probs is None:
+        return [None] * len(proposal.tokens)
+    return [torch.as_tensor(row).clone() for row in proposal.probs]
+
+
+def stacked(rows: list[Any]) -> torch.Tensor | None:
+    """The distributions of a chain, None where nothing was drawn."""
+    return None if not rows or rows[0] is None else torch.stack(rows)
