@@ -108,6 +108,7 @@ class GoodputWithHistory(GoodputLength):
         self.after: bool | None = None  # the last of those that it was told of, in this answer
         self.together, self.looks_together = Ahead(), Looks()  # of rounds that answers share, in plain rounds; of looks
         self.room = 0  # tokens that the draft could be asked for when ``next_length`` was
+        self.token_worth: float | None = None  # a token's time behind the model's rounds, in plain rounds
         self.read: list[tuple[list[int], Round]] = []  # how sure the draft was behind history, and what became of it
         self.stopping_behind: Stopping | None = None
         # Of the round that ``lead`` was asked of last: whether something was found for it; the rate otherwise, and what
@@ -256,7 +257,9 @@ class GoodputWithHistory(GoodputLength):
 
     def _worth(self, likely: float, said: int) -> float:
         # By what was said: confidence that is calibrated on all rounds expects too much of those left to the model.
-        return 1.0 + (said - 1) / (self._rate_behind(False) * self.plain_s)
+        if self.token_worth is None:  # the same for all rounds that are learned from together
+            self.token_worth = 1.0 / (self._rate_behind(False) * self.plain_s)
+        return 1.0 + (said - 1) * self.token_worth
 
     def _most_budget(self) -> float:
         return BUDGET * self.ahead.share_left(self.plain_s / self.costs.speed)
@@ -385,10 +388,11 @@ class GoodputWithHistory(GoodputLength):
 
     def _tell(self) -> None:
         """Tell ``ahead`` of the rounds that have ended. Not after each: several one after the other take less."""
-        untold, self.untold = self.untold, []
+        if not self.untold:
+            return
+        untold, self.untold, speed = self.untold, [], self.costs.speed
         for timed, found in untold:
-            seconds = self._believed(timed) / self.costs.speed
-            self.ahead.observe(found, 1 + timed.outcome.accepted, seconds, self.after)
+            self.ahead.observe(found, 1 + timed.outcome.accepted, self._believed(timed) / speed, self.after)
             self.after = found
 
     def among(self, scope: Scope) -> Beside:
@@ -407,6 +411,7 @@ class GoodputWithHistory(GoodputLength):
                 self.calibration.observe(bins, outcome.drafted, outcome.accepted)
             self.calibration.calibrate()
         self.read = []
+        self.token_worth = None
         super().settle()
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:

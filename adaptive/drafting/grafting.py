@@ -29,6 +29,9 @@ class Grafting:
         self._singly = model is not None and model.name != MODEL  # a head
         self._lead, self._reach, self._limit = Lead(0, 0), list[float](), 0
         self._rests = 0  # rounds for which nothing is to be looked for
+        # Seconds that the looks for this round took, before it and behind its draft.
+        self._look_s: float | None = None
+        self._look_behind_s: float | None = None
 
     def plan(self, committed: list[int], length: int, limit: int) -> int | None:
         """Look for what may follow ``committed``, and decide who begins the next round, where the draft was to have
@@ -43,7 +46,7 @@ class Grafting:
             began = policy.clock()
             self._reach = history.look(committed)
             lead = policy.lead(self._reach, length, limit, self._singly)
-            policy.look_took(policy.clock() - began)
+            self._look_s = policy.clock() - began
         elif length and policy.worth_looking(behind=True):
             self._reach = history.look_away()
             lead = policy.lead(self._reach, length, limit, self._singly)
@@ -102,12 +105,25 @@ class Grafting:
         if not policy.tail_may_pay(drafted, sure):
             return draft
         most = policy.tail(drafted, sure, self.history.look_behind(committed, tokens), room)
-        policy.look_took(policy.clock() - began, behind=True)
+        self._look_behind_s = policy.clock() - began
         return grafted(draft, self.history.propose_behind(most)) if most else draft
 
     def observe(self, outcome: Round, said: list[int]) -> None:
-        """The round has ended, and committed the tokens ``said``."""
+        """The round has ended, and committed the tokens ``said``. To learn from what was found is a part of what its
+        look takes."""
+        policy, before_s, behind_s = self.policy, self._look_s, self._look_behind_s
+        if before_s is None and behind_s is None:
+            self.history.observe(said)
+            return
+        self._look_s = self._look_behind_s = None
+        began = policy.clock()
         self.history.observe(said)
+        learned_s = policy.clock() - began
+        if before_s is not None:
+            policy.look_took(before_s + learned_s)
+            learned_s = 0.0
+        if behind_s is not None:
+            policy.look_took(behind_s + learned_s, behind=True)
 
     def limit(self, committed: int) -> int:
         """As of the model."""
