@@ -12,7 +12,7 @@ from __future__ import annotations
 STEP = 0.05
 # Share of the time that looks may take which save less than they take. More loses more where nothing repeats itself,
 # less is later to find what does.
-SHARE = 0.002
+SHARE = 0.001
 # Seconds that a look is believed to take at first, and to save: every round looks until some were in vain. How many
 # times what is believed one may have taken: a thread that stood still says nothing.
 USUAL_S, HOPED_S, MOST = 30e-6, 300e-6, 4.0
