@@ -20,10 +20,12 @@ from adaptive.sampling import transform_logits
 from adaptive.types import Generation, SamplingParams
 from checkpoints.store import AdapterStore
 from trainers.dataset import examples, read_log, split
+from trainers.fit import fit
 from trainers.heads import head_losses, replay_head
 from trainers.recipe import Recipe
 from trainers.replay import acceptance_rate, mean_acceptance_length
 from trainers.run import distill
+from trainers.start import start_from
 
 SHORT = Recipe(epochs=6, evaluations=4, learning_rate=1e-2, batch=16)
 
@@ -99,6 +101,23 @@ def test_a_head_that_was_given_is_what_is_judged_against_and_gone_on_from(
     before, after = outcome.manifest.recent.acceptance_before.mean, outcome.manifest.recent.acceptance_after.mean
     assert before > 0.01
     assert after == pytest.approx(before, abs=0.02)
+
+
+def test_before_its_first_step_a_head_says_what_follows_from_token_and_state(
+    tmp_path: Path, spoken: list[Generation]
+) -> None:
+    spool, head = keep(tmp_path, spoken), new_head(tmp_path)
+    known = [e for e in examples(read_log(tmp_path / "records.db", 1000), 64, spool) if e.replayable]
+    said, others = known[:70], known[70:]
+    before = acceptance_rate(replay_head(head, others, 4))
+    start_from(head, said)
+    by_step = np.concatenate([one.acceptance for one in replay_head(head, others, 4)], axis=1).mean(1)
+    assert by_step.min() > before + 0.1, "it drafts at every step what it did not know"
+    assert not head.fresh
+    started = head.own()["fuse.weight"].clone()
+    result = fit(head, said, lambda: 1.0, Recipe(epochs=0.01, evaluations=1, learning_rate=1e-9))
+    assert result.steps == 1
+    torch.testing.assert_close(head.own()["fuse.weight"], started, msg="what has started does not start again")
 
 
 def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, spoken: list[Generation]) -> None:

@@ -85,10 +85,12 @@ def fit(
     weights = [p for p in student.module.parameters() if p.requires_grad]
     rate = recipe.learning_rate or student.learning_rate()
     optimizer = torch.optim.AdamW(_groups(student.module, recipe), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    now = state.load(weights, optimizer) if state else None
-    now = now or Standing(next_evaluation=1 / recipe.evaluations)
+    begun = state.load(weights, optimizer) if state else None
+    now = begun or Standing(next_evaluation=1 / recipe.evaluations)
     clock, stopped = _Clock(recipe, _steps(len(train), recipe), now), False
     try:
+        if begun is None:
+            student.begin(train, stop)
         for batch in islice(_batches(train, recipe), now.step, None):
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["factor"] * _schedule(clock.share)

@@ -23,6 +23,7 @@ from trainers.lora import AdapterState, default_learning_rate, width_of
 from trainers.per_position import position_losses
 from trainers.recipe import Recipe
 from trainers.replay import Replay, replay
+from trainers.start import start_from
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -40,6 +41,9 @@ class Student(Protocol):
 
     def learning_rate(self) -> float:
         """The peak that suits its size."""
+
+    def begin(self, train: Sequence[Example], should_stop: ShouldStop) -> None:
+        """Before the first step of a run, which is to learn from ``train``. Raises ``Stopped``."""
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
         """Groups of a batch that fit into one pass each."""
@@ -74,6 +78,9 @@ class Draft:
     def learning_rate(self) -> float:
         """See the protocol."""
         return default_learning_rate(width_of(self.model))
+
+    def begin(self, train: Sequence[Example], should_stop: ShouldStop) -> None:
+        """See the protocol. What it is to begin from is there."""
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
         """See the protocol."""
@@ -119,6 +126,11 @@ class HeadStudent:
     def learning_rate(self) -> float:
         """See the protocol."""
         return float(self.RATE * (self.AT / self.head.width) ** 0.78)
+
+    def begin(self, train: Sequence[Example], should_stop: ShouldStop) -> None:
+        """See the protocol."""
+        if self.head.fresh:
+            start_from(self.head, train, should_stop)
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
         """See the protocol."""

@@ -68,6 +68,7 @@ class Head(nn.Module):
         self.feature_norm = nn.RMSNorm(self.width, eps=eps, dtype=dtype, device=device)
         self.fuse = nn.Linear(2 * self.width, self.width, bias=False, dtype=dtype, device=device)
         self.came_from: Path | None = None  # the folder that it was read from
+        self.fresh = True  # as ``reset`` leaves it
         self._first = parts.layer
         self.reset()
 
@@ -161,6 +162,7 @@ class Head(nn.Module):
         with torch.no_grad():
             self.fuse.weight.zero_()
             self.fuse.weight[:, self.width :].fill_diagonal_(1.0)
+        self.fresh = True
 
     def own(self) -> dict[str, torch.Tensor]:
         """Its own tensors, by their names in a file; they share its memory."""
@@ -175,6 +177,7 @@ class Head(nn.Module):
         with torch.no_grad():
             for name, tensor in self.own().items():
                 tensor.copy_(tensors[name])
+        self.fresh = False
 
     def check(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raise AdaptiveError where ``put`` would."""
