@@ -306,9 +306,7 @@ class Assistant:
         if self.history is not None and decoding.history is not None:
             self.history.release(decoding.history)
         if answering.record and decoding.output and self.log is not None:
-            draft = self.pair.draft
-            learns = isinstance(draft, ReadsFeatures) and draft.learns
-            features = answering.features() if learns else None
+            features = answering.features() if isinstance(self.pair.draft, ReadsFeatures) else None
             self.log.write(answering.generation(self.pair.target.name), features)
 
     def _end_set(self, stop: StopParams) -> frozenset[int]:

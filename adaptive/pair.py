@@ -30,7 +30,7 @@ from adaptive.engines.load import (
     weight_bytes,
     weights_progress,
 )
-from adaptive.engines.load_head import load_head
+from adaptive.engines.load_head import head_for_training, load_head
 from adaptive.engines.threads import ThreadChoice
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.hub import hub_folder
@@ -42,6 +42,7 @@ from checkpoints.manifest import BaseDraft
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from adaptive.engines.head.foreign import ForeignHead
     from adaptive.engines.head.module import Head
     from adaptive.engines.protocol import Engine
 
@@ -163,8 +164,7 @@ def trained_draft(settings: Settings) -> Source | None:
     """The checkpoint that training starts from and adapters belong to: the draft, or what stands for a GGUF draft. A
     head grows from its target (``grows_on``).
 
-    None without a draft, for a GGUF draft without ``draft_checkpoint``, and for a head that came from elsewhere. Raises
-    AdaptiveError as ``sources``.
+    None without a draft, and for a GGUF draft without ``draft_checkpoint``. Raises AdaptiveError as ``sources``.
     """
     return _trained(sources(settings)[1], settings)
 
@@ -177,7 +177,7 @@ def _trained(draft: Source | None, settings: Settings) -> Source | None:
                 f"--draft-checkpoint {name} goes with a GGUF draft, and the draft is "
                 f"{f'the checkpoint {draft.id} itself' if draft else 'none'}; leave it out"
             )
-        return None if draft is not None and draft.head not in (None, HeadKind.GROWN) else draft
+        return draft
     if name is None:
         return None
     if is_gguf_name(name):
@@ -415,14 +415,10 @@ def _check_checkpoint(settings: Settings, identity: PairIdentity, engine: Engine
         seen.touch()
 
 
-def load_draft_for_training(settings: Settings) -> PreTrainedModel | Head:
+def load_draft_for_training(settings: Settings) -> PreTrainedModel | Head | ForeignHead:
     """A fresh float32 copy of the draft, unquantised, on the device it decodes on; of a head and its target's embedding
     and vocabulary projection, without the target's other weights."""
-    from torch import float32
-
     from adaptive.devices import choose_device
-    from adaptive.engines.head.module import Head
-    from adaptive.engines.head.parts import parts_of_folder
 
     elsewhere = untrained(settings)
     if elsewhere is not None:
@@ -430,12 +426,8 @@ def load_draft_for_training(settings: Settings) -> PreTrainedModel | Head:
     draft, grown = trained_draft(settings), grows_on(settings)
     device = settings.draft_device or settings.device
     if grown is not None or (draft is not None and draft.head):
-        parts = parts_of_folder(sources(settings)[0].folder, settings.trust_remote_code)
-        full = Head(parts, float32) if draft is None else Head.read(draft.folder, parts, float32)
+        full = head_for_training(draft, sources(settings)[0].folder, settings.trust_remote_code)
         return full.to(choose_device(device))
-    came = sources(settings)[1]
-    if draft is None and came is not None and came.head is not None:
-        raise AdaptiveError(f"{came.head.words} drafts as it came and is not trained; name another draft")
     if draft is None and settings.draft not in (None, PLAIN):
         raise AdaptiveError(
             f"draft {settings.draft} is a GGUF file, which cannot be trained; name the Hugging Face checkpoint it was "

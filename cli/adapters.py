@@ -173,7 +173,7 @@ def export(
     if format_ == "speculators":
         from cli.export import export_speculators
 
-        export_speculators(settings, name, folder, force)
+        export_speculators(settings, None if name == "draft" else _lora(settings, name), folder, force)
         return
     store = open_store(settings)
     manifest = store.verify(_resolve(store, name))
@@ -193,6 +193,19 @@ def export(
     elif merged is not None:
         write_merged(settings, store.path(manifest.id), manifest, merged, force)
         typer.echo(f"the draft with adapter {manifest.id} is in {merged}; use it with --draft {merged}")
+
+
+def _lora(settings: Settings, name: str) -> Path:
+    """The folder of a LoRA adapter, whole and of the draft that the settings name. Raises AdaptiveError."""
+    store = open_store(settings)
+    manifest = store.verify(_resolve(store, name))
+    if manifest.kind == "head":
+        raise AdaptiveError(
+            f"adapter {manifest.id} is a head grown here, which has no place in speculators' format, since its layer "
+            f"reads one fused input; export it as a folder (`adapters export {name} FOLDER`), which --draft takes"
+        )
+    base_of(settings, manifest)
+    return store.path(manifest.id)
 
 
 def open_store(settings: Settings) -> AdapterStore:
@@ -215,7 +228,7 @@ def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destinat
     from checkpoints.folder import check_destination
 
     check_destination(destination, force)
-    source = base_of(settings, manifest)
+    source = model_of(settings, manifest)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from adaptive.engines.hf.lora import MergedAdapter
@@ -236,9 +249,9 @@ def base_of(settings: Settings, manifest: Manifest) -> Source:
     Raises AdaptiveError where that is not there any more, or holds other weights.
     """
     from adaptive.engines.identity import weights_hash
-    from adaptive.pair import sources, trained_draft
+    from adaptive.pair import MTP, sources, trained_draft
 
-    named = trained_draft(settings) if settings.draft is not None else None
+    named = trained_draft(settings) if settings.draft is not None or manifest.base.id == MTP else None
     if named is None:
         here = {"target": manifest.base.id, "draft": None, "draft_checkpoint": None}
         named = sources(settings.model_copy(update=here))[0]
@@ -248,6 +261,17 @@ def base_of(settings: Settings, manifest: Manifest) -> Source:
             "name that checkpoint with --draft"
         )
     return named
+
+
+def model_of(settings: Settings, manifest: Manifest) -> Source:
+    """``base_of``, where that is a model by itself. Raises AdaptiveError."""
+    source = base_of(settings, manifest)
+    if source.head is not None:
+        raise AdaptiveError(
+            f"adapter {manifest.id} is for {source.head.words}, which is no model by itself; --format speculators "
+            "writes an EAGLE-3 head with its adapter"
+        )
+    return source
 
 
 def _export_gguf(
@@ -265,7 +289,7 @@ def _export_gguf(
     destination = file or merged
     assert destination is not None
     check_free(destination, force)
-    source = base_of(settings, manifest)
+    source = model_of(settings, manifest)
     if merged is not None:
         write_checkpoint(source, adapter, merged, encoding, settings)
         typer.echo(f"the draft with adapter {manifest.id} is in {merged}; with llama.cpp's server:")

@@ -85,7 +85,7 @@ class Chat:
             drafting = "no draft model: plain decoding"
         elif growing(pair):
             drafting = "plain decoding, until a head has been grown from what is said"
-        elif isinstance(pair.draft, ReadsFeatures) and not pair.draft.learns:
+        elif isinstance(pair.draft, ReadsFeatures) and assistant.adapter is None:
             drafting = f"drafted by {pair.draft.words}"
         self.console.print(titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))
         if self.talk.turns:

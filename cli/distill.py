@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel
 
+    from adaptive.engines.head.foreign import ForeignHead
     from adaptive.engines.head.module import Head
     from adaptive.settings import Settings
     from checkpoints.manifest import HeldOut, Interval
@@ -186,8 +187,8 @@ def run(
             )
 
 
-def _rivals(recipe: Recipe, draft: PreTrainedModel | Head) -> tuple[Recipe, ...]:
-    """What else is tried: of a head only another loss, since all of it learns, from where it stands."""
+def _rivals(recipe: Recipe, draft: PreTrainedModel | Head | ForeignHead) -> tuple[Recipe, ...]:
+    """What else is tried: of a head that is grown only another loss, since all of it learns, from where it stands."""
     from adaptive.engines.head.module import Head
     from trainers.lora import width_of
 

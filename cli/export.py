@@ -119,31 +119,28 @@ def _mover(progress: object, task: object) -> Callable[[float], None]:
     return lambda share: progress.update(task, completed=share)  # type: ignore[attr-defined, no-any-return]
 
 
-def export_speculators(settings: Settings, name: str, folder: Path | None, force: bool) -> None:
-    """Write the EAGLE-3 head of --draft as the speculators library writes them, and say what to type for vLLM.
+def export_speculators(settings: Settings, adapter: Path | None, folder: Path | None, force: bool) -> None:
+    """Write the EAGLE-3 head of --draft, with ``adapter`` merged into it if there is one, as the speculators library
+    writes them, and say what to type for vLLM.
 
-    Raises AdaptiveError for anything else that might be exported: that format has no layout for it.
+    Raises AdaptiveError for any other draft: that format has no layout for it.
     """
     from adaptive.engines.head.kinds import HeadKind
     from adaptive.engines.head.speculators import write_speculators
     from adaptive.pair import sources
     from checkpoints.folder import check_destination
 
-    if name != "draft":
-        raise AdaptiveError(
-            "--format speculators writes the EAGLE-3 head that --draft names (`adapters export draft FOLDER`); a LoRA "
-            "adapter has no place in that format, nor has a head grown here, whose layer reads one fused input"
-        )
     if folder is None:
-        raise AdaptiveError("--format speculators writes a head's folder: `adapters export draft FOLDER`")
+        raise AdaptiveError("--format speculators writes a head's folder: `adapters export ID FOLDER`")
     target, draft = sources(settings)
     if draft is None or draft.head is not HeadKind.EAGLE3:
         what = "none" if draft is None else draft.id if draft.head is None else draft.head.words
         raise AdaptiveError(
-            f"--format speculators writes an EAGLE-3 head, and the draft is {what}; name one with --draft"
+            f"--format speculators writes an EAGLE-3 head, and the draft is {what}; name one with --draft (a head that "
+            "is grown here has no place in that format, since its layer reads one fused input)"
         )
     check_destination(folder, force)
-    write_speculators(draft.folder, target.folder, target.id, folder)
+    write_speculators(draft.folder, target.folder, target.id, folder, adapter)
     said = json.dumps({"model": str(folder), "method": "eagle3", "num_speculative_tokens": 3})
-    typer.echo(f"the head {draft.id} is in {folder}; with vLLM:")
+    typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {folder}; with vLLM:")
     typer.echo(f"vllm serve {target.id} --speculative-config '{said}'")

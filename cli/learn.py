@@ -61,12 +61,18 @@ def learn(
 
     show_log()
 
-    from adaptive.pair import pair_identity
+    from adaptive.pair import pair_identity, sources
     from adaptive.state import open_state
     from adaptive.upstream import server
     from cli.state import show_migrations
 
     url, kind = server.checked_url(upstream), server.checked_kind(engine)
+    draft = sources(settings)[1]
+    if draft is not None and draft.head is not None:
+        raise AdaptiveError(
+            f"the draft is {draft.head.words}, which learns from the target's hidden states, and a server does not say "
+            "them; name a draft model with --draft"
+        )
     show_migrations()
     state = open_state(settings.state_dir, pair_identity(settings).id)
     server.learn(settings, state, url, kind, connections)

@@ -203,7 +203,7 @@ def _export(
 ) -> Path:
     """The draft with the adapter in its weights, as the server reads it; written once for each adapter."""
     from adaptive.upstream.publishing import takes_gguf
-    from cli.adapters import base_of, write_merged
+    from cli.adapters import model_of, write_merged
     from cli.export import write_checkpoint
 
     name = f"draft-{manifest.id}-{encoding}.gguf" if takes_gguf(kind) else f"draft-{manifest.id}"
@@ -216,7 +216,7 @@ def _export(
         part.unlink(missing_ok=True)
         adapter = store.path(manifest.id)
         if takes_gguf(kind):
-            write_checkpoint(base_of(settings, manifest), adapter, part, encoding, settings)
+            write_checkpoint(model_of(settings, manifest), adapter, part, encoding, settings)
         else:
             write_merged(settings, adapter, manifest, part, force=False)
         os.replace(part, path)
@@ -240,12 +240,12 @@ def _replay(
     from adaptive.engines.hf.lora import MergedAdapter
     from adaptive.pair import load_tokenizer
     from adaptive.upstream.lengths import LONGEST
-    from cli.adapters import base_of
+    from cli.adapters import model_of
     from cli.answered import answered_examples
     from trainers.replay import mean_acceptance_length, replay
 
     model = AutoModelForCausalLM.from_pretrained(
-        base_of(settings, manifest).folder, dtype="float32", trust_remote_code=settings.trust_remote_code
+        model_of(settings, manifest).folder, dtype="float32", trust_remote_code=settings.trust_remote_code
     )
     MergedAdapter(model).apply(store.path(manifest.id))
     replays = replay(model, sample)

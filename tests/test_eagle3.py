@@ -25,7 +25,7 @@ from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.engines.load import forward_of
 from adaptive.engines.protocol import sequences
 from adaptive.errors import AdaptiveError
-from adaptive.pair import Pair, load_draft_for_training, load_pair, pair_identity
+from adaptive.pair import Pair, load_pair, pair_identity
 from adaptive.settings import Settings, load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 
@@ -330,14 +330,11 @@ def test_what_does_not_fit_is_refused_in_one_line(target: Path, tmp_path: Path, 
     assert "for a target with layers (1, 3, 60), and this one has 5" in refused(layers)
 
 
-def test_it_is_no_target_and_is_not_trained(target: Path, tmp_path: Path) -> None:
+def test_it_is_no_target(target: Path, tmp_path: Path) -> None:
     folder = save_eagle(target, tmp_path / "head", "specforge", few=50)
     with pytest.raises(AdaptiveError, match="is a head, which only drafts"):
         load_pair(load_settings({"target": str(folder), "draft": "none"}))
-    settings = settings_of(target, folder)
-    with pytest.raises(AdaptiveError, match="an EAGLE-3 head drafts as it came and is not trained"):
-        load_draft_for_training(settings)
-    assert pair_identity(settings).base.id == str(folder)
+    assert pair_identity(settings_of(target, folder)).base.id == str(folder)
 
 
 def test_doctor_names_it_and_the_forwards(target: Path, tmp_path: Path, adaptive: Command) -> None:
@@ -391,6 +388,3 @@ def test_it_is_exported_as_speculators_writes_them(
         )
         assert status == 2
         assert f"writes an EAGLE-3 head, and the draft is {what}" in errors.replace("\n", " ")
-    status, _, errors = adaptive("adapters", "export", "7", str(tmp_path / "x"), *asked[4:])
-    assert status == 2
-    assert "a LoRA adapter has no place in that format" in errors.replace("\n", " ")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from adaptive.engines.head.kinds import HeadModule
 from trainers.dataset import Example
 
 # Padded tokens of one pass. Fewer leave a CPU core or a GPU waiting between passes; more delay the
@@ -39,14 +40,14 @@ class Batch:
     rows: torch.Tensor
 
 
-def longest_text(model: torch.nn.Module) -> int:
+def longest_text(model: torch.nn.Module | HeadModule) -> int:
     """Tokens of a generation that are learned from, prompts being cut from the left: what the model was built for, and
     no more than a pass holds, whose memory does not depend on what was said."""
     config: Any = model.config
     return min(int(getattr(config.get_text_config(), "max_position_embeddings", None) or PASS_TOKENS), PASS_TOKENS)
 
 
-def longest_output(model: torch.nn.Module) -> int:
+def longest_output(model: torch.nn.Module | HeadModule) -> int:
     """Tokens of an answer that are learned from: half of ``longest_text``, or less where logits are large."""
     config: Any = model.config
     return max(2, min(longest_text(model) // 2, LARGEST_PASS * PASS_LOGITS // int(config.get_text_config().vocab_size)))

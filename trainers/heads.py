@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from adaptive.engines.head.module import Head
+from adaptive.engines.head.kinds import HeadModule
 from trainers.batches import collate, longest_text, passes
 from trainers.dataset import Example
 from trainers.per_position import position_losses
@@ -22,7 +22,7 @@ from trainers.unroll import unrolled
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """Right-padded inputs of B examples. ``ids`` (B, T), ``features`` (B, T, width) and ``rows`` (B, R) as
+    """Right-padded inputs of B examples. ``ids`` (B, T), ``features`` (B, T, reads) and ``rows`` (B, R) as
     ``unrolled`` takes them; ``picks`` (B, R) bool marks the N rows that predict an output token."""
 
     examples: tuple[Example, ...]
@@ -32,14 +32,14 @@ class HeadBatch:
     picks: torch.Tensor
 
 
-def head_batch(examples: Sequence[Example], limit: int, steps: int, width: int, device: torch.device) -> HeadBatch:
-    """A batch of ``examples``, all of which have features; texts cut as ``collate`` does.
+def head_batch(examples: Sequence[Example], head: HeadModule, steps: int) -> HeadBatch:
+    """A batch of ``examples``, all of which have features, for ``head``; texts cut as ``collate`` does.
 
     Raises LookupError where an example's features are no longer in the spool.
     """
-    plain = collate(examples, limit, torch.device("cpu"))
+    plain = collate(examples, longest_text(head), torch.device("cpu"))
     lengths = plain.mask.sum(1)
-    features = torch.zeros(*plain.ids.shape, width)
+    features = torch.zeros(*plain.ids.shape, head.reads)
     begins = []
     for index, example in enumerate(examples):
         found = example.features.read() if example.features is not None else None
@@ -50,7 +50,7 @@ def head_batch(examples: Sequence[Example], limit: int, steps: int, width: int, 
         # Row i reads the feature of the token before it, at place cut + i - 1 of the text.
         first = max(0, found.first - cut + 1)
         states = torch.from_numpy(found.states())[max(0, cut - 1 - found.first) :][: length - first]
-        if states.shape[1] != width:
+        if states.shape[1] != head.reads:
             raise LookupError(f"record {example.id} has features of another width")
         features[index, first : first + len(states)] = states
         begins.append(max(0, length - len(example.output) - steps + 1))
@@ -58,39 +58,42 @@ def head_batch(examples: Sequence[Example], limit: int, steps: int, width: int, 
     rows = torch.tensor(begins)[:, None] + torch.arange(longest)[None]
     inside = rows < lengths[:, None]
     picks = inside & plain.rows.gather(1, rows.clamp(max=plain.ids.shape[1] - 1))
-    return HeadBatch(tuple(examples), *(x.to(device) for x in (plain.ids, features, rows, picks)))
+    return HeadBatch(tuple(examples), *(x.to(head.device) for x in (plain.ids, features, rows, picks)))
 
 
-def step_logits(head: Head, batch: HeadBatch, steps: int) -> Iterator[torch.Tensor]:
+def head_passes(head: HeadModule, batch: Sequence[Example], steps: int) -> Iterator[list[Example]]:
+    """Groups of a batch of which ``steps`` steps fit into one pass each."""
+    return passes(batch, longest_text(head), steps * head.vocab_size)
+
+
+def step_logits(head: HeadModule, batch: HeadBatch, steps: int) -> Iterator[torch.Tensor]:
     """Logits (N, vocab) of each step, at every output position of each example of ``batch`` in order."""
     for hidden in unrolled(head, batch.ids, batch.features, batch.rows, steps):
         yield head.logits(hidden[batch.picks])
 
 
-def head_losses(head: Head, examples: Sequence[Example], name: LossName, steps: int) -> torch.Tensor:
+def head_losses(head: HeadModule, examples: Sequence[Example], name: LossName, steps: int) -> torch.Tensor:
     """Loss (N,) at every output position, the mean over ``steps``. Raises LookupError as ``head_batch``."""
-    device = head.fuse.weight.device
-    batch = head_batch(examples, longest_text(head), steps, head.width, device)
+    batch = head_batch(examples, head, steps)
     losses = [position_losses(logits.float(), examples, name) for logits in step_logits(head, batch, steps)]
     return torch.stack(losses).mean(0)
 
 
 @torch.no_grad()
 def replay_head(
-    head: Head, examples: Sequence[Example], steps: int, should_stop: Callable[[], bool] | None = None
+    head: HeadModule, examples: Sequence[Example], steps: int, should_stop: Callable[[], bool] | None = None
 ) -> list[Replay]:
     """Acceptance of ``head`` by (step, position) along ``examples`` (all ``replayable``), in their order.
 
     Raises Stopped between two passes when ``should_stop`` says so, LookupError as ``head_batch``.
     """
-    device, limit = head.fuse.weight.device, longest_text(head)
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt) + len(examples[i].output))
     found: list[Replay] = []
-    for group in passes([examples[i] for i in order], limit, int(head.config.vocab_size)):
+    for group in passes([examples[i] for i in order], longest_text(head), head.vocab_size):
         if should_stop is not None and should_stop():
             raise Stopped
         by_step: list[list[np.ndarray]] = [[] for _ in group]
-        batch = head_batch(group, limit, steps, head.width, device)
+        batch = head_batch(group, head, steps)
         for logits in step_logits(head, batch, steps):
             each = logits.float().split([len(e.output) for e in group])
             for place, (example, one) in enumerate(zip(group, each, strict=True)):

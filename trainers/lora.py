@@ -19,6 +19,7 @@ from trainers.recipe import Recipe, default_rank
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from adaptive.engines.head.foreign import ForeignHead
     from adaptive.engines.head.module import Head
 
 # LoRA's scale is this over the rank; `default_learning_rate` holds for it.
@@ -26,7 +27,7 @@ ALPHA = 32
 AdapterState = dict[str, torch.Tensor]
 
 
-def width_of(draft: PreTrainedModel | PeftModel | Head) -> int:
+def width_of(draft: PreTrainedModel | PeftModel | Head | ForeignHead) -> int:
     """Hidden size of the draft, by which rank and learning rate go."""
     return int(draft.config.get_text_config().hidden_size)
 
@@ -50,7 +51,7 @@ TAKES_WEIGHT = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 EXPERT_LAYERS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
-def linear_names(draft: PreTrainedModel) -> list[str]:
+def linear_names(draft: PreTrainedModel | ForeignHead) -> list[str]:
     """Full names of the layers that get an adapter: every linear layer (Conv1D included) but the output embeddings, and
     what PEFT forbids. Of a mixture none beside attention whose name an expert's layer could have. A router that is a
     kind of linear layer gives more than one result, and is none."""
@@ -75,13 +76,13 @@ def _shortened(names: list[str], everything: list[str]) -> list[str]:
     return sorted(short) if same else names
 
 
-def attach(draft: PreTrainedModel, recipe: Recipe) -> PeftModel:
+def attach(draft: PreTrainedModel | ForeignHead, recipe: Recipe) -> PeftModel:
     """A new adapter on ``draft``, at first without effect (B = 0)."""
     torch.manual_seed(recipe.seed)
     names = linear_names(draft)
     modules = dict(draft.named_modules())
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if hasattr(draft, "generate") else None,  # a head is no model by itself
         r=recipe.rank or default_rank(width_of(draft)),
         lora_alpha=ALPHA,
         target_modules=_shortened(names, list(modules)),
@@ -99,7 +100,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def load(draft: PreTrainedModel, folder: Path, trainable: bool = False) -> PeftModel:
+def load(draft: PreTrainedModel | ForeignHead, folder: Path, trainable: bool = False) -> PeftModel:
     """The adapter in ``folder`` on ``draft``. Raises AdaptiveError where it does not fit this draft."""
     try:
         with _quiet():
@@ -115,14 +116,14 @@ def remove(model: PeftModel) -> PreTrainedModel:
     return plain  # type: ignore[no-any-return]
 
 
-def snapshot(model: PeftModel | PreTrainedModel) -> AdapterState:
+def snapshot(model: torch.nn.Module) -> AdapterState:
     """A copy of the adapter's weights on the CPU; of a plain draft's, all weights (full fine-tuning)."""
     adapted = isinstance(model, PeftModel)
     state = get_peft_model_state_dict(model, save_embedding_layers=False) if adapted else model.state_dict()
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
 
 
-def restore(model: PeftModel | PreTrainedModel, state: AdapterState) -> None:
+def restore(model: torch.nn.Module, state: AdapterState) -> None:
     """Put ``snapshot``'s weights back."""
     if isinstance(model, PeftModel):
         set_peft_model_state_dict(model, state)

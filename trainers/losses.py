@@ -19,9 +19,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-# Log-probability that stands for "the target never says this" where a loss divides by p: -16 is a
-# ten-millionth, what float16 supervision rounds to nothing anyway. Lower, and reverse KL is ruled
-# by tokens that cost no acceptance; higher, and it stops seeing them.
+# Log-probability that stands for "the target never says this" where a loss divides by p, and for what a
+# draft can never say: -16 is a ten-millionth, what float16 supervision rounds to nothing anyway. Lower, and
+# reverse KL is ruled by tokens that cost no acceptance; higher, and it stops seeing them.
 LOG_FLOOR = -16.0
 
 
@@ -45,14 +45,17 @@ def target_log_probs(
 
 
 def draft_log_probs(draft_logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """log q (n, k + 1) over the listed tokens and the bucket of all others; (n, k) if none is left."""
+    """log q (n, k + 1) over the listed tokens and the bucket of all others; (n, k) if none is left. A token that the
+    draft can never say (-inf, outside of its vocabulary) has LOG_FLOOR and no gradient, so that the divergences ask for
+    the target's distribution over the others alone."""
     logits = draft_logits.float() / temperature[:, None]
     listed = logits.gather(-1, ids)
     if ids.shape[-1] < logits.shape[-1]:
         # Not log(1 - sum q): that cancels to nothing where the draft is sure, and has no gradient there.
         others = logits.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
         listed = torch.cat([listed, others], dim=-1)
-    return listed.log_softmax(-1)
+    log_q = listed.log_softmax(-1)
+    return torch.where(log_q == -torch.inf, LOG_FLOOR, log_q)
 
 
 def outcomes(
@@ -124,9 +127,11 @@ def cross_entropy(draft_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Ten
     """-log q(token) at temperature 1, for tokens (n,) int64: (n,).
 
     On a greedy record the token is the target's argmax, and the draft is accepted exactly when it is
-    the draft's too. Also all there is to learn where only text is known.
+    the draft's too. Also all there is to learn where only text is known. Where the draft can never say the token
+    (-inf) there is nothing to learn: -LOG_FLOOR, without a gradient.
     """
-    return F.cross_entropy(draft_logits.float(), tokens, reduction="none")
+    found = F.cross_entropy(draft_logits.float(), tokens, reduction="none")
+    return torch.where(found == torch.inf, -LOG_FLOOR, found)
 
 
 DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -28,6 +28,7 @@ from trainers.students import Students, students_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from adaptive.engines.head.foreign import ForeignHead
     from adaptive.engines.head.module import Head
     from adaptive.records.features import FeatureSpool
 
@@ -39,7 +40,7 @@ def reconsider(
     log: Path,
     store: AdapterStore,
     base: BaseDraft,
-    draft: PreTrainedModel | Head,
+    draft: PreTrainedModel | Head | ForeignHead,
     name: str,
     should_stop: Callable[[], bool] | None = None,
     spool: FeatureSpool | None = None,
@@ -56,7 +57,7 @@ def reconsider(
     since = Log(log).first_id(name)
     rows = read_log(log, Recipe().buffer)
     students = students_of(draft)
-    known = examples(rows, students.longest_output, spool if students.kind == "head" else None)
+    known = examples(rows, students.longest_output, spool if students.reads_features else None)
     said = [e for e in known if e.replayable and since is not None and e.id >= since]
     if not said:
         raise AdaptiveError(f"nothing was said since adapter {name} came into use")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel
 
+    from adaptive.engines.head.foreign import ForeignHead
     from adaptive.engines.head.module import Head
     from adaptive.records.features import FeatureSpool
 
@@ -83,7 +84,7 @@ def distill(
     log: Path | None,
     store: AdapterStore,
     base: BaseDraft,
-    draft: PreTrainedModel | Head,
+    draft: PreTrainedModel | Head | ForeignHead,
     recipe: Recipe,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -95,8 +96,8 @@ def distill(
 ) -> DistillOutcome:
     """Train an adapter for ``draft`` on the log (and ``extra`` rows) and let the gate decide.
 
-    ``draft`` is a fresh float32 copy on the training device; its weights are not changed, but for those of a head,
-    which learns from the records whose features are in ``spool``. With
+    ``draft`` is a fresh float32 copy on the training device; its weights are not changed, but for those of a head that
+    is grown. Heads learn from the records whose features are in ``spool``. With
     ``extra``, held-out rows of it are the gate's recent set and held-out records of the log the older
     one. ``log`` None trains on ``extra`` alone. ``should_stop`` is asked between passes and may block.
     When it says stop, the best weights so far are kept as a candidate that was not judged.
@@ -112,8 +113,8 @@ def distill(
     current = store.current_id()  # which may be an adapter of other weights, that nobody uses
     kept = TrainingState(state) if state is not None and not rivals else None
     students = students_of(draft)
-    spool = spool if students.kind == "head" else None
-    if extra is not None and students.kind == "head":
+    spool = spool if students.reads_features else None
+    if extra is not None and students.reads_features:
         raise AdaptiveError(
             "a head learns from the target's hidden states, which a file of chat messages does not hold; let the "
             "target answer prompts with --prompts, or learn from the log"

@@ -1,4 +1,5 @@
-"""What can be trained, behind one face: a draft with LoRA, all of a draft, or a head.
+"""What can be trained, behind one face: a draft or a head that came from elsewhere with LoRA, all of a draft, or all
+of a head that is grown here.
 
 A ``Student`` is a model while it is trained or judged. ``Students`` makes them for a run: the one in use, and the one
 to train, each from the weights of an adapter folder or from none.
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 import torch
 
+from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.module import Head
 from trainers import lora
 from trainers.batches import collate, longest_output, longest_text, passes, supervised_logits
 from trainers.dataset import Example, held
-from trainers.heads import head_losses, replay_head
+from trainers.heads import head_losses, head_passes, replay_head
 from trainers.lora import AdapterState, default_learning_rate, width_of
 from trainers.per_position import position_losses
 from trainers.recipe import Recipe
@@ -28,6 +30,8 @@ from trainers.start import start_from
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from adaptive.engines.head.kinds import HeadModule
 
 ShouldStop = Callable[[], bool]
 
@@ -67,7 +71,7 @@ class Student(Protocol):
 class Draft:
     """A draft, with an adapter or plain."""
 
-    def __init__(self, model: PeftModel | PreTrainedModel) -> None:
+    def __init__(self, model: PeftModel | PreTrainedModel | ForeignHead) -> None:
         self.model = model
 
     @property
@@ -108,8 +112,30 @@ class Draft:
         lora.write(self.model, state, folder)  # type: ignore[arg-type]  # only what has an adapter is written
 
 
+class AdaptedHead(Draft):
+    """A head that came from elsewhere: ``model`` is the ``head`` itself, or has an adapter on it."""
+
+    def __init__(self, head: ForeignHead, model: PeftModel | PreTrainedModel | ForeignHead, recipe: Recipe) -> None:
+        super().__init__(model)
+        self.head = head
+        self.steps = recipe.draft_length
+
+    def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
+        """See the protocol."""
+        return head_passes(self.head, batch, self.steps)
+
+    def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
+        """See the protocol, and ``held_losses``."""
+        return held_losses(self.head, self.model, group, recipe)
+
+    def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
+        """See the protocol."""
+        self.model.eval()
+        return replay_head(self.head, examples, self.steps, should_stop)
+
+
 class HeadStudent:
-    """A head; all of its own weights learn."""
+    """A head that is grown here; all of its own weights learn."""
 
     # Peak learning rate of AdamW at width 256 (docs/notes/2026-11-heads.md); it falls with the width as LoRA's does.
     RATE, AT = 3e-3, 256
@@ -134,14 +160,11 @@ class HeadStudent:
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
         """See the protocol."""
-        return passes(batch, longest_text(self.head), self.steps * int(self.head.config.vocab_size))
+        return head_passes(self.head, batch, self.steps)
 
     def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
-        """See the protocol. Examples whose features have gone from the spool meanwhile count as learned."""
-        there = [e for e in held(group) if e.features is not None]
-        if not there:
-            return self.head.fuse.weight.sum()[None] * 0.0
-        return head_losses(self.head, there, recipe.loss, recipe.unroll)
+        """See the protocol, and ``held_losses``."""
+        return held_losses(self.head, self.head, group, recipe)
 
     def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
         """See the protocol."""
@@ -163,6 +186,15 @@ class HeadStudent:
         self.restore(before)
 
 
+def held_losses(head: HeadModule, learns: torch.nn.Module, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
+    """Losses (N,) of ``head``, of whose parameters those of ``learns`` do. Examples whose features have gone from the
+    spool meanwhile count as learned."""
+    there = [e for e in held(group) if e.features is not None]
+    if not there:
+        return next(p for p in learns.parameters() if p.requires_grad).sum()[None] * 0.0
+    return head_losses(head, there, recipe.loss, recipe.unroll)
+
+
 class NoHead(HeadStudent):
     """What a first head is compared with: nothing is drafted, so that nothing is accepted."""
 
@@ -177,6 +209,7 @@ class Students(Protocol):
 
     kind: Literal["lora", "head"]
     device: torch.device
+    reads_features: bool  # whether the target's hidden states are needed
 
     @property
     def longest_output(self) -> int:
@@ -190,13 +223,14 @@ class Students(Protocol):
 
 
 class DraftStudents:
-    """A plain draft, for which adapters are trained; afterwards it is as it was."""
+    """A plain draft, or a head that came from elsewhere, for which adapters are trained; afterwards it is as it was."""
 
     kind: Literal["lora", "head"] = "lora"
 
-    def __init__(self, draft: PreTrainedModel) -> None:
+    def __init__(self, draft: PreTrainedModel | ForeignHead) -> None:
         self.draft = draft
         self.device = next(draft.parameters()).device
+        self.reads_features = isinstance(draft, ForeignHead)
 
     @property
     def longest_output(self) -> int:
@@ -207,11 +241,11 @@ class DraftStudents:
     def in_use(self, folder: Path | None, recipe: Recipe) -> Iterator[Student]:
         """See the protocol."""
         if folder is None:
-            yield Draft(self.draft)
+            yield self._student(self.draft, recipe)
             return
         model = lora.load(self.draft, folder)
         try:
-            yield Draft(model)
+            yield self._student(model, recipe)
         finally:
             lora.remove(model)
 
@@ -220,15 +254,19 @@ class DraftStudents:
         """See the protocol."""
         model = lora.attach(self.draft, recipe) if parent is None else lora.load(self.draft, parent, trainable=True)
         try:
-            yield Draft(model)
+            yield self._student(model, recipe)
         finally:
             lora.remove(model)
+
+    def _student(self, model: PeftModel | PreTrainedModel | ForeignHead, recipe: Recipe) -> Student:
+        return AdaptedHead(self.draft, model, recipe) if isinstance(self.draft, ForeignHead) else Draft(model)
 
 
 class HeadStudents:
     """A head, which goes on growing from the one that was promoted last; one that was given, from what it was."""
 
     kind: Literal["lora", "head"] = "head"
+    reads_features = True
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -260,7 +298,7 @@ class HeadStudents:
         yield HeadStudent(self.head, recipe)
 
 
-def students_of(draft: PreTrainedModel | Head) -> Students:
+def students_of(draft: PreTrainedModel | Head | ForeignHead) -> Students:
     """What trains ``draft``."""
     return HeadStudents(draft) if isinstance(draft, Head) else DraftStudents(draft)
 

@@ -100,7 +100,7 @@ def budgets(target: Source, draft: Source | None, grows: bool, settings: Setting
         where = settings.device if draft.head else settings.draft_device or settings.device
         needs.append(need(draft, settings, where, draft=True))
     learns = 4 * needs[-1].numbers if draft is not None and not draft.head else 0
-    if grows:  # a layer, with the target's embedding and projection
+    if grows or (draft is not None and draft.head):  # a layer, with the target's embedding and projection
         learns = 4 * _layer_of(target, settings)
     if settings.distill == "off":
         learns = 0
@@ -235,7 +235,7 @@ def _keys_and_values(config: Any) -> int:
 
 
 def _layer_of(target: Source, settings: Settings) -> int:
-    """Numbers of a head that is grown on the target: a layer of its own, with its embedding and projection."""
+    """Numbers of a head on the target, about: a layer of its own, with the target's embedding and projection."""
     config = read_config(target, settings).get_text_config()
     width, vocab = int(config.hidden_size), int(config.vocab_size)
     inner = int(getattr(config, "intermediate_size", None) or 4 * width)

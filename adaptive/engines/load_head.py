@@ -15,8 +15,12 @@ from adaptive.errors import AdaptiveError
 from adaptive.settings import Settings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from adaptive.engines.head.engine import HeadEngine
+    from adaptive.engines.head.foreign import ForeignHead
     from adaptive.engines.head.kinds import HeadModule
+    from adaptive.engines.head.module import Head
     from adaptive.engines.hf.engine import TransformersEngine
     from adaptive.engines.protocol import Engine
 
@@ -67,14 +71,37 @@ def _head(source: Source | None, target: TransformersEngine) -> HeadModule:
     from adaptive.engines.head.eagle import Eagle3Head
     from adaptive.engines.head.module import Head
     from adaptive.engines.head.mtp import MtpHead
-    from adaptive.engines.head.parts import parts_of_model
+    from adaptive.engines.head.parts import parts_of_model, shared_of_model
 
     if source is not None and source.head is HeadKind.MTP:
         with weights_progress(lambda share: None):
             return MtpHead(target.model, source.folder)
     if source is not None and source.head is HeadKind.EAGLE3:
-        eagle = Eagle3Head(target.model, source.folder)
+        eagle = Eagle3Head(shared_of_model(target.model), source.folder)
         target.give_features_before(eagle.taps)
         return eagle
     parts = parts_of_model(target.model)
     return Head(parts) if source is None else Head.read(source.folder, parts)
+
+
+def head_for_training(source: Source | None, target: Path, trust_remote_code: bool) -> Head | ForeignHead:
+    """The same in float32, without the target's other weights; its checkpoint is in ``target``.
+
+    Raises AdaptiveError where it does not fit.
+    """
+    import torch
+
+    from adaptive.engines.head.eagle import Eagle3Head
+    from adaptive.engines.head.module import Head
+    from adaptive.engines.head.mtp import MtpHead, target_of_parts
+    from adaptive.engines.head.parts import parts_of_folder
+
+    parts = parts_of_folder(target, trust_remote_code)
+    if source is None:
+        return Head(parts, torch.float32)
+    if source.head is HeadKind.EAGLE3:
+        return Eagle3Head(parts, source.folder, torch.float32)
+    with weights_progress(lambda share: None):
+        if source.head is HeadKind.MTP:
+            return MtpHead(target_of_parts(parts), source.folder)
+    return Head.read(source.folder, parts, torch.float32)

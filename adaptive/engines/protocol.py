@@ -405,13 +405,12 @@ class KeepsCaches(Protocol):
 class ReadsFeatures(Protocol):
     """An engine of a head: its sequences read the hidden states that another engine's keep.
 
-    ``ready``: whether it is to draft. A head that is grown here is not, until it has been trained. ``learns``: whether
-    it can be trained, from the features of what was said. ``words``: what kind of head it is, for people.
+    ``ready``: whether it is to draft. A head that is grown here is not, until it has been trained, which takes the
+    features of what was said. ``words``: what kind of head it is, for people.
     """
 
     name: str
     ready: bool
-    learns: bool
     words: str
 
     def sequence_of(self, target: Sequence) -> Sequence:

@@ -20,6 +20,7 @@ from adaptive.control.costs import CostTable
 from adaptive.control.memory import last_costs
 from adaptive.devices import free_bytes
 from adaptive.engines.budget import TRAINING_LIBRARIES, TRAINING_PER_BYTE
+from adaptive.engines.head.kinds import HeadKind
 from adaptive.engines.head.parts import parts_bytes
 from adaptive.engines.hf.quantised import float32_bytes
 from adaptive.errors import AdaptiveError
@@ -384,7 +385,8 @@ def _trained_bytes(settings: Settings) -> int:
     draft, grown = trained_draft(settings), grows_on(settings)
     if grown is not None or (draft is not None and draft.head):
         with contextlib.suppress(AdaptiveError):  # of a kind on which none can be grown: said when it is loaded
-            return parts_bytes(sources(settings)[0].folder, settings.trust_remote_code)
+            own = float32_bytes(draft.folder) if draft is not None and draft.head is HeadKind.EAGLE3 else 0
+            return own + parts_bytes(sources(settings)[0].folder, settings.trust_remote_code)
         return 0
     return float32_bytes(draft.folder) if draft else 0
 

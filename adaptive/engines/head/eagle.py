@@ -22,16 +22,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadKind, raw_config
 from adaptive.errors import AdaptiveError, first_line
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import Cache
+
+    from adaptive.engines.head.parts import Parts
 
 # Types of layers that are known; others of these checkpoints' writers are built otherwise.
 LAYERS = ("llama", "qwen3")
 # What training needs and drafting does not, and what is computed here.
 LEFT_OUT = ("t2d", "verifier_", "rotary_emb.", "layers.0.self_attn.rotary_emb.")
+
+# Where a head's module has the layers that a file names without it.
+INSIDE = "body.model."
 
 Tensors = dict[str, torch.Tensor]
 
@@ -121,40 +127,37 @@ def read_tensors(folder: Path) -> Tensors:
     return named
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(ForeignHead):
     """See above. ``body`` is a causal language model of the layers' class, whose forward is not used."""
 
     kind = HeadKind.EAGLE3
-    begins = 1
 
-    def __init__(self, target: PreTrainedModel, folder: Path) -> None:
-        """The head in ``folder`` on a loaded ``target``, on its device and in its embedding's dtype. Raises
-        AdaptiveError where it is damaged, or is for another target."""
+    def __init__(self, target: Parts, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """The head in ``folder`` on a ``target``, of which embedding and projection are shared, on their device and in
+        ``dtype`` (the embedding's). Raises AdaptiveError where it is damaged, or is for another target."""
         super().__init__()
         said = read_eagle(folder)
         self.width = int(said.layer.hidden_size)
-        text = target.config.get_text_config()
-        self.taps = said.taps_of(int(text.num_hidden_layers))
+        self.taps = said.taps_of(int(target.config.num_hidden_layers))
         self._added, self._normed = said.norm_before_residual, said.norm_output
-        shared: Any = target.get_input_embeddings()
-        embedding: torch.Tensor = shared.weight
-        projection: Any = target.get_output_embeddings()
+        dtype = dtype or target.dtype
+        embedding, projection = (part["weight"].to(dtype) for part in (target.embedding, target.projection))
         tensors = read_tensors(folder)
-        _check_target(said, tensors, text, embedding.shape, self.taps, folder)
-        dtype = embedding.dtype
+        _check_target(said, tensors, target.config, embedding.shape, self.taps, folder)
         self.body = _body(said, tensors, dtype)
         self.config = self.body.config
+        self.config.vocab_size = said.vocab_size
         first = self.body.model.layers[0]
         self.hidden_norm = copy.deepcopy(first.input_layernorm)
-        states = len(self.taps) * said.target_width
+        self.reads = len(self.taps) * said.target_width
         eps = float(said.layer.rms_norm_eps)
-        self.fc = nn.Linear(states, self.width, bias="fc.bias" in tensors, dtype=dtype)
-        self.input_norm = nn.RMSNorm(states, eps=eps, dtype=dtype) if said.norm_before_fc else nn.Identity()
+        self.fc = nn.Linear(self.reads, self.width, bias="fc.bias" in tensors, dtype=dtype)
+        self.input_norm = nn.RMSNorm(self.reads, eps=eps, dtype=dtype) if said.norm_before_fc else nn.Identity()
         norms = [nn.RMSNorm(said.target_width, eps=eps, dtype=dtype) for _ in self.taps if said.fc_norm]
         self.fc_norm = nn.ModuleList(norms)
         d2t = tensors.pop("d2t", torch.zeros(said.draft_vocab_size, dtype=torch.long)).to(torch.long)
-        self._vocab = int(projection.weight.shape[0])
-        self._take(tensors, embedding, projection.weight, folder)
+        self._vocab = int(projection.shape[0])
+        self._take(tensors, embedding, projection, folder)
         ids = torch.arange(len(d2t)) + d2t
         if len(d2t) != said.draft_vocab_size or int(ids.min()) < 0 or int(ids.max()) >= said.vocab_size:
             raise AdaptiveError(f"the EAGLE-3 head in {folder} names tokens (d2t) that its target does not have")
@@ -198,17 +201,11 @@ class Eagle3Head(nn.Module):
         return self._vocab
 
     @property
-    def device(self) -> torch.device:
-        """See ``HeadModule``."""
-        return torch.device(str(self.fc.weight.device))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``HeadModule``."""
-        return self.fc.weight.dtype
+    def _fusing(self) -> nn.Linear:
+        return self.fc
 
     def of_target(self, features: torch.Tensor) -> torch.Tensor:
-        """One feature (n, width) of the target's hidden states (n, taps * its width), side by side."""
+        """One feature (..., width) of the target's hidden states (..., reads), side by side."""
         states = self.input_norm(features.to(self.dtype))
         if len(self.fc_norm):
             parts = zip(self.fc_norm, states.chunk(len(self.fc_norm), dim=-1), strict=True)
@@ -251,6 +248,11 @@ class Eagle3Head(nn.Module):
         few: torch.Tensor = self.body.lm_head(hidden if self._normed else self.body.model.norm(hidden))
         logits = few.new_full((*few.shape[:-1], self._vocab), -torch.inf)
         return logits.index_copy_(-1, self.ids, few)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """See the base."""
+        found: nn.Module = self.body.lm_head
+        return found
 
 
 def _body(said: EagleConfig, tensors: Tensors, dtype: torch.dtype) -> Any:

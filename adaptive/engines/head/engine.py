@@ -24,12 +24,14 @@ from adaptive.engines.cpu.layers import Embedding, RmsNorm
 from adaptive.engines.cpu.packing import Packed
 from adaptive.engines.cpu.plan import Fuse, Plan
 from adaptive.engines.cpu.weights import PackedLinear, of_module
+from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadModule
 from adaptive.engines.head.module import Head
 from adaptive.engines.head.passes import HeadPasses
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.engine import PREFILL_CHUNK, TransformersEngine, TransformersSequence, reserve
 from adaptive.engines.hf.generation import FALLBACK_SAMPLING
+from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.engines.protocol import (
     Chooser,
     ExtendCall,
@@ -246,9 +248,9 @@ class HeadSequence:
 class HeadEngine:
     """A head on a loaded ``target``, whose embedding and projection it shares, on the target's device.
 
-    ``grown`` is one that is made here: it does not draft (``ready``) before weights have been trained for it, and
-    ``learns``. ``cpu_forward`` computes its layer where the kernels do, ``passes`` elsewhere; ``int8`` asks for int8
-    linear layers of the kernels.
+    ``grown`` is one that is made here: it does not draft (``ready``) before weights have been trained for it. One that
+    came from elsewhere takes LoRA adapters, which are merged into its weights. ``cpu_forward`` computes its layer where
+    the kernels do, ``passes`` elsewhere; ``int8`` asks for int8 linear layers of the kernels.
     """
 
     undraftable: str | None = None
@@ -260,7 +262,6 @@ class HeadEngine:
         self.name, self.words = head.kind.value, head.kind.words
         self.grown = grown
         self.ready = not grown
-        self.learns = isinstance(head, Head)
         self.vocab_size: int = head.vocab_size
         self.context_length: int = getattr(head.config, "max_position_embeddings", None) or 2**31
         self.feature_width = head.width
@@ -274,6 +275,7 @@ class HeadEngine:
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
         self.weights = "int8" if rounded else str(head.dtype).removeprefix("torch.")
         self.passes = HeadPasses(head, self.context_length)
+        self._merged = MergedAdapter(head) if isinstance(head, ForeignHead) else None
         self._first: dict[str, torch.Tensor] | None = None  # its weights before others were taken over
 
     @property
@@ -301,10 +303,10 @@ class HeadEngine:
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
         """``apply_adapter`` in steps; see the protocol."""
         head = self.head
-        if not isinstance(head, Head):
-            if folder is not None:
-                raise AdaptiveError(f"{head.kind.words} takes no adapter; {folder} was trained for another draft")
+        if self._merged is not None:
+            yield from self._merged.steps(folder)
             return
+        assert isinstance(head, Head)
         tensors = None if folder is None else head.fitting(folder)
         yield
         if self._first is None:

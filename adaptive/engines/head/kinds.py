@@ -58,13 +58,15 @@ class HeadModule(Protocol):
 
     A row reads a token and the feature of the token before it, and predicts the token after it; its own hidden state
     is the feature that the next row reads where the target has none yet. ``config`` is by which a cache for it is
-    made, ``width`` how many numbers its own feature has, ``body`` the module that has its weights, ``vocab_size`` what
-    its logits are over. ``begins``: 0 where a text's first token has a row too, which then reads zeros, else 1.
+    made, ``width`` how many numbers its own feature has, ``reads`` how many the target's that it is made from,
+    ``body`` the module that has its weights, ``vocab_size`` what its logits are over. ``begins``: 0 where a text's
+    first token has a row too, which then reads zeros, else 1.
     """
 
     kind: HeadKind
     config: Any
     width: int
+    reads: int
     body: Any
     begins: int
 
@@ -81,7 +83,7 @@ class HeadModule(Protocol):
         """In what it computes."""
 
     def of_target(self, features: torch.Tensor) -> torch.Tensor:
-        """What rows read of the target's features (n, feature_width of the target): (n, width)."""
+        """What rows read of the target's features (..., reads): (..., width)."""
 
     def __call__(
         self,
@@ -91,7 +93,10 @@ class HeadModule(Protocol):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        """Hidden states (B, T, width) of rows with tokens (B, T), features (B, T, width) and positions (B, T)."""
+        """Hidden states (B, T, width) of rows with tokens (B, T), features (B, T, width) and positions (B, T).
+
+        ``attention_mask`` (B, 1, T, keys), which is added to the scores; without one rows see all rows before them.
+        """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (..., vocab_size) of hidden states (..., width)."""

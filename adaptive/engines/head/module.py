@@ -52,7 +52,7 @@ class Head(nn.Module):
         dtype = dtype or parts.dtype
         device = parts.embedding["weight"].device
         self.config = head_config(parts.config)
-        self.width = int(self.config.hidden_size)
+        self.width = self.reads = int(self.config.hidden_size)
         self.body: Any = _body(self.config, dtype).to(device)
         decoder = decoder_of(self.body)
         for module, tensors in (

@@ -24,8 +24,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadKind, mtp_weights
-from adaptive.engines.head.parts import opened
+from adaptive.engines.head.parts import Parts, decoder_of, opened
 from adaptive.engines.hf.cache import ATTENTION, layer_kinds
 from adaptive.engines.hf.features import final_norm
 from adaptive.engines.hf.quantised import multiplied
@@ -36,11 +37,10 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 
-class MtpHead(nn.Module):
+class MtpHead(ForeignHead):
     """See above; ``body`` is transformers' ``MtpModel`` with one layer."""
 
     kind = HeadKind.MTP
-    begins = 1
 
     def __init__(self, target: PreTrainedModel, folder: Path) -> None:
         """The head in the checkpoint of ``target`` in ``folder``, on the target's device and in its dtype. Raises
@@ -53,7 +53,7 @@ class MtpHead(nn.Module):
         self.body = _loaded(target, folder, pattern)
         self.norm = norm
         self.config = self.body.config
-        self.width = int(self.config.hidden_size)
+        self.width = self.reads = int(self.config.hidden_size)
         strange = set(layer_kinds(self.config)) - ATTENTION
         if strange:
             raise AdaptiveError(
@@ -67,18 +67,12 @@ class MtpHead(nn.Module):
         return int(self.body.shared_head.weight.shape[0])
 
     @property
-    def device(self) -> torch.device:
-        """See ``HeadModule``."""
-        return torch.device(str(self.body.layers[0].eh_proj.weight.device))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``HeadModule``."""
-        found: torch.dtype = self.body.layers[0].eh_proj.weight.dtype
+    def _fusing(self) -> nn.Linear:
+        found: nn.Linear = self.body.layers[0].eh_proj
         return found
 
     def of_target(self, features: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states (n, width) behind its final norm."""
+        """The target's hidden states (..., width) behind its final norm."""
         found: torch.Tensor = self.norm(features.to(self.dtype))
         return found
 
@@ -90,16 +84,51 @@ class MtpHead(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        """Hidden states (B, T, width); see ``HeadModule``. Masks are made from the cache."""
-        hidden: torch.Tensor = self.body.forward_layer(
-            0, features.to(self.dtype), position_ids, past_key_values, input_ids=tokens
-        )
+        """Hidden states (B, T, width); see ``HeadModule``."""
+        features = features.to(self.dtype)
+        with self._masked(attention_mask):
+            hidden: torch.Tensor = self.body.forward_layer(0, features, position_ids, past_key_values, input_ids=tokens)
         return hidden
+
+    @contextmanager
+    def _masked(self, mask: torch.Tensor | None) -> Iterator[None]:
+        """Meanwhile transformers' module, which makes its masks itself, has this one."""
+        if mask is not None:
+            self.body.create_masks_for_mtp_layer = lambda *_, **__: {"attention_mask": mask}
+        try:
+            yield
+        finally:
+            vars(self.body).pop("create_masks_for_mtp_layer", None)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """See the base."""
+        found: nn.Module = self.body.shared_head
+        return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (..., vocab) of hidden states (..., width)."""
         found: torch.Tensor = self.body._project_to_logits(hidden)
         return found
+
+
+def target_of_parts(parts: Parts) -> PreTrainedModel:
+    """A target in float32 for its own head alone, with embedding, final norm and projection; its layers have no
+    weights. Raises AdaptiveError where it is built in another way."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        target: Any = AutoModelForCausalLM.from_config(parts.config, dtype=torch.float32)
+    decoder = decoder_of(target)
+    for module, tensors in (
+        (target.get_input_embeddings(), parts.embedding),
+        (decoder.norm, parts.norm),
+        (target.get_output_embeddings(), parts.projection),
+    ):
+        for name, tensor in tensors.items():
+            setattr(module, name, nn.Parameter(tensor.float(), requires_grad=False))
+    decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)  # whose tables are no weights
+    made: PreTrainedModel = target.eval()
+    return made
 
 
 def _loaded(target: PreTrainedModel, folder: Path, pattern: re.Pattern[str]) -> Any:

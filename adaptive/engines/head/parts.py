@@ -59,6 +59,12 @@ def parts_of_model(target: PreTrainedModel) -> Parts:
     )
 
 
+def shared_of_model(target: PreTrainedModel) -> Parts:
+    """Embedding and projection of a loaded target, sharing its memory: what an EAGLE-3 head has of it."""
+    embedding, projection = target.get_input_embeddings(), target.get_output_embeddings()
+    return Parts(target.config.get_text_config(), dict(embedding.state_dict()), {}, dict(projection.state_dict()))
+
+
 def parts_of_folder(folder: Path, trust_remote_code: bool = False) -> Parts:
     """The parts of the target whose checkpoint is in ``folder``; nothing else of its weights is read.
 

@@ -1,6 +1,7 @@
 """An EAGLE-3 head written as the speculators library writes them, which vLLM reads.
 
-In: the folder of a head of either format, and its target. Out: a folder with ``config.json`` and ``model.safetensors``.
+In: the folder of a head of either format, its target, and what it has learned. Out: a folder with ``config.json`` and
+``model.safetensors``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from adaptive.engines.head.eagle import read_eagle, read_tensors
+from adaptive.engines.head.eagle import INSIDE, read_eagle, read_tensors
 from adaptive.engines.head.kinds import raw_config
+from adaptive.engines.hf.lora import read_lora
 from adaptive.errors import AdaptiveError
 
 # Drafted tokens that vLLM takes where it is told nothing.
@@ -26,10 +28,13 @@ NOT_THE_LAYERS = (
 )  # fmt: skip
 
 
-def write_speculators(head: Path, target: Path, name: str, destination: Path) -> None:
-    """Write the EAGLE-3 head in ``head`` into the folder ``destination``; its target is in ``target`` and called
-    ``name``. Raises AdaptiveError where it cannot be read or written."""
+def write_speculators(head: Path, target: Path, name: str, destination: Path, adapter: Path | None = None) -> None:
+    """Write the EAGLE-3 head in ``head``, with a LoRA ``adapter`` merged into it, into the folder ``destination``; its
+    target is in ``target`` and called ``name``. Raises AdaptiveError where it cannot be read or written."""
     said, tensors, raw, whole = read_eagle(head), read_tensors(head), raw_config(head), raw_config(target)
+    for module, delta in ({} if adapter is None else read_lora(adapter)).items():
+        weight = f"{module.removeprefix(INSIDE)}.weight"
+        tensors[weight] = delta.merged(tensors[weight])
     text = whole.get("text_config") if isinstance(whole.get("text_config"), dict) else whole
     layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
     if not isinstance(layers, int):

@@ -26,7 +26,6 @@ from adaptive.errors import AdaptiveError, first_line
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
-    from transformers import PreTrainedModel
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -80,7 +79,7 @@ class MergedAdapter:
     whose hooks change. ``active`` is the folder in use, None for the pristine weights.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.listeners: list[Listener] = []
         self.active: Path | None = None

@@ -1,0 +1,53 @@
+"""What heads that came from elsewhere have in common: a text's first token has no row, and they learn by LoRA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from adaptive.engines.head.kinds import HeadKind
+
+
+class ForeignHead(nn.Module):
+    """A head that somebody trained for the target; see ``HeadModule``."""
+
+    kind: HeadKind
+    config: Any
+    width: int
+    reads: int
+    body: Any
+    begins = 1
+
+    @property
+    def vocab_size(self) -> int:
+        """See ``HeadModule``."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """See ``HeadModule``."""
+        return torch.device(str(self._fusing.weight.device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``HeadModule``."""
+        return self._fusing.weight.dtype
+
+    @property
+    def _fusing(self) -> nn.Linear:
+        """What makes one of several things that a row reads."""
+        raise NotImplementedError
+
+    def of_target(self, features: torch.Tensor) -> torch.Tensor:
+        """See ``HeadModule``."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``HeadModule``."""
+        raise NotImplementedError
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The vocabulary projection, which takes no adapter: ``trainers.lora`` asks so of any model."""
+        raise NotImplementedError
