@@ -56,7 +56,7 @@ class Speculation:
     @property
     def sentence(self) -> str:
         """What the last answer was decoded by, and why."""
-        if not self.draft and not self.drafting_rounds:
+        if not self.draft and not self.drafting:
             return "plain: no draft"
         if not self.rounds:
             return "nothing decoded yet"

@@ -46,7 +46,7 @@ def test_each_step_of_each_row_is_what_a_draft_computes_there(name: str) -> None
                 one = tokens[text : text + 1], features[text : text + 1]
                 for step, hidden in enumerate(drafted(head, *one, start)):
                     found = steps[step][text, start + step - first]
-                    torch.testing.assert_close(found, hidden, atol=2e-5, rtol=1e-4)
+                    torch.testing.assert_close(found, hidden, atol=1e-4, rtol=1e-3)
 
 
 def test_gradients_reach_the_first_step_through_the_features_that_it_made() -> None:
