@@ -19,6 +19,7 @@ class ForeignHead(nn.Module):
     reads: int
     body: Any
     begins = 1
+    base_model_prefix = ""  # PEFT takes what has a config of transformers for a model of its, and asks for it
 
     @property
     def vocab_size(self) -> int:
