@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import BUNDLED, Command
 from foreign_heads import MTP_TYPES, save_eagle, save_eagle_target, save_with_mtp
+from safetensors.torch import load_file, save_file
 
 from adaptive.engines.head.engine import HeadEngine, HeadSequence
 from adaptive.engines.head.foreign import ForeignHead
@@ -39,6 +40,16 @@ def saved(name: str, folder: Path, alike: bool = True) -> list[str]:
     target = save_eagle_target(folder / "target")
     head = save_eagle(target, folder / "head", name, alike=alike, **EAGLES[name])
     return ["--target", str(target), "--draft", str(head)]
+
+
+def spoil(file: Path, name: str) -> None:
+    """Have a head say something else, by one product of two vectors in the tensor whose name ends so."""
+    tensors = load_file(file)
+    (weight,) = (tensor for key, tensor in tensors.items() if key.endswith(name))
+    generator = torch.Generator().manual_seed(4)
+    one, other = (torch.nn.functional.normalize(torch.randn(n, generator=generator), dim=0) for n in weight.shape)
+    weight += 2 * weight.norm() * torch.outer(one, other)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def settings_of(named: list[str]) -> Any:
@@ -95,10 +106,18 @@ def test_what_is_trained_is_what_drafts_with_the_adapter_too(name: str, tmp_path
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["specforge", "glm4_moe"])
-def test_it_learns_from_the_log_is_used_and_stays_exact(name: str, tmp_path: Path, adaptive: Command) -> None:
+@pytest.mark.parametrize(
+    ("name", "spoiled", "where"),
+    [("specforge", "o_proj.weight", "head"), ("glm4_moe", "eh_proj.weight", "target")],
+    ids=["specforge", "glm4_moe"],
+)
+def test_it_learns_from_the_log_is_used_and_stays_exact(
+    name: str, spoiled: str, where: str, tmp_path: Path, adaptive: Command
+) -> None:
     named = saved(name, tmp_path)
-    options = [*named, "--dtype", "float32", "--device", "cpu", "--state-dir", str(tmp_path / "state")]
+    spoil(tmp_path / where / "model.safetensors", spoiled)
+    pair = [*named, "--state-dir", str(tmp_path / "state")]
+    options = [*pair, "--dtype", "float32", "--device", "cpu"]
     lines = (BUNDLED / "prompts" / "math.jsonl").read_text(encoding="utf-8").splitlines()[: ANSWERS + 3]
     asked = tmp_path / "prompts.jsonl"
     asked.write_text("\n".join(lines[:ANSWERS]), encoding="utf-8")
@@ -117,7 +136,7 @@ def test_it_learns_from_the_log_is_used_and_stays_exact(name: str, tmp_path: Pat
     kept = tmp_path / "state" / pair_identity(settings).id
     with Log(kept / "records.db") as log:
         assert len(FeatureSpool(kept / "features", 0).ids()) == log.count() == ANSWERS
-    status, out, errors = adaptive("distill", *options, "--epochs", "8", "--rank", "8", "--lr", "5e-3", "--json")
+    status, out, errors = adaptive("distill", *options, "--epochs", "20", "--rank", "8", "--lr", "3e-3", "--json")
     assert status == 0, errors
     store = AdapterStore(kept / "adapters")
     learned = store.current()
@@ -130,7 +149,7 @@ def test_it_learns_from_the_log_is_used_and_stays_exact(name: str, tmp_path: Pat
         drafted = said(prompt)
         assert drafted["tokens"] == alone
         assert drafted["adapter"] == learned.id
-    status, _, errors = adaptive("adapters", "export", "current", "--merged", str(tmp_path / "y"), *options)
+    status, _, errors = adaptive("adapters", "export", "current", "--merged", str(tmp_path / "y"), *pair)
     assert status == 2
     assert "which is no model by itself" in errors.replace("\n", " ")
 
