@@ -103,8 +103,30 @@ def test_a_proposal_that_was_ready_is_the_one_that_would_have_been_made(
         committed += [*path, *following.tokens]
         ahead.rollback(len(committed) - 1)
     assert ahead.ready > 0
-    if kind is GuessAhead:
+    if kind is not TreeAhead:
         assert ahead.ready == 4  # all but the first
+
+
+@pytest.mark.parametrize("kind", [ChainAhead, GuessAhead])
+def test_what_was_drafted_ahead_leaves_nothing_behind(
+    models: tuple[TransformersEngine, TransformersEngine], kind: Any
+) -> None:
+    """Once the text goes on otherwise, or its end is taken back, the draft's cache is that of the text."""
+    draft = models[1]
+    ahead = drafter_of(kind, draft, GREEDY, VOCAB)
+    committed = list(PROMPT)
+    for token in (0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 7):  # whatever the draft thinks of them
+        proposal = ahead.propose(committed, 3)
+        assert proposal is not None
+        # Outcomes of a chain stay in the cache until it is known which it was: here the text's last token goes.
+        held = len(committed) - 1
+        committed.append(token)
+        ahead.rollback(held if kind is ChainAhead else len(committed) - 1)
+        known = ahead.drafter.sequence
+        assert known.length <= held + (kind is GuessAhead)
+        logits = known.extend(committed[known.length :], 1).clone()
+        assert torch.allclose(logits, draft.sequence().extend(committed, 1), atol=1e-5)
+        known.rollback(len(committed) - 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,9 +34,9 @@ def drafted(head: Head, tokens: torch.Tensor, features: torch.Tensor, start: int
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_step_of_each_row_is_what_a_draft_computes_there(name: str) -> None:
-    head = randomised(Head.from_target(made(name)))
+    head = randomised(Head.from_target(made(name))).double()
     tokens = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 3
-    features = torch.randn(2, LENGTH, head.width)
+    features = torch.randn(2, LENGTH, head.width, dtype=torch.float64)
     with torch.no_grad():
         # The second text's rows begin in its middle, and go on behind its end.
         rows = torch.stack([torch.arange(LENGTH), torch.arange(5, LENGTH + 5)])
@@ -46,7 +46,7 @@ def test_each_step_of_each_row_is_what_a_draft_computes_there(name: str) -> None
                 one = tokens[text : text + 1], features[text : text + 1]
                 for step, hidden in enumerate(drafted(head, *one, start)):
                     found = steps[step][text, start + step - first]
-                    torch.testing.assert_close(found, hidden, atol=1e-4, rtol=1e-3)
+                    torch.testing.assert_close(found, hidden, atol=1e-6, rtol=1e-5)
 
 
 def test_gradients_reach_the_first_step_through_the_features_that_it_made() -> None:
