@@ -12,10 +12,11 @@ from test_control import TABLE, Clock, World
 from adaptive.control.acceptance import by_position
 from adaptive.control.blocks import Blocks
 from adaptive.control.costs import LONGEST, CostModel, CostTable
-from adaptive.control.goodput import ON_TRIAL, ON_TRIAL_HERE, GoodputLength
+from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import DAY, Memory, keeping, load, remembered, save
 from adaptive.control.policy import Scope
 from adaptive.control.rate import SeenTimes
+from adaptive.control.tries import ON_TRIAL, ON_TRIAL_HERE
 
 GOOD, USELESS = [0.8] * LONGEST, [0.02] * LONGEST
 

@@ -13,10 +13,8 @@ rule adapts to every sentence, and needs no best length. Where confidence is not
 length of the best fixed rate is drafted, from acceptance by position.
 
 **Whether to speculate at all.** If the rate that speculation reached lately is above that of plain decoding, yes. If
-not, it goes on being tried out of a budget of time: every plain round earns a hundredth of its time, a try spends what
-it took longer than plain decoding would have, and a try that took less adds to the budget. So a useless draft costs at
-most that hundredth and what the budget held, while a draft that has become useful pays for its own tries from the
-first one on.
+not, it goes on being tried out of a budget of time (``tries.py``). So a useless draft costs at most a hundredth of it
+and what the budget held, while a draft that has become useful pays for its own tries from the first one on.
 
 **Both ways as they are in use.** A single drafted round among plain ones, or a plain one among drafted, does not take
 what it takes in a row: threads sleep, weights have left the caches. So now and then a block of rounds is decoded the
@@ -38,32 +36,18 @@ from adaptive.control.policy import Advice, Adviser, Beside, LengthPolicy, Scope
 from adaptive.control.prices import prices
 from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
+from adaptive.control.tries import BUDGET, Tries
 from adaptive.engines.threads import CALM_LOOKS
 from adaptive.machine import LoadMeter
 from adaptive.types import Round
 
 # Imaginary rounds, at the rate that acceptance by position predicts, in the rate of speculation.
 RATE_WEIGHT = 4.0
-# Share of plain decoding's time that tries may spend. More finds a useful draft sooner, and is lost beside a bad one.
-TRY_SHARE = 0.01
-# The most that the budget holds, in plain rounds, and what it begins with: some thirty tries of a small
-# draft. Less gives up on a bad beginning, more is spent at every change for the worse.
-BUDGET = 4.0
-# The most that it may owe: a try behind a long prompt costs as many rounds as the draft takes to catch up with it. Less
-# lets such tries cost more than their share, more keeps a draft that has become useful waiting for longer.
-DEBT = 16.0
 # Times that a try may have taken less than expected and still be charged that. A clock's noise is not to pay for tries.
 FAR_LESS = 1.25
 # Probability of acceptance that a first token must have to be worth its verification, above which tries verify theirs
 # whatever it is until that cost is sure: hardly any token would be verified, and what is not done is not learned.
 DEAR = 0.5
-# Of so many tries one verifies its first token however little the draft thinks of it, so that a draft of which nothing
-# is expected goes on being judged. Fewer tries find out about a useful draft if more of them do.
-JUDGED_EVERY = 4
-# Rounds in which a draft that has just come into use has a token judged whatever is expected of it, and of these in one
-# answer at most, since tokens of one answer hang together. What live acceptance is judged by (service/watch.py) would
-# else be a try now and then, if the draft is bad: some forty plain rounds, once, against many answers without any.
-ON_TRIAL, ON_TRIAL_HERE = 160, 8
 # Bounds of what a second beyond a plain round's may be found to take: the difference of two means that nearly agree.
 LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
 # The draft length by which drafting and plain decoding are compared, where times of several lengths are seen.
@@ -116,9 +100,7 @@ class GoodputLength(LengthPolicy):
         self.joint = JointCosts()
         self.answer_tokens = ANSWER_TOKENS
         self.this_answer = 0
-        self.budget = BUDGET  # plain rounds' time that tries may spend
-        self.tries = 0
-        self.on_trial, self.on_trial_here = 0, 0  # rounds that a new draft is still to be judged in, and in this answer
+        self.tries = Tries()
         self.blocks = Blocks()
         # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
         # and in how many rounds how much time passed beside the models, with how many tokens.
@@ -159,8 +141,7 @@ class GoodputLength(LengthPolicy):
             return 0
         if not block and not self.drafting:
             # Plain rounds change nothing until a try can be paid for, or a block is due.
-            try_in = (self.price - self.budget) / TRY_SHARE
-            self.steady = max(1, int(min(try_in, self.blocks.until_next)))
+            self.steady = max(1, int(min(self.tries.wait, self.blocks.until_next)))
             return 0
         if limit <= 0:
             return 0
@@ -202,14 +183,11 @@ class GoodputLength(LengthPolicy):
             worth = rate * costs.speed * self.marginal
             drop_below, last_below = ([worth * p for p in prices] for prices in (self.prices, self.further))
             unsure = drop_below[0] > DEAR and not costs.sure_of_verifying()
-            judged = self.blocks.left or unsure or self.on_trial_here or self.tries % JUDGED_EVERY == 0
-            if not self.speculating and judged:
+            if not self.speculating and (self.blocks.left or unsure or self.tries.judged):
                 drop_below[0] = 0.0
             self.stopping.decide(self.calibration.table, self.calibration.follow, drop_below, last_below)
-        most = self._most_budget()
-        self.budget = min(most, self.budget)
-        self.price = min(most, self._cost_of_trying(waiting))
-        self.drafting = self.speculating or self.on_trial_here > 0 or self.budget >= self.price
+        self.tries.cost(self._cost_of_trying(waiting), self._most_budget())
+        self.drafting = self.speculating or self.tries.due
         drafted_s = costs.round(self.best)
         self.blocks.plan(self.speculating, self.plain_s, drafted_s, self.speculative, costs.draft(0, 1))
         self.expected_plain = costs.with_tokens(1 / self.plain_s)
@@ -345,7 +323,7 @@ class GoodputLength(LengthPolicy):
             self.calibration.calibrate()
         # Plain rounds say nothing new of the draft: as long as no try can be paid for, the decision stands.
         plain = not self.speculating and not any(timed.steps for timed in seen)
-        self.decided = self.decided and plain and self.budget < self.price
+        self.decided = self.decided and plain and not self.tries.affordable
         self.seen, self.sure = [], []
         self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
 
@@ -354,7 +332,7 @@ class GoodputLength(LengthPolicy):
         costs, own, (outcome, steps, waiting, again, settled, tried, apart) = self.costs, timed.own, timed
         took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
         if not steps:
-            self.budget = min(BUDGET, self.budget + TRY_SHARE)
+            self.tries.earn()
             if settled and again:
                 self.times.observe(False, took, costs.round(0), compared)
             return
@@ -375,10 +353,8 @@ class GoodputLength(LengthPolicy):
             self.acceptance.changed()
             self.calibration.changed()
             self.age = 0
-        if own.drafted and self.on_trial_here:
-            self.on_trial, self.on_trial_here = self.on_trial - 1, self.on_trial_here - 1
-            if tried:
-                return
+        if own.drafted and self.tries.judge() and tried:
+            return
         if not tried and not self.speculating:  # a block's, which has a share of its own
             return
         catching_up = costs.draft(0, waiting) if waiting > FEW_WAITING and tried else 0.0
@@ -387,9 +363,9 @@ class GoodputLength(LengthPolicy):
         seconds = min(longer * seconds, FAR_LESS * took - catching_up)
         if tried:
             seconds += self._going_back()
-            self.tries += 1
-        left = max(min(0.0, self.budget), self.budget + self._worth(tokens, 1 + own.accepted) - seconds / self.plain_s)
-        self.budget = min(BUDGET, max(-DEBT, left - catching_up / self.plain_s))
+            self.tries.made += 1
+        worth = self._worth(tokens, 1 + own.accepted)
+        self.tries.spend(worth, seconds / self.plain_s, catching_up / self.plain_s)
 
     def _look(self, meter: LoadMeter, now: float) -> None:
         """Whether others use the machine now, from the time since the last look."""
@@ -447,7 +423,7 @@ class GoodputLength(LengthPolicy):
         if self.this_answer:
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
         self.this_answer = 0
-        self.on_trial_here = min(self.on_trial, ON_TRIAL_HERE)
+        self.tries.answer()
         self.blocks.answer()
         self.asked = None
         if self.meter is not None and self.meter.read() is not None:
@@ -460,6 +436,5 @@ class GoodputLength(LengthPolicy):
         self.acceptance.swapped(expected)
         self.calibration.swapped()
         self.recent.forget()
-        self.budget = BUDGET
-        self.on_trial = ON_TRIAL
+        self.tries.swapped()
         self.blocks.hurry()  # drafted rounds in a row, in the next answer

@@ -34,11 +34,12 @@ from typing import Any
 from adaptive.control.ahead import Ahead, Discounted
 from adaptive.control.among import BesideWithHistory
 from adaptive.control.costs import LONGEST, CostTable, Timed
-from adaptive.control.goodput import BATCH, BUDGET, FEW_WAITING, RATE_WEIGHT, GoodputLength
+from adaptive.control.goodput import BATCH, FEW_WAITING, RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import best_length
 from adaptive.control.stopping import Stopping
+from adaptive.control.tries import BUDGET
 from adaptive.types import FREE, MODEL, Round
 
 # Of the model's rounds where history would have drafted: what is left of one after a later one, and imaginary ones of

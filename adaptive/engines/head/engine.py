@@ -28,8 +28,8 @@ from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadModule
 from adaptive.engines.head.module import Head
 from adaptive.engines.head.passes import HeadPasses
-from adaptive.engines.hf.cache import RollbackCache
-from adaptive.engines.hf.engine import PREFILL_CHUNK, TransformersEngine, TransformersSequence, reserve
+from adaptive.engines.hf.cache import RollbackCache, reserve
+from adaptive.engines.hf.engine import PREFILL_CHUNK, TransformersEngine, TransformersSequence
 from adaptive.engines.hf.generation import FALLBACK_SAMPLING
 from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.engines.protocol import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from adaptive.engines.head.kinds import HeadKind
 
 
-class ForeignHead(nn.Module):
+class ForeignHead(nn.Module, ABC):
     """A head that somebody trained for the target; see ``HeadModule``."""
 
     kind: HeadKind
@@ -22,9 +23,9 @@ class ForeignHead(nn.Module):
     base_model_prefix = ""  # PEFT takes what has a config of transformers for a model of its, and asks for it
 
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
         """See ``HeadModule``."""
-        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
@@ -37,18 +38,18 @@ class ForeignHead(nn.Module):
         return self._fusing.weight.dtype
 
     @property
+    @abstractmethod
     def _fusing(self) -> nn.Linear:
         """What makes one of several things that a row reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def of_target(self, features: torch.Tensor) -> torch.Tensor:
         """See ``HeadModule``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``HeadModule``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def get_output_embeddings(self) -> nn.Module:
         """The vocabulary projection, which takes no adapter: ``trainers.lora`` asks so of any model."""
-        raise NotImplementedError

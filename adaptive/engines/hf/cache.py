@@ -19,9 +19,11 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 
+from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.hf.calls import current_pass
 from adaptive.engines.hf.recurrent import RecurrentLayer, State, States
 from adaptive.engines.protocol import Memory
+from adaptive.errors import AdaptiveError
 from adaptive.tokens import uploaded
 
 # Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats.
@@ -385,3 +387,13 @@ class RollbackCache(Cache):
         keys = sum(t.nbytes for layer in self._attention for t in (layer.keys, layer.values) if t is not None)
         states, checkpoints = (0, 0) if self.states is None else self.states.nbytes
         return Memory(keys, states, checkpoints, 0 if self._hidden is None else self._hidden.nbytes)
+
+
+def reserve(cache: CpuCache | RollbackCache, length: int) -> None:
+    """Have capacity for ``length`` tokens. Raises AdaptiveError where there is no memory for them."""
+    try:
+        cache.reserve(length)
+    except (RuntimeError, MemoryError) as error:
+        raise AdaptiveError(
+            f"there is no memory for the keys and values of {length} tokens; shorten the text or free memory"
+        ) from error

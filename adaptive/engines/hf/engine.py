@@ -19,7 +19,7 @@ from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import FEW, CpuForward, cpu_forward
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.hf import joint as hf_joint
-from adaptive.engines.hf.cache import RollbackCache
+from adaptive.engines.hf.cache import RollbackCache, reserve
 from adaptive.engines.hf.calls import recurrent_pass, watch
 from adaptive.engines.hf.features import FeatureHooks
 from adaptive.engines.hf.generation import end_tokens, recommended_sampling, weights
@@ -44,8 +44,7 @@ from adaptive.engines.protocol import (
     one_after_another,
 )
 from adaptive.engines.threads import ThreadChoice
-from adaptive.engines.tree import NO_TREE, TokenTree
-from adaptive.errors import AdaptiveError
+from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Ids, Rows, as_tensor, moved
 
 # Tokens scored in one forward of a long prompt. Larger needs more memory for attention scores and
@@ -143,7 +142,7 @@ class TransformersSequence:
         if engine.cpu_forward is None or engine.cpu_forward.fused:
             return engine.joint_pass([ExtendCall(self, tokens, rows, parents)])[0]
         assert isinstance(self.cache, CpuCache)
-        tree = _grown(ExtendCall(self, tokens, rows, parents))
+        tree = hf_joint.grown(ExtendCall(self, tokens, rows, parents))
         assert tree is not None
         logits = engine.cpu_forward.by_layers(as_tensor(tokens), rows, self.cache, tree)
         self.tree = tree
@@ -203,16 +202,6 @@ class TransformersSequence:
         self.rollback(0)
         self.reserve(length)
         self.cache.copy_prefix(other.cache, length)  # type: ignore[arg-type]  # one engine's caches are of one kind
-
-
-def reserve(cache: CpuCache | RollbackCache, length: int) -> None:
-    """Have capacity for ``length`` tokens. Raises AdaptiveError where there is no memory for them."""
-    try:
-        cache.reserve(length)
-    except (RuntimeError, MemoryError) as error:
-        raise AdaptiveError(
-            f"there is no memory for the keys and values of {length} tokens; shorten the text or free memory"
-        ) from error
 
 
 class TransformersEngine:
@@ -400,7 +389,7 @@ class TransformersEngine:
         """The pass over some sequences of a ``joint`` engine; each is given some tokens, and no long piece of a
         prompt. Logits (rows, vocab) of each."""
         sequences: list[Any] = [call.sequence for call in calls]
-        caches, trees = [sequence.cache for sequence in sequences], [_grown(call) for call in calls]
+        caches, trees = [sequence.cache for sequence in sequences], [hf_joint.grown(call) for call in calls]
         rows = [call.rows for call in calls]
         if self.cpu_forward is None:
             given = [moved(as_tensor(call.tokens), self.device) for call in calls]
@@ -456,14 +445,3 @@ class TransformersEngine:
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
         """Merge it in steps; see the protocol."""
         return self.adapter.steps(folder)
-
-
-def _grown(call: ExtendCall) -> TokenTree | None:
-    """The tree of a call's sequence with what the call appends to it; None where that is no node. Raises ValueError."""
-    if call.parents is None:
-        return None
-    if len(call.parents) != len(call.tokens):
-        raise ValueError(f"{len(call.tokens)} tokens with {len(call.parents)} parents")
-    sequence: Any = call.sequence
-    tree: TokenTree = sequence.tree.grown(call.parents)
-    return tree

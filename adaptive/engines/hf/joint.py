@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from adaptive.engines.hf.cache import ATTENTION, RollbackCache, layer_kinds
 from adaptive.engines.hf.graphs import NEAR
+from adaptive.engines.protocol import ExtendCall
 from adaptive.engines.tree import NO_TREE, TokenTree
 from adaptive.errors import first_line
 
@@ -273,3 +274,14 @@ def proves(engine: Runs) -> bool:
     if not proved:
         logger.info("passes of %s over several texts come one after the other: %s", type(engine.model).__name__, why)
     return proved
+
+
+def grown(call: ExtendCall) -> TokenTree | None:
+    """The tree of a call's sequence with what the call appends to it; None where that is no node. Raises ValueError."""
+    if call.parents is None:
+        return None
+    if len(call.parents) != len(call.tokens):
+        raise ValueError(f"{len(call.tokens)} tokens with {len(call.parents)} parents")
+    sequence: Any = call.sequence
+    tree: TokenTree = sequence.tree.grown(call.parents)
+    return tree

@@ -1,0 +1,83 @@
+"""What may be drafted while drafting does not pay, so that it stays known what it would bring.
+
+Two sorts of tries. **Out of a budget**, in time of plain rounds: each of these earns a share of itself, a try spends
+what it took longer than plain decoding would have, and one that took less adds to it. **On trial**: a draft that has
+just come into use has some tokens judged in each of its first answers, whatever is expected of it. What live acceptance
+is judged by (``service/watch.py``) would else be a try now and then, if the draft is bad, and it would stay in use for
+long though nobody drafts with it.
+"""
+
+from __future__ import annotations
+
+# Share of plain decoding's time that tries may spend. More finds a useful draft sooner, and is lost beside a bad one.
+SHARE = 0.01
+# The most that the budget holds, in plain rounds, and what it begins with: some thirty tries of a small
+# draft. Less gives up on a bad beginning, more is spent at every change for the worse.
+BUDGET = 4.0
+# The most that it may owe: a try behind a long prompt costs as many rounds as the draft takes to catch up with it. Less
+# lets such tries cost more than their share, more keeps a draft that has become useful waiting for longer.
+DEBT = 16.0
+# Of so many tries one verifies its first token however little the draft thinks of it, so that a draft of which nothing
+# is expected goes on being judged. Fewer tries find out about a useful draft if more of them do.
+JUDGED_EVERY = 4
+# Rounds of a new draft on trial, and of these in one answer at most, since tokens of one answer hang together: some
+# forty plain rounds' time in all, once. Fewer do not tell an acceptance of 0.11 from one of 0.30.
+ON_TRIAL, ON_TRIAL_HERE = 160, 8
+
+
+class Tries:
+    """The budget, what a try costs, and how many rounds are left on trial."""
+
+    def __init__(self) -> None:
+        self.budget, self.price = BUDGET, 0.0  # in plain rounds
+        self.made = 0
+        self.on_trial, self.on_trial_here = 0, 0  # rounds left, and of these in this answer
+
+    @property
+    def due(self) -> bool:
+        """Whether to draft though it does not pay."""
+        return self.on_trial_here > 0 or self.affordable
+
+    @property
+    def affordable(self) -> bool:
+        """Whether the budget has what a try costs."""
+        return self.budget >= self.price
+
+    @property
+    def judged(self) -> bool:
+        """Whether the next one has its first token judged, however little the draft thinks of it."""
+        return self.on_trial_here > 0 or self.made % JUDGED_EVERY == 0
+
+    @property
+    def wait(self) -> float:
+        """Plain rounds until the budget has what a try costs."""
+        return (self.price - self.budget) / SHARE
+
+    def cost(self, price: float, most: float) -> None:
+        """What a try costs now; ``most`` is what the budget may hold."""
+        self.budget, self.price = min(most, self.budget), min(most, price)
+
+    def earn(self) -> None:
+        """A plain round has passed."""
+        self.budget = min(BUDGET, self.budget + SHARE)
+
+    def judge(self) -> bool:
+        """A token of the draft was judged; whether that was on trial."""
+        if not self.on_trial_here:
+            return False
+        self.on_trial, self.on_trial_here = self.on_trial - 1, self.on_trial_here - 1
+        return True
+
+    def spend(self, worth: float, took: float, catching_up: float) -> None:
+        """A drafted round took so long, and catching up with the text before it, for what is ``worth`` so much. Below 0
+        it goes for catching up alone."""
+        left = max(min(0.0, self.budget), self.budget + worth - took)
+        self.budget = min(BUDGET, max(-DEBT, left - catching_up))
+
+    def answer(self) -> None:
+        """Another answer begins."""
+        self.on_trial_here = min(self.on_trial, ON_TRIAL_HERE)
+
+    def swapped(self) -> None:
+        """Another draft is in use."""
+        self.budget, self.on_trial = BUDGET, ON_TRIAL
