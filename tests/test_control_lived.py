@@ -17,6 +17,7 @@ from adaptive.control.memory import DAY, Memory, keeping, load, remembered, save
 from adaptive.control.policy import Scope
 from adaptive.control.rate import SeenTimes
 from adaptive.control.tries import ON_TRIAL, ON_TRIAL_HERE
+from adaptive.types import Round
 
 GOOD, USELESS = [0.8] * LONGEST, [0.02] * LONGEST
 
@@ -98,9 +99,13 @@ def test_rounds_that_wait_for_a_core_count_by_their_mean() -> None:
     acceptance = [0.6, 0.3, *[0.0] * (LONGEST - 2)]
     _, quiet = in_world(World, dear, dear)
     assert drafted_share(quiet, acceptance, 4000) < 0.2
-    policy, busy = in_world(Stalls, dear, dear)
-    drafted_share(busy, acceptance, 6000)
-    assert drafted_share(busy, acceptance, 2000) > 0.5, f"times {policy.longer}, {policy.speculative}"
+    shares = []
+    for seed in range(16):  # of one alone it depends on when it stalled last
+        _, busy = in_world(Stalls, dear, dear)
+        busy.random.seed(seed)
+        drafted_share(busy, acceptance, 6000)
+        shares.append(drafted_share(busy, acceptance, 2000))
+    assert sum(shares) / len(shares) > 0.5, shares
 
 
 @pytest.mark.parametrize(
@@ -194,6 +199,37 @@ def test_a_new_draft_is_judged_within_a_few_answers_whatever_is_expected_of_it_a
     assert sum(judged[:20]) >= ON_TRIAL
     assert all(ON_TRIAL_HERE <= n <= ON_TRIAL_HERE + 4 for n in judged[1:18])
     assert sum(judged[20:]) < 0.05 * 600
+
+
+def test_a_draft_for_which_answers_are_too_short_is_tried_all_the_same() -> None:
+    """It is believed to pay, but for the prompt that it has not read: as long as that is never tried, nothing shows
+    that it does not pay at all. What such tries cost is theirs."""
+    dear = dataclasses.replace(TABLE, catch_up_s=0.05)  # a plain step takes 1 second
+    policy = GoodputLength(dear, clock=Clock())
+    policy.swapped(by_position(0.6, 2.0, 4))
+    policy.tries.on_trial = 0
+    assert policy.speculating
+    caught_up, plain_s, catching_up_s = 0, 0.0, 0.0
+    for _ in range(300):
+        policy.begin(Scope("s", 0.7))
+        waiting = 100
+        for said in range(12):
+            length = policy.next_length(12 - said, waiting, 100)
+            policy.tries.on_trial_here = 0
+            plain_s += dear.verify_s[0]
+            if not length:
+                policy.observe(Round("none", 0, 0, 0.0, dear.verify_s[0]))
+                waiting += 1
+                continue
+            catching_up_s += waiting * dear.catch_up_s
+            caught_up += waiting > 100 - 1
+            policy.advise(1, 0.9)
+            draft_s = dear.start_s + dear.draft_s + waiting * dear.catch_up_s
+            policy.observe(Round("model", 1, 0, draft_s, dear.verify_s[1]))
+            waiting = 0
+    assert caught_up > 0
+    assert not policy.speculating
+    assert catching_up_s < 0.03 * plain_s
 
 
 @pytest.mark.parametrize(("first", "later", "length"), [(0.6, 0.8, 4), (0.3, 0.3, 1), (0.9, 0.5, 8), (0.0, 0.0, 4)])

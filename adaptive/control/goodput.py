@@ -100,7 +100,7 @@ class GoodputLength(LengthPolicy):
         self.joint = JointCosts()
         self.answer_tokens = ANSWER_TOKENS
         self.this_answer = 0
-        self.tries = Tries()
+        self.tries, self.trying = Tries(), False  # whether what is drafted now is a try
         self.blocks = Blocks()
         # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
         # and in how many rounds how much time passed beside the models, with how many tokens.
@@ -135,7 +135,7 @@ class GoodputLength(LengthPolicy):
             self.blocks.begin()
             self._decide(context, waiting)
         block = self.blocks.left
-        self.expected, self.steady = self.expected_plain, 1
+        self.expected, self.steady, self.trying = self.expected_plain, 1, not self.speculating and not block
         if block and self.speculating:
             self.steady = block
             return 0
@@ -146,8 +146,10 @@ class GoodputLength(LengthPolicy):
         if limit <= 0:
             return 0
         if self.speculating and waiting > FEW_WAITING and not self._worth_catching_up(limit):
-            return 0
-        if self.speculating or block:
+            if not self.tries.due:
+                return 0
+            self.trying = True  # else nothing would ever be seen of a draft that answers are too short for
+        elif self.speculating or block:
             self.steady = min(BATCH - len(self.seen), block or BATCH)
         self.expected = self.expected_speculative
         return min(limit, self.longest if self.attentive else self.best)
@@ -287,7 +289,7 @@ class GoodputLength(LengthPolicy):
         bins = self._bins()
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         tokens, drafted = 1 + outcome.accepted, steps > 0
-        tried = drafted and not apart and not self.speculating and not self.blocks.left
+        tried = drafted and not apart and self.trying
         settled, again = self.blocks.passed(drafted)
         timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart)
         self._ended(timed)
