@@ -19,6 +19,7 @@ from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import FixedLength, Scope
 from adaptive.control.prices import best_length
 from adaptive.control.sources import GoodputWithHistory
+from adaptive.control.tries import ON_TRIAL, ON_TRIAL_HERE
 from adaptive.drafting.archive import Archive, History
 from adaptive.measure import where_it_runs
 from adaptive.opened import opened
@@ -116,6 +117,19 @@ def led(who: list[str]) -> int:
 def test_history_that_promises_more_than_the_model_brings_drafts_nearly_always() -> None:
     who = run(GoodputWithHistory(COSTS, attentive=False), 400, [0.97**i for i in range(1, 17)], 12, 1)
     assert led(who[200:]) > 0.9 * 200
+
+
+def test_a_new_draft_is_judged_also_where_history_finds_everything() -> None:
+    """In each of its first answers, and then no longer; what that loses is not held against later tries."""
+    policy = GoodputWithHistory(COSTS)
+    run(policy, 400, [0.97**i for i in range(1, 9)], 6, 0)
+    policy.swapped()
+    owed = policy.rival.owed
+    asked = [run(policy, 40, [0.97**i for i in range(1, 9)], 6, 0).count("model") for _ in range(30)]
+    assert all(ON_TRIAL_HERE <= n <= 2 * ON_TRIAL_HERE for n in asked[:10])
+    assert sum(asked) >= ON_TRIAL
+    assert sum(asked[22:]) < 0.02 * 40 * 8
+    assert policy.rival.owed < owed + 10.0  # of plain rounds; those on trial would be some hundred
 
 
 def test_what_rounds_bring_is_said_of_all_of_them_whoever_drafts() -> None:

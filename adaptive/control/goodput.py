@@ -298,7 +298,7 @@ class GoodputLength(LengthPolicy):
         self.seen.append(timed)
         self.sure.append(bins)
         self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
-        if len(self.seen) >= BATCH or tried:
+        if len(self.seen) >= BATCH or (drafted and self.trying):
             self.settle()
 
     def _bins(self) -> list[int]:
@@ -348,6 +348,7 @@ class GoodputLength(LengthPolicy):
             # How likely the judged tokens were says the same as what came of them, with less chance in it.
             tokens = 1.0 + sum(self.calibration.table[b] for b in judged)
             self.calibration.observe(bins, own.drafted, own.accepted)
+        on_trial = own.drafted > 0 and self.tries.judge()
         if apart:
             return
         longer = self.longer if own.drafted else 1.0  # what was dropped takes what a plain step takes
@@ -355,7 +356,7 @@ class GoodputLength(LengthPolicy):
             self.acceptance.changed()
             self.calibration.changed()
             self.age = 0
-        if own.drafted and self.tries.judge() and tried:
+        if on_trial and tried:
             return
         if not tried and not self.speculating:  # a block's, which has a share of its own
             return

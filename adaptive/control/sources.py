@@ -185,6 +185,8 @@ class GoodputWithHistory(GoodputLength):
                 lead, gain = Lead(before, min(length, limit - before, LONGEST - before)), more
                 self.gains[-1] = gain
         self.before.found(self._saved_by(gain, bool(length)))
+        if length and self.tries.on_trial_here:
+            return Lead(0, length)
         most = min(limit, self.room - passed, self.longest if self.attentive else self.best)
         if most <= 0:
             return lead
@@ -372,6 +374,8 @@ class GoodputWithHistory(GoodputLength):
         """A round was the model's that history would have drafted, where it was worth ``gain``."""
         tokens, seconds = 1 + timed.outcome.accepted, self._believed(timed)
         self.rival.seen.observe(tokens, seconds / self.costs.speed)
+        if self.tries.on_trial_here:
+            return
         self.rival.owed += ((gain - tokens) / self._rate_behind(True) + seconds) / self.plain_s
 
     def _believed(self, timed: Timed) -> float:

@@ -2,9 +2,9 @@
 
 Two sorts of tries. **Out of a budget**, in time of plain rounds: each of these earns a share of itself, a try spends
 what it took longer than plain decoding would have, and one that took less adds to it. **On trial**: a draft that has
-just come into use has some tokens judged in each of its first answers, whatever is expected of it. What live acceptance
-is judged by (``service/watch.py``) would else be a try now and then, if the draft is bad, and it would stay in use for
-long though nobody drafts with it.
+just come into use has some tokens judged in each of its first answers, whatever is expected of it and whatever history
+has found. What live acceptance is judged by (``service/watch.py``) would else be a try now and then, if the draft is
+bad, and it would stay in use for long though nobody drafts with it.
 """
 
 from __future__ import annotations
