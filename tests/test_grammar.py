@@ -242,7 +242,12 @@ def test_sampled_answers_follow_masked_decoding_of_the_target(
             pass
         counts[tuple(decoding.output[:3])] += 1
     assert p_value(counts, exact) > 0.001
-    unmasked = SimpleNamespace(mask=lambda logits, drafted: logits, commit=lambda tokens: None, forced=lambda most: [])
+    unmasked = SimpleNamespace(
+        mask=lambda logits, drafted: logits,
+        place=lambda drafted: 0,
+        commit=lambda tokens: None,
+        forced=lambda most: [],
+    )
     free = LogitsProcessor(params, VOCAB, torch.device("cpu"), unmasked)  # type: ignore[arg-type]
     drafter = ModelDrafter(other, draft, VOCAB, params, free, generator)
     one.rollback(0)

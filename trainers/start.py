@@ -42,11 +42,14 @@ def start_from(head: Head, examples: Sequence[Example], should_stop: Callable[[]
         if should_stop is not None and should_stop():
             raise Stopped
         found = None if example.features is None else example.features.read()
-        if found is None or found.values.shape[1] != width or len(found.values) < 2:
+        if found is None or found.values.shape[1] != width:
             continue
-        states = torch.from_numpy(found.states()).to(device)
         text = torch.cat([torch.from_numpy(example.prompt), torch.from_numpy(example.output)]).long()
-        text = text[found.first : found.first + len(states)].to(device)
+        text = text[found.first :].to(device)  # of a long answer the end is cut off, and its states are not
+        states = torch.from_numpy(found.states())[: len(text)].to(device)
+        text = text[: len(states)]
+        if len(states) < 2:
+            continue
         reads = torch.cat([head.token_norm(head.body.get_input_embeddings()(text[1:])), _unit(states[:-1])], dim=-1)
         squares += reads.T @ reads
         products += reads.T @ _unit(states[1:])
