@@ -62,8 +62,15 @@ def pair(server: DraftServer) -> Pair:
 
 
 def tokens(assistant: Assistant, prompt: str, sampling: SamplingParams, most: int) -> list[int]:
-    stop = StopParams(max_new_tokens=most, ignore_eos=True)
-    return [step.token for step in assistant.chat([Message("user", prompt)], sampling, stop)]
+    """An answer's, whose reader waits behind the first one until the draft server has read the prompt: else a short
+    answer is over before that."""
+    stop, remote, found = StopParams(max_new_tokens=most, ignore_eos=True), assistant.pair.remote, []
+    for step in assistant.chat([Message("user", prompt)], sampling, stop):
+        found.append(step.token)
+        until = time.monotonic() + 30 if len(found) == 1 else 0.0
+        while remote is not None and remote.connected and not remote.ready and time.monotonic() < until:
+            time.sleep(0.001)
+    return found
 
 
 def accepted_while_equal(

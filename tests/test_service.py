@@ -223,18 +223,25 @@ def test_nonsense_is_a_mistake_of_the_client_in_openai_shape(server: Server) -> 
         assert http.delete("/v1/models").status_code == 405
 
 
+def ends(server: Server) -> list[str]:
+    """How each answer in the log ended."""
+    with Log(server.records) as log:
+        return [g.generation.finish_reason for g in log.generations(with_supervision=False)]
+
+
 def test_a_client_that_goes_away_ends_its_answer(server: Server, client: openai.OpenAI) -> None:
     stream = ask(client, stream=True, **ENDLESS)
     next(iter(stream))
     stream.close()
     until_idle(server)
+    before = ends(server)
+    assert before[-1] == "cancelled"
     impatient = client.with_options(timeout=0.5)
     with pytest.raises(openai.APITimeoutError):
-        ask(impatient, max_tokens=800, n=8, extra_body={"ignore_eos": True})
+        ask(impatient, n=8, **ENDLESS)
     until_idle(server)
-    with Log(server.records) as log:
-        ends = [g.generation.finish_reason for g in log.generations(with_supervision=False)]
-    assert ends[-2:] == ["cancelled", "cancelled"]
+    # A fast machine finishes some of the eight in time.
+    assert "cancelled" in ends(server)[len(before) :]
 
 
 def test_more_than_may_wait_are_told_429_and_the_others_are_answered(server: Server, client: openai.OpenAI) -> None:
