@@ -31,7 +31,7 @@ from adaptive.engines.load import (
     weights_progress,
 )
 from adaptive.engines.load_head import head_for_training, load_head
-from adaptive.engines.threads import ThreadChoice
+from adaptive.engines.threads import ThreadChoice, WorkClock
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.hub import hub_folder
 from adaptive.remote import Remote, is_address, remote_of, untrained
@@ -77,21 +77,25 @@ class Pair:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """What rounds are compared by: the time that the calling thread was at work, or waited for the other threads of
-        a pass, whatever else ran meanwhile. Where passes run elsewhere or wait for a disk, or such a clock is too
-        coarse, the time on the wall.
+        """What rounds are compared by (``WorkClock``). Where passes run elsewhere or wait for a disk, or a thread's own
+        clock is too coarse, the time on the wall."""
+        own = self.own_clock
+        if own is time.perf_counter:
+            return own
+        engines = [engine for engine in (self.target, self.draft) if engine is not None]
+        # The target's choice and the draft's, or the target's and one that nobody asks.
+        choices = [engine.threads for engine in engines if engine.threads is not None]
+        return WorkClock(choices[0], choices[-1] if len(choices) > 1 else ThreadChoice(0))
 
-        Beside other programs a thread waits for a processor in a few rounds, for ten times as long as they take, and by
-        chance in drafted ones or in plain ones. In the long run it waits in proportion to its work.
-        """
+    @property
+    def own_clock(self) -> Callable[[], float]:
+        """The time in which the calling thread was at work, for passes on one thread, where the same holds."""
         engines = [engine for engine in (self.target, self.draft) if engine is not None]
         own = all(engine.device.type == "cpu" and engine.threads is not None for engine in engines)
         own = own and self.remote is None and Forward.STREAMED not in map(forward_of, engines)
-        if not own or time.get_clock_info("thread_time").resolution > FINE_S:
-            return time.perf_counter
-        # Asked several times a round: the target's engine and the draft's, or the target's and one that never waits.
-        first, second = [*(engine.threads for engine in engines if engine.threads), ThreadChoice(1)][:2]
-        return lambda: time.thread_time() + first.waited + second.waited
+        return (
+            time.thread_time if own and time.get_clock_info("thread_time").resolution <= FINE_S else time.perf_counter
+        )
 
 
 def sources(settings: Settings) -> tuple[Source, Source | None]:

@@ -136,7 +136,7 @@ class TimedRounds:
         self.advise = Stopping(LONGEST) if attentive else None  # which never stops
         self._prepare()
         self._choices = [engine.threads for engine in (pair.target, pair.draft) if engine.threads is not None]
-        self._own_clock, self._given = pair.clock, torch.get_num_threads()
+        self._own_clock, self._given = pair.own_clock, torch.get_num_threads()
         self._threads, self._ended = ALL, 0.0
         self._move(context)
 

@@ -16,6 +16,7 @@ from adaptive.control.confidence import Calibration, bin_of
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed, from_samples
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import Advice, FixedLength, LengthPolicy, Scope
+from adaptive.control.tries import BUDGET, DEBT, SHARE
 from adaptive.types import Round
 
 TABLE = CostTable(
@@ -414,9 +415,9 @@ def test_no_sequence_of_outcomes_ends_exploration_or_breaks_a_limit(
     policy = GoodputLength(TABLE if measured else None, attentive=attentive, clock=clock)
     put_through(policy, outcomes)
     world = World(policy, clock)
-    # Whatever was learned, the draft's model is run again before long, and a plain round is too.
-    steps = 0
-    for _ in range(600):
+    # Whatever was learned and is owed, the draft's model is run again before long, and a plain round is too.
+    steps, most = 0, round((BUDGET + DEBT) / SHARE)
+    for _ in range(most + 1):
         before = world.seconds
         outcome = world.round([0.02] * 16)
         steps += outcome.draft_s > 0

@@ -285,6 +285,7 @@ def test_history_is_credited_with_what_it_proposed_and_learns_from_what_was_said
     found, _ = text.index.follow(said[-32:], True)
     assert found[:3] == [4, 5, 6]
     history.observe([4, 5, 6, 99])
+    history.settle()
     running, together = matches.of(RUNNING, 0.0), matches.of(AGREED, 0.0)
     assert (sum(together.accepted), sum(together.rejected)) == (2.0, 0.0)
     # Three of the chain from the beginning and the one that was not said; and of the tail one and one.

@@ -5,15 +5,26 @@ from __future__ import annotations
 import random
 import threading
 import time
+from array import array
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive.control.matches import LENGTHS
-from adaptive.drafting.suffixes import AHEAD, LONGEST, PlainSuffixes, Suffixes, compiled, length_bin, suffixes
+from adaptive.control.matches import LENGTHS, PRIORS
+from adaptive.drafting.suffixes import (
+    AHEAD,
+    LEAST_REACH,
+    LONGEST,
+    PlainSuffixes,
+    Suffixes,
+    compiled,
+    length_bin,
+    suffixes,
+)
 
+CERTAIN = array("d", [1.0] * len(PRIORS))
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=60), max_size=6)
 needs_compiled = pytest.mark.skipif(compiled() is None, reason="built without a C++ compiler")
 
@@ -69,12 +80,41 @@ def test_taking_back_leaves_what_was_there_before(steps: list[tuple[list[int], i
             index.take_back(taken)
             text = text[: len(text) - taken]
             answers.append((*index.follow(text, True), len(index)))
-            assert tuple(index.follow_end(index)) == answers[-1][:2]
+            assert tuple(index.follow_end(index, CERTAIN))[:2] == answers[-1][:2]
         fresh = PlainSuffixes()
         add(fresh, 7, text)
         answers.append(tuple(fresh.follow(text, True)))
         assert answers[-2:-1] == [] or answers[-2][:2] == answers[-1]
         found.append(answers)
+    assert found[0] == found[1]
+
+
+@needs_compiled
+@settings(max_examples=200, deadline=None)
+@given(
+    texts=TEXTS,
+    text=st.lists(st.integers(0, 3), max_size=40),
+    shares=st.lists(st.floats(0.0, 1.0), min_size=len(PRIORS), max_size=len(PRIORS)),
+)
+def test_what_follows_ends_where_it_is_hardly_reached(
+    texts: list[list[int]], text: list[int], shares: list[float]
+) -> None:
+    found, table = [], array("d", shares)
+    for index in both(1 << 20):
+        for number, tokens in enumerate(texts):
+            add(index, number, tokens)
+        index.begin(9)
+        index.append(text)
+        whole, expected = index.follow(text, True), index.follow_end(index, table)
+        count, sure = len(expected[0]), 1.0
+        assert list(expected[0]) == list(whole[0])[:count]
+        assert list(expected[1]) == list(whole[1])[:count]
+        for b, reach in zip(*expected[1:], strict=True):
+            sure *= table[b]
+            assert reach == pytest.approx(sure)
+            assert reach >= LEAST_REACH
+        assert count == len(whole[0]) or sure * table[whole[1][count]] < LEAST_REACH
+        found.append(tuple(expected))
     assert found[0] == found[1]
 
 

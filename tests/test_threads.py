@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from collections.abc import Callable
 
 import pytest
 
 from adaptive import machine
-from adaptive.engines.threads import ThreadChoice
+from adaptive.engines.threads import ThreadChoice, WorkClock
 
 Seconds = Callable[[int], float]
 
@@ -225,3 +227,32 @@ def test_beside_programs_that_keep_the_cores_busy_all_threads_are_not_even_tried
 
     assert set(passed(5000, (1, 1, 3, 40), {1: 1e-3, 2: 0.5}.__getitem__, others=1.0)) == {1}
     assert passed(1500, (1,), idle, others=0.0)[600:].count(2) > 850
+
+
+def test_what_trials_take_longer_is_not_counted_as_what_passes_cost() -> None:
+    choice = ThreadChoice(2)
+    chosen = passes(choice, 400, idle, tokens=4)
+    longer = sum(idle(threads) - idle(2) for threads in chosen)
+    assert longer > 0
+    assert choice.trials_s == pytest.approx(longer)
+    clock = WorkClock(choice, ThreadChoice(0))
+    before = clock()
+    choice.trials_s += 1000.0
+    assert clock() == pytest.approx(before - 1000.0, abs=100.0)
+
+
+def test_the_clock_of_rounds_stands_still_while_others_have_the_core_and_never_jumps() -> None:
+    choice = ThreadChoice(2)
+    clock = WorkClock(choice, ThreadChoice(0))
+    times = [clock()]
+    for alone in (False, True, False, True):
+        choice.alone = alone
+        times.append(clock())
+        time.sleep(0.05)  # as if another program ran
+        times.append(clock())
+    steps = [after - before for before, after in itertools.pairwise(times)]
+    assert all(step >= 0 for step in steps)
+    switched, slept = steps[::2], steps[1::2]
+    assert max(switched) < 1.0  # the two clocks began at other moments
+    assert min(slept[::2]) >= 0.05
+    assert max(slept[1::2]) < 0.04

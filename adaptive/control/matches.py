@@ -12,8 +12,7 @@ running text, the records) and by temperature, since a token that is drawn is le
 
 from __future__ import annotations
 
-import itertools
-import operator
+from array import array
 from collections.abc import Sequence
 
 from adaptive.control.isotonic import rising
@@ -35,60 +34,53 @@ KEEP, WEIGHT = 0.99, 5.0
 # The usual shares times what all bins together show: accepted over what the usual shares promised of the same tokens,
 # between imaginary tokens of which it is 1, and at most. Text of a high temperature disappoints in every bin alike.
 SCALE_WEIGHT, MOST_SCALE = 4.0, 1.1
-# Rounds until that and the tables are computed anew: a round moves them by a hundredth, and computing one takes as long
-# as finding a match.
-ANEW_EVERY = 8
+# Rounds until the tables are computed anew: a round moves them by a hundredth, and computing one takes as long as
+# finding a match.
+ANEW_EVERY = 16
 
 
 class Bins:
-    """Counts and calibrated acceptance by bin."""
+    """Counts and calibrated acceptance by bin. ``table`` is the share of every bin that is accepted, as of the last
+    ``ANEW_EVERY`` rounds."""
 
     def __init__(self, accepted: Sequence[float] | None = None, rejected: Sequence[float] | None = None) -> None:
         self.accepted = list(accepted or [0.0] * len(PRIORS))
         self.rejected = list(rejected or [0.0] * len(PRIORS))
-        self._table = list(PRIORS)
-        self._stale: set[int] = set()  # ways of agreeing of which more was seen than the table says
-        self.rounds, self.scale = 0, 1.0
-        self._rescale()
-
-    @property
-    def table(self) -> list[float]:
-        """The share of every bin that is accepted."""
-        for agreement in [*self._stale]:
-            self._calibrate(agreement)
-        return self._table
+        self.table = array("d", PRIORS)
+        self.rounds, self.scale = 0, 0.0
+        self._hits = sum(self.accepted)  # tokens that were accepted, and how many the usual shares promised of all
+        self._promised = sum((a + r) * p for a, r, p in zip(self.accepted, self.rejected, PRIORS, strict=True))
+        self._observed: set[int] = set()  # ways of agreeing of which more was seen than the table says
+        self._calibrate()
 
     def shares(self, bins: Sequence[int]) -> list[float]:
-        """That of these bins. What is not asked for is not computed."""
-        for agreement in self._stale.intersection([b // LENGTHS for b in bins]) if self._stale else ():
-            self._calibrate(agreement)
-        table = self._table
+        """That of these bins."""
+        table = self.table
         return [table[b] for b in bins]
 
     def observe(self, bins: Sequence[int], accepted: int) -> None:
         """Tokens of these bins were found, and so many of them are what was said."""
-        judged = bins[: accepted + 1]
-        for place, b in enumerate(judged):
+        for place, b in enumerate(bins[: accepted + 1]):
+            hits, misses = self.accepted[b], self.rejected[b]
             hit = 1.0 if place < accepted else 0.0
-            self.accepted[b] = self.accepted[b] * KEEP + hit
-            self.rejected[b] = self.rejected[b] * KEEP + 1.0 - hit
+            self.accepted[b], self.rejected[b] = hits * KEEP + hit, misses * KEEP + 1.0 - hit
+            self._hits += self.accepted[b] - hits
+            self._promised += PRIORS[b] * (self.accepted[b] + self.rejected[b] - hits - misses)
+            self._observed.add(b // LENGTHS)
         self.rounds += 1
         if self.rounds % ANEW_EVERY == 0:
-            self._rescale()
+            self._calibrate()
 
-    def _rescale(self) -> None:
-        seen = zip(self.accepted, self.rejected, PRIORS, strict=True)
-        promised = sum((a + r) * prior for a, r, prior in seen)
-        self.scale = min(MOST_SCALE, (sum(self.accepted) + SCALE_WEIGHT) / (promised + SCALE_WEIGHT))
-        self._stale.update(range(AGREEMENTS))
-
-    def _calibrate(self, agreement: int) -> None:
-        self._stale.discard(agreement)
-        of = slice(agreement * LENGTHS, (agreement + 1) * LENGTHS)
-        weights = [a + r + WEIGHT for a, r in zip(self.accepted[of], self.rejected[of], strict=True)]
-        usual = [min(1.0, self.scale * prior) for prior in PRIORS[of]]
-        means = [(a + WEIGHT * p) / w for a, p, w in zip(self.accepted[of], usual, weights, strict=True)]
-        self._table[of] = rising(means, weights)
+    def _calibrate(self) -> None:
+        scale = min(MOST_SCALE, (self._hits + SCALE_WEIGHT) / (self._promised + SCALE_WEIGHT))
+        for agreement in self._observed if scale == self.scale else range(AGREEMENTS):
+            of = slice(agreement * LENGTHS, (agreement + 1) * LENGTHS)
+            weights = [a + r + WEIGHT for a, r in zip(self.accepted[of], self.rejected[of], strict=True)]
+            usual = [min(1.0, scale * prior) for prior in PRIORS[of]]
+            means = [(a + WEIGHT * p) / w for a, p, w in zip(self.accepted[of], usual, weights, strict=True)]
+            self.table[of] = array("d", rising(means, weights))
+        self.scale = scale
+        self._observed.clear()
 
 
 class Matches:
@@ -100,8 +92,3 @@ class Matches:
     def of(self, source: str, temperature: float) -> Bins:
         """That of one source at a temperature."""
         return self.kinds.setdefault(f"{source}@{temperature:.1f}", Bins())
-
-
-def reach(shares: Sequence[float]) -> list[float]:
-    """Of each token of a chain the probability that all up to it are accepted, from that of each given those before."""
-    return list(itertools.accumulate(shares, operator.mul))

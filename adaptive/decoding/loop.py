@@ -32,6 +32,8 @@ from adaptive.types import FREE, HISTORY, Round, SamplingParams, StopParams, Sup
 # rounds (text, hooks, the caller) is cheap when it is repeated, and dear each time that a pass over the weights has
 # driven it out of the processor's caches. Longer is seen as text that comes in jerks.
 BURST_S = 0.016
+# Share by which two clocks that were read one after the other may differ without saying anything.
+SAME = 0.001
 # Tokens of an answer that the caches are reserved for at first, and at least so many more each time; most answers are
 # shorter, whatever they may be at most. Fewer copies a long answer's cache more often, more takes memory in vain.
 ANSWER_RESERVE = 1024
@@ -269,6 +271,8 @@ class Decoding:
     def end(self) -> None:
         """However the answer ended, what it holds is complete, and the caches hold what was shown."""
         self.finish_reason = self.finish_reason or "cancelled"
+        if self.history is not None:
+            self.history.settle()
         # Tokens after a stop are in nobody's text: figures leave their rounds out, the caches forget them.
         self._forget_rounds()
         known = len(self.request.prompt) + len(self.output)
@@ -323,7 +327,7 @@ class Decoding:
 
     def _stretch(self, first: int, times: float) -> None:
         """The rounds from the ``first`` on, and what was expected of them, took so many times the policy's seconds."""
-        if times != 1.0:
+        if abs(times - 1.0) > SAME:
             self.rounds[first:] = [outcome.stretched(times) for outcome in self.rounds[first:]]
             self._expected[first:] = [times * seconds for seconds in self._expected[first:]]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from adaptive.control.matches import Bins, Matches, reach
+from adaptive.control.matches import ANEW_EVERY, Bins, Matches
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import WithoutForward
@@ -50,7 +50,10 @@ def _common(one: list[int], other: list[int]) -> int:
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
-    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    for i in range(length):
+        if one[i] != other[i]:
+            return i
+    return length
 
 
 class Found(NamedTuple):
@@ -67,6 +70,17 @@ class Found(NamedTuple):
         hits = _common(self.tokens, said)
         if self.tokens and said:
             self.calibration.observe(self.bins[: len(said)], hits)
+
+
+class Outcome(NamedTuple):
+    """What was found for a round, before it and behind a ``draft``, of which the first ``agreed`` tokens were found
+    before it too; and the tokens that the round committed."""
+
+    found: Found
+    agreed: int
+    behind: Found
+    draft: list[int]
+    said: list[int]
 
 
 class HistoryDrafter(WithoutForward):
@@ -92,6 +106,7 @@ class HistoryDrafter(WithoutForward):
         self._found = self._behind = self._nothing
         self._draft: list[int] = []  # which this looked behind
         self._agreed = 0  # tokens at the beginning of a draft that were found too
+        self._outcomes: list[Outcome] = []  # that nothing has been learned from yet
 
     def look(self, committed: list[int]) -> list[float]:
         """Find what may follow ``committed``; of each of its tokens the probability that all up to it are accepted."""
@@ -132,12 +147,10 @@ class HistoryDrafter(WithoutForward):
         """Of the sources that which promises the most behind the running text."""
         best, most = self._nothing, 0.0
         for index, calibration in self._sources:
-            tokens, bins = index.follow_end(self.text.index)
-            if not tokens:
-                continue
-            sure = reach(calibration.shares(bins))
-            if sum(sure) > most:
-                best, most = Found(tokens, bins, sure, calibration), sum(sure)
+            tokens, bins, reach = index.follow_end(self.text.index, calibration.table)
+            promised = sum(reach)
+            if promised > most:
+                best, most = Found(tokens, bins, reach, calibration), promised
         return best
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
@@ -149,15 +162,23 @@ class HistoryDrafter(WithoutForward):
         return Proposal(self.name, self._behind.tokens[:length], None)
 
     def observe(self, said: list[int]) -> None:
-        """What the round committed for which this looked, whoever had proposed it."""
-        if self._found.tokens:
-            self._found.observe(said)
-        if self._agreed:
-            agreed, said_too = self._agreed, _common(self._found.tokens[: self._agreed], said)
-            self._together.observe(self._found.bins[: min(agreed, len(said))], said_too)
-        stood = len(self._draft)
-        if self._behind.tokens and said[:stood] == self._draft:
-            self._behind.observe(said[stood:])
+        """What the round committed for which this looked, whoever had proposed it. Learned from as often as the
+        calibration changes: between two passes of the models the code that learns has left the processor's caches."""
+        if self._found.tokens or self._behind.tokens:
+            self._outcomes.append(Outcome(self._found, self._agreed, self._behind, self._draft, said))
+            if len(self._outcomes) >= ANEW_EVERY:
+                self.settle()
+
+    def settle(self) -> None:
+        """Learn from all that was observed."""
+        outcomes, self._outcomes = self._outcomes, []
+        for found, agreed, behind, draft, said in outcomes:
+            found.observe(said)
+            if agreed:
+                stood = _common(found.tokens[:agreed], said)
+                self._together.observe(found.bins[: min(agreed, len(said))], stood)
+            if behind.tokens and said[: len(draft)] == draft:
+                behind.observe(said[len(draft) :])
 
     def limit(self, committed: int) -> int:
         """Any number: there is no cache."""

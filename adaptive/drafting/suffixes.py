@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import bisect
 import importlib
+import itertools
+import operator
 import threading
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +39,8 @@ LONGEST = 32
 AHEAD, MATCHES, FAILURES = 16, 16, 64
 # Lengths of a match from which another bin begins.
 LENGTH_EDGES = (4, 6, 8, 12, 16, 24, 32)
+# Probability that all tokens so far are accepted, below which a continuation ends: what is behind is never worth more.
+LEAST_REACH = 0.01
 NO_TOKEN = -1
 
 
@@ -44,6 +49,14 @@ class Continuation(NamedTuple):
 
     tokens: list[int]
     bins: list[int]
+
+
+class Expected(NamedTuple):
+    """The same, with the probability that all tokens up to each are accepted."""
+
+    tokens: list[int]
+    bins: list[int]
+    reach: list[float]
 
 
 class Suffixes(Protocol):
@@ -68,8 +81,9 @@ class Suffixes(Protocol):
         """What followed the longest suffix of ``context`` that was met before; nothing while another thread changes the
         index. ``grows``: the context is the last text itself, which goes on with what is proposed."""
 
-    def follow_end(self, of: Suffixes) -> Continuation:
-        """As ``follow``, of the end of the last text of ``of``; where that is this index, the text grows."""
+    def follow_end(self, of: Suffixes, table: array[float]) -> Expected:
+        """As ``follow``, of the end of the last text of ``of``; where that is this index, the text grows. ``table`` is
+        by bin the probability that a token is accepted, given that those before it were."""
 
     def __len__(self) -> int:
         """Tokens held."""
@@ -195,12 +209,15 @@ class PlainSuffixes:
         finally:
             self._lock.release()
 
-    def follow_end(self, of: Suffixes) -> Continuation:
+    def follow_end(self, of: Suffixes, table: array[float]) -> Expected:
         assert isinstance(of, PlainSuffixes)
         with of._lock:
             last = of._texts[-1]
             context = of._tokens[max(last.first, last.end - LONGEST) : last.end]
-        return self.follow(context, of is self)
+        tokens, bins = self.follow(context, of is self)
+        reach = list(itertools.accumulate((table[b] for b in bins), operator.mul))
+        count = next((i for i, sure in enumerate(reach) if sure < LEAST_REACH), len(reach))
+        return Expected(tokens[:count], bins[:count], reach[:count])
 
     def _matches(self, context: list[int]) -> list[_Match]:
         """The latest places where the longest of the orders is found."""

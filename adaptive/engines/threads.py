@@ -125,15 +125,16 @@ class ThreadChoice:
     """The number of threads for the next pass, from what earlier ones took. ``most`` is all of them.
 
     While ``held`` is a number, passes use so many and nothing is tried or learned: what is tried meanwhile is not what
-    a pass costs that somebody measures. ``meter`` tells whether other programs use the machine. ``waited`` is for how
-    many seconds the calling thread has waited for others in passes on several threads.
+    a pass costs that somebody measures. ``meter`` tells whether other programs use the machine. ``alone`` is whether
+    short passes have one thread whatever they take: there is no other, or other programs leave no room for it.
+    ``trials_s`` are the seconds by which passes that were tried on another number of threads took longer than usual.
     """
 
     def __init__(self, most: int, meter: LoadMeter | None = None) -> None:
         self.most = most
         self.held: int | None = None
-        self.waited = 0.0
-        self._began: float | None = None  # by the thread's own clock, of a pass on several
+        self.trials_s = 0.0
+        self.alone = most == 1
         self._meter = meter
         self._busy, self._looks = False, 0
         self._crowded: bool | None = None  # None before the first look
@@ -156,11 +157,6 @@ class ThreadChoice:
 
     def choose(self, tokens: int) -> int:
         """Threads for a pass of ``tokens`` tokens."""
-        threads = self._chosen(tokens)
-        self._began = time.thread_time() if threads > 1 else None
-        return threads
-
-    def _chosen(self, tokens: int) -> int:
         if self.held is not None:
             return min(self.held, self.most)
         if self.most == 1:
@@ -180,8 +176,6 @@ class ThreadChoice:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """The pass of ``tokens`` tokens, on the threads last chosen, took this long."""
-        if self._began is not None:
-            self.waited += max(0.0, seconds - (time.thread_time() - self._began))
         if self.most == 1 or self.held is not None:
             return
         self._unseen += seconds
@@ -193,6 +187,7 @@ class ThreadChoice:
         known.seconds += seconds
         fresh, known.fresh = known.fresh, False
         if known.phase is Phase.TRIAL:
+            self.trials_s += max(0.0, seconds - known.before)
             self._try(known, seconds, fresh)
         elif not fresh:
             known.pace.add(seconds)
@@ -264,7 +259,7 @@ class ThreadChoice:
             self._crowded = bool(self._crowded)
             return
         self._calm = 0 if load.crowded else self._calm + 1
-        self._crowded = load.crowded or (bool(self._crowded) and self._calm < CALM_LOOKS)
+        self._crowded = self.alone = load.crowded or (bool(self._crowded) and self._calm < CALM_LOOKS)
         self._unseen = 0.0
         self._looks = self._looks + 1 if load.busy is not self._busy else 0
         if self._looks < LOOKS:
@@ -294,3 +289,34 @@ class ThreadChoice:
         known.when = known.seconds + max(known.rest, lost * (SHARE_ONE if known.best == 1 else SHARE_ALL))
         known.slow = False
         known.begin(Phase.USUAL)
+
+
+class WorkClock:
+    """Seconds by which rounds are compared with each other.
+
+    Beside programs that leave a pass one thread (``ThreadChoice.alone``) that is the time in which the calling thread
+    was at work. On the wall a few rounds then take ten times as long as the others, because it waited for a core, and
+    by chance drafted ones or plain ones. Elsewhere it is the time on the wall, which takes a tenth of the time to ask
+    and counts what a pass's threads wait for each other.
+
+    What trials of another number of threads took longer is left out. Of a draft length that is seldom used every third
+    pass may be a trial's: with these it looked a quarter dearer than it is, and went on being seldom used.
+    """
+
+    def __init__(self, first: ThreadChoice, second: ThreadChoice) -> None:
+        self._first, self._second = first, second
+        self._alone, self._offset = False, 0.0  # which clock was asked last, and what to add to it
+
+    def __call__(self) -> float:
+        """Seconds since some moment."""
+        first, second = self._first, self._second
+        alone = first.alone or second.alone
+        if alone is not self._alone:  # what passed until now is by the clock of until now
+            now = _seconds(self._alone)
+            self._offset += now - _seconds(alone)
+            self._alone = alone
+        return _seconds(alone) + self._offset - first.trials_s - second.trials_s
+
+
+def _seconds(alone: bool) -> float:
+    return time.thread_time() if alone else time.perf_counter()

@@ -10,6 +10,7 @@ namespace nb = nanobind;
 using nb::arg;
 
 typedef nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> Tokens;
+typedef nb::ndarray<const double, nb::shape<AGREEMENTS * LENGTHS>, nb::c_contig, nb::device::cpu> Table;
 typedef std::vector<int32_t> Short;
 
 static nb::tuple said(const Continuation& found) {
@@ -19,6 +20,20 @@ static nb::tuple said(const Continuation& found) {
     bins.append(found.bins[i]);
   }
   return nb::make_tuple(tokens, bins);
+}
+
+// With the probability that all tokens up to each are accepted.
+static nb::tuple expected(const Continuation& found, const double* table) {
+  nb::list tokens, bins, reach;
+  double sure = 1.0;
+  for (int i = 0; i < found.count; i++) {
+    sure *= table[found.bins[i]];
+    if (sure < LEAST_REACH) break;
+    tokens.append(found.tokens[i]);
+    bins.append(found.bins[i]);
+    reach.append(sure);
+  }
+  return nb::make_tuple(tokens, bins, reach);
 }
 
 NB_MODULE(suffixes, m) {
@@ -43,7 +58,9 @@ NB_MODULE(suffixes, m) {
       .def("follow", [](Suffixes& self, const Short& context, bool grows) {
         return said(self.follow(context.data(), context.data() + context.size(), grows));
       }, arg("context"), arg("grows") = false)
-      .def("follow_end", [](Suffixes& self, Suffixes& of) { return said(self.follow_end(of)); }, arg("of"))
+      .def("follow_end", [](Suffixes& self, Suffixes& of, Table table) {
+        return expected(self.follow_end(of), table.data());
+      }, arg("of"), arg("table"))
       .def("__len__", &Suffixes::length)
       .def_prop_ro("nbytes", &Suffixes::nbytes);
 }

@@ -38,7 +38,9 @@ constexpr int EARLY = 8;
 constexpr size_t LARGE_PAGE = size_t(2) << 20;
 
 // By length of a match, which grows with every token that is proposed, and by how far matches agree: the bin of a token.
-constexpr int LENGTHS = 8;
+constexpr int LENGTHS = 8, AGREEMENTS = 5;
+// Probability that all tokens so far are accepted, below which a continuation ends.
+constexpr double LEAST_REACH = 0.01;
 
 inline int length_bin(int length) {
   return length < 4 ? 0 : length < 6 ? 1 : length < 8 ? 2 : length < 12 ? 3 : length < 16 ? 4 : length < 24 ? 5 : length < 32 ? 6 : 7;
