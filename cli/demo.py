@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from adaptive.errors import AdaptiveError
+from cli.demo_figures import Tally, figures_table
+from cli.demo_ways import Way
 from cli.options import as_typed, shared_options
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+    from rich.progress import Progress
 
-    from adaptive.assistant import Assistant
-    from adaptive.control.policy import LengthPolicy
     from adaptive.decoding.loop import Decoding
     from adaptive.opened import OpenedPair
     from adaptive.settings import Settings
-    from adaptive.types import Round
     from cli.prompts import PromptLine
     from trainers.run import DistillOutcome
 
@@ -33,101 +35,25 @@ JUDGED, LEARNED = 40, 280
 TOKENS = 120
 DRAFT_LENGTH = 4
 TEMPERATURE = 0.7
-
-
-@dataclass
-class Tally:
-    """One way of decoding, and what it came to over all its answers so far.
-
-    ``draft_length`` None leaves the length to the controller.
-    """
-
-    label: str
-    draft_length: int | None
-    adapter: str | None = None
-    tokens: int = 0
-    seconds: float = 0.0
-    repeated: int = 0
-    grams: int = 0
-    rounds: list[Round] = field(default_factory=list)
-
-    def add(self, done: Decoding) -> None:
-        """Count one finished answer. Its first token belongs to the prompt's pass."""
-        self.tokens += max(0, len(done.output) - 1)
-        self.seconds += done.timings.predicted_s
-        self.rounds += done.rounds
-        grams = [tuple(done.output[i : i + 8]) for i in range(len(done.output) - 7)]
-        self.grams += len(grams)
-        self.repeated += len(grams) - len(set(grams))
-
-    @property
-    def per_second(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Tokens that one pass of the target yields, over all rounds."""
-        from adaptive.records.stats import count_rounds, tokens_per_round
-
-        return tokens_per_round(count_rounds(self.rounds)) or 1.0
-
-    @property
-    def acceptance(self) -> float:
-        """Share of drafted tokens that stood."""
-        from adaptive.records.stats import speculative_stats
-
-        return speculative_stats(self.rounds).draft_acceptance_rate
-
-    def as_object(self, plain: Tally) -> dict[str, Any]:
-        """Its figures for machines, ``against_plain`` those of ``plain``; null where nothing was drafted or timed.
-        ``draft_length`` is null where the controller chose it."""
-        speculative = self.draft_length != 0 and bool(self.rounds)
-        return {
-            "decoding": self.label.strip(),
-            "draft_length": self.draft_length,
-            "adapter": self.adapter,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": self.per_second if self.seconds else None,
-            "against_plain": self.per_second / plain.per_second if plain.per_second else None,
-            "acceptance": self.acceptance if speculative else None,
-            "tokens_per_round": self.tokens_per_round if speculative else None,
-            "repeated_8_grams": self.repeated / self.grams if self.grams else None,
-        }
-
-
-def figures_table(tallies: list[Tally], title: str) -> Table:
-    """One row for every way of decoding."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    table.add_column("decoding")
-    for name in ("tokens/s", "against plain", "drafts accepted", "tokens a round", "repeated 8-grams"):
-        table.add_column(name, justify="right")
-    plain = tallies[0].per_second
-    for tally in tallies:
-        speculative = tally.draft_length != 0 and bool(tally.rounds)
-        table.add_row(
-            tally.label,
-            f"{tally.per_second:.0f}" if tally.seconds else "…",
-            f"{tally.per_second / plain:.2f}x" if plain and tally.seconds else "",
-            f"{tally.acceptance:.0%}" if speculative else "",
-            f"{tally.tokens_per_round:.2f}" if speculative else "",
-            f"{tally.repeated / tally.grams:.1%}" if tally.grams else "",
-        )
-    return table
+# Judged prompts that are also answered greedily, to compare the answers token for token.
+COMPARED = 10
+# Seconds that a head may train. Longer and the tour would pass its four minutes on a slow machine.
+HEAD_SECONDS = 60.0
+# What more answers brought a head of the bundled target (docs/notes/2026-11-heads.md).
+MORE = "on grade-school maths it came to 2.17 tokens a round after 100 answers and to 2.52 after 300"
 
 
 @shared_options("target", "draft", "device", "dtype", "quantize", "draft_quantize", "seed", without=("home",))
 def demo(
     settings: Settings,
-    keep: Annotated[Optional[Path], typer.Option(help="Keep the log and the adapter in this folder.")] = None,
+    keep: Annotated[
+        Optional[Path], typer.Option(help="Keep the logs, the adapter and the head in this folder.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="What it came to as one JSON object; the tour goes to standard error.")
     ] = False,
 ) -> None:
-    """A guided run: plain decoding, speculative, distil on what was said, speculative again.
+    """A guided run: plain decoding, speculative, distil on what was said, grow a head on the same, speculative again.
 
     Example: adaptive demo
 
@@ -150,7 +76,7 @@ def demo(
     seconds = time.monotonic() - began
     console.print(f"[dim]The tour took {seconds / 60:.1f} minutes.[/]")
     if keep:
-        console.print(f"[dim]Its log and adapter are kept: adaptive history --state-dir {keep}[/]")
+        console.print(f"[dim]What it made is kept: adaptive history --state-dir {keep}[/]")
     if as_json:
         print(json.dumps({**tour.as_object(), "seconds": seconds}, ensure_ascii=False))
 
@@ -164,19 +90,22 @@ class Tour:
 
         self.settings = settings
         self.console = console
-        self.file = BUNDLED / "prompts" / f"{KIND}.jsonl"
-        prompts = read_prompts(self.file)
+        prompts = read_prompts(BUNDLED / "prompts" / f"{KIND}.jsonl")
         self.judged, self.learned = prompts[:JUDGED], prompts[JUDGED : JUDGED + LEARNED]
-        self.controller: LengthPolicy
+        # A head grows for the bundled target only: beside a large pair its training may not fit into memory.
+        self.grows = settings.target is None and settings.draft is None
+        self.ways: dict[str, Way] = {}  # by who drafts
         self.pair = ""
+        self.logged_before = 0  # the last record that is not of this tour
         self.before: list[Tally] = []
-        self.after: list[Tally] = []  # empty where no adapter was good enough
+        self.after: list[Tally] = []  # empty where nothing better than the draft as it came was made
         self.training: DistillOutcome | None = None
+        self.growing: DistillOutcome | None = None
+        self.same: int | None = None  # greedy answers that were the same in all ways
 
     def as_object(self) -> dict[str, Any]:
-        """What it came to, for machines; ``adapter`` is null, and ``after`` empty, where the gate let none through."""
-        made = None if self.training is None else self.training.manifest
-        promoted = made is not None and made.status == "promoted"
+        """What it came to, for machines. ``adapter`` and ``head`` are null where the gate let none through, and
+        ``after`` is empty where it let neither through."""
         return {
             "pair": self.pair,
             "kind": KIND,
@@ -184,101 +113,98 @@ class Tour:
             "draft_length": DRAFT_LENGTH,
             "prompts": {"judged": len(self.judged), "learned": len(self.learned)},
             "before": [tally.as_object(self.before[0]) for tally in self.before],
-            "training": None
-            if self.training is None
-            else {
-                "message": self.training.message,
-                "seconds": self.training.seconds,
-                "promoted": promoted,
-                "held_out": None if made is None or made.recent is None else asdict(made.recent),
-            },
-            "adapter": made.id if made is not None and promoted else None,
+            "training": trained(self.training),
+            "adapter": promoted(self.training),
+            "head_training": trained(self.growing),
+            "head": promoted(self.growing),
             "after": [tally.as_object(self.after[0]) for tally in self.after],
+            "greedy": None if self.same is None else {"answers": len(self.judged[:COMPARED]), "same": self.same},
         }
 
     def run(self) -> None:
         """All of it."""
         from cli.opened import open_pair
 
-        with open_pair(self.settings, self.console) as session:
+        with open_pair(self.settings, self.console) as session, contextlib.ExitStack() as more:
             if session.pair.draft is None:
-                from adaptive.errors import AdaptiveError
-
                 raise AdaptiveError("the demo needs a draft; name one with --draft")
-            self._say(
-                f"[bold]1. Before.[/] {len(self.judged)} tool-use questions, a kind of text that the draft has "
-                f"never seen (temperature {TEMPERATURE}; each way in turn on every prompt)."
-            )
-            self.controller = session.assistant.policy
             self.pair = session.pair.identity.id
-            self.before = [Tally("plain", 0), Tally("speculative", DRAFT_LENGTH)]
-            self._compare(session, self.before)
+            self.ways["draft"] = Way.of(session, KIND)
+            self._say(
+                f"[bold]1. Before.[/] {len(self.judged)} questions about tools, a kind of text that the draft was not "
+                "trained on, are answered in turn by the target alone (plain) and with the draft. It guesses "
+                f"{DRAFT_LENGTH} tokens a round; the target accepts those before the first wrong one and adds its own."
+            )
+            self.before = [Tally("plain", 0), Tally("draft as it came", DRAFT_LENGTH)]
+            self._compare(self.before)
             self._say(
                 f"[bold]2. Use it.[/] {len(self.learned)} other questions are answered, as in a session. The log keeps "
-                "what the target said, with its distribution."
+                "each answer and the probabilities that the target gave its tokens."
             )
             self._answer_and_log(session)
             self._say("[bold]3. Distil.[/] A LoRA adapter of the draft learns from that log.")
             adapter = self._distil(session)
-            if adapter is None:
-                self._say(
-                    "So the draft in use stays as it was: an adapter comes into use only if it surely drafts better on "
-                    "answers that it was not trained on. More answers teach it more."
-                )
+            head = self._grow(session, more) if self.grows else None
+            if adapter is None and head is None:
                 self._next()
                 return
-            self._say("[bold]4. After.[/] The first prompts again. None of them was trained on; every way in turn.")
-            self.after = [
-                Tally("plain", 0),
-                Tally("speculative", DRAFT_LENGTH),
-                Tally(f"speculative, adapter {adapter}", DRAFT_LENGTH, adapter),
-                Tally("  with the controller", None, adapter),
-            ]
-            self._compare(session, self.after)
-            self._plot(session)
-            self._conclude(self.after)
+            self._say(
+                f"[bold]{5 if self.grows else 4}. After.[/] The first questions again, which nothing was trained on. "
+                "Length auto: the controller chooses how many tokens are guessed, as it does by default."
+            )
+            self.after = list(self._ways_after(adapter, head))
+            self._compare(self.after)
+            self._plot(session, adapter)
+            self._conclude()
+            self._check()
             self._next()
+
+    def _ways_after(self, adapter: str | None, head: str | None) -> Iterator[Tally]:
+        yield from (Tally("plain", 0), Tally("draft as it came", DRAFT_LENGTH))
+        for length in (DRAFT_LENGTH, None) if adapter else ():
+            yield Tally("draft distilled", length, adapter=adapter)
+        made = None if self.growing is None else self.growing.manifest
+        began = "grown on" if made is not None and made.parent else "from nothing"  # in a folder that was kept
+        for length in (DRAFT_LENGTH, None) if head else ():
+            yield Tally(f"head {began}, {len(self.learned)} answers", length, "head", head)
 
     def _say(self, text: str) -> None:
         self.console.print()
         self.console.print(text)
 
-    def _compare(self, session: OpenedPair, tallies: list[Tally]) -> None:
+    def _compare(self, tallies: list[Tally]) -> None:
         """Every way answers every judged prompt, in turn, behind one live table. Not learned from."""
         from rich.live import Live
 
-        from adaptive.control.policy import FixedLength
-
-        with Live(figures_table(tallies, ""), console=self.console, refresh_per_second=4) as live:
+        # Through a pipe, and where nothing can be drawn anew, only what it came to.
+        shown = Live(console=self.console, refresh_per_second=4) if self.console.is_interactive else None
+        with shown or contextlib.nullcontext():
             for number, prompt in enumerate(self.judged, 1):
                 for tally in tallies:
-                    # The controller is not the policy of the moment: this swap is ours, not one to learn from.
-                    session.assistant.policy = FixedLength(0)
-                    folder = session.store.path(tally.adapter) if tally.adapter else None
-                    session.assistant.use_adapter(tally.adapter, folder)
-                    tally.add(self._answer(session.assistant, prompt, tally.draft_length, record=False))
-                    live.update(figures_table(tallies, f"prompt {number} of {len(self.judged)}"))
+                    self.ways[tally.drafter].use(tally.adapter)
+                    tally.add(self._answer(tally.drafter, prompt, tally.draft_length))
+                    if shown is not None:
+                        last = number == len(self.judged) and tally is tallies[-1]
+                        title = "" if last else f"question {number} of {len(self.judged)}"
+                        shown.update(figures_table(tallies, title))
+        if shown is None:
+            self.console.print(figures_table(tallies, ""))
 
-    def _answer(self, assistant: Assistant, prompt: PromptLine, draft_length: int | None, record: bool) -> Decoding:
-        from adaptive.control.policy import FixedLength
+    def _answer(self, drafter: str, prompt: PromptLine, draft_length: int | None, record: bool = False) -> Decoding:
         from adaptive.types import SamplingParams, StopParams
 
-        assistant.policy = self.controller if draft_length is None else FixedLength(draft_length)
         sampling = SamplingParams(temperature=TEMPERATURE, seed=self.settings.seed)
-        stop = StopParams(max_new_tokens=TOKENS)
-        for _ in assistant.chat(prompt.messages, sampling, stop, domain=KIND, record=record):
-            pass
-        assert assistant.last is not None
-        return assistant.last
+        return self.ways[drafter].answer(prompt, draft_length, sampling, StopParams(TOKENS), record)
 
     def _answer_and_log(self, session: OpenedPair) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from adaptive.records.log import Log
 
-        columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Log(session.state.records) as log:
+            self.logged_before = log.last_id()
         tally = Tally("", DRAFT_LENGTH)
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with self._bar("answering") as progress:
             for prompt in progress.track(self.learned):
-                tally.add(self._answer(session.assistant, prompt, DRAFT_LENGTH, record=True))
+                tally.add(self._answer("draft", prompt, DRAFT_LENGTH, record=True))
         assert session.assistant.log is not None
         session.assistant.log.flush()
         self.console.print(
@@ -286,56 +212,127 @@ class Tour:
             f"{session.state.records.stat().st_size / 1e6:.1f} MB of log"
         )
 
+    def _bar(self, doing: str) -> Progress:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        return Progress(*columns, console=self.console, transient=True, disable=not self.console.is_interactive)
+
     def _distil(self, session: OpenedPair) -> str | None:
         """The id of the adapter that the gate let through, or None."""
         from adaptive.pair import load_draft_for_training
+        from adaptive.records.features import spool_of
         from cli.distill import progress_bar
         from trainers.recipe import Recipe
         from trainers.run import distill
 
         draft = load_draft_for_training(self.settings)
         with progress_bar(self.console) as report:
-            outcome = distill(
+            self.training = distill(
                 session.state.records,
                 session.store,
                 session.pair.identity.base,
                 draft,
                 Recipe(draft_length=DRAFT_LENGTH),
                 on_progress=report,
+                spool=spool_of(session.state, self.settings.feature_gb),
             )
-        self.training = outcome
-        self.console.print(f"{outcome.message} [dim]({outcome.seconds:.0f} s)[/]")
-        promoted = outcome.manifest is not None and outcome.manifest.status == "promoted"
-        return outcome.manifest.id if outcome.manifest is not None and promoted else None
+        self._verdict(self.training)
+        return promoted(self.training)
 
-    def _plot(self, session: OpenedPair) -> None:
+    def _grow(self, session: OpenedPair, stay: contextlib.ExitStack) -> str | None:
+        """The id of the head that the gate let through, at work until ``stay`` ends, or None."""
+        from cli.demo_head import HeadStep
+        from trainers.recipe import Recipe
+
+        self._say(
+            "[bold]4. Or grow a draft.[/] As if there were none: a head, one layer that reads the target's own hidden "
+            "states, begins from nothing and learns from the same answers."
+        )
+        try:
+            step = HeadStep(self.settings, session)
+            with self._bar("reading hidden states") as progress:
+                task = progress.add_task("", total=len(self.learned))
+                step.learn_from(self.logged_before, lambda done: progress.update(task, completed=done))
+            self.growing = step.grow(Recipe(draft_length=DRAFT_LENGTH, max_seconds=HEAD_SECONDS), self.console)
+        except AdaptiveError as error:
+            self.console.print(f"[yellow]No head is grown here:[/] {error}")
+            return None
+        self._verdict(self.growing)
+        head = promoted(self.growing)
+        if head is not None:
+            measuring = self.console.status("measuring what a round costs with it")
+            self.ways["head"] = Way.of(stay.enter_context(step.opened(measuring)), KIND)
+        return head
+
+    def _verdict(self, outcome: DistillOutcome) -> None:
+        """What the gate found."""
+        made, took = outcome.manifest, f"[dim]({outcome.seconds:.0f} s)[/]"
+        if made is None or made.recent is None or promoted(outcome) is None:
+            self.console.print(f"{outcome.message} More answers teach it more. {took}")
+            return
+        was, now = made.recent.acceptance_before.mean, made.recent.acceptance_after.mean
+        self.console.print(
+            f"It comes into use: in {made.recent.generations} answers kept out of training it guesses {now:.0%} of the "
+            f"next tokens, {f'{was:.0%} before' if was else 'and before it nothing did'}. {took}"
+        )
+
+    def _plot(self, session: OpenedPair, adapter: str | None) -> None:
         """Judged prompts once more into the log, so that the plot shows the swap; then the plot."""
         from adaptive.records.history import history
         from adaptive.records.log import Log
         from cli.plots import has_colour, plot_history
 
+        if adapter is None:
+            return
+        self.ways["draft"].use(adapter)
         for prompt in self.judged:
-            self._answer(session.assistant, prompt, DRAFT_LENGTH, record=True)
+            self._answer("draft", prompt, DRAFT_LENGTH, record=True)
         assert session.assistant.log is not None
         session.assistant.log.flush()
         log = Log(session.state.records)
         found = history(log.figures(), by="adapter", points=24)
         log.close()
-        self.console.print()
+        self._say(f"The draft's answers in the log, before and after its adapter {adapter}:")
         # Not through rich, which would wrap and restyle what plotext has laid out.
         plot = plot_history(found.series, found.swaps, self.console.width, colour=has_colour(self.console))
         self.console.file.write(plot + "\n")
 
-    def _conclude(self, tallies: list[Tally]) -> None:
-        plain, before, after, controlled = tallies
-        longer = after.tokens_per_round / before.tokens_per_round
+    def _conclude(self) -> None:
+        """What the last table says, in words."""
+        plain, before, *made = self.after
+        words = {"draft": "the draft distilled", "head": "the head"}
+        yields, faster = [f"{before.tokens_per_round:.2f} with the draft as it came"], []
+        for tally in made:
+            if tally.draft_length is not None:
+                yields.append(f"{tally.tokens_per_round:.2f} with {words[tally.drafter]}")
+            elif over := tally.over(plain):
+                style = "bold green" if over > 1 else "bold"
+                faster.append(f"[{style}]{over:.2f}x[/] with {words[tally.drafter]}")
+        self._say(f"A pass of the target yields 1 token alone, {listed(yields)}.")
+        if faster:
+            self.console.print(f"Speed against plain, at length auto: {listed(faster)}.")
+        if made[-1].drafter == "head":
+            self.console.print(f"More answers teach a head more: {MORE} (docs/notes/2026-11-heads.md).")
+
+    def _check(self) -> None:
+        """Some greedy answers in every way, token for token, and what holds of the others."""
+        from adaptive.types import SamplingParams, StopParams
+
+        greedy, asked = SamplingParams(temperature=0.0), self.judged[:COMPARED]
+        ways = [tally for tally in self.after if tally.draft_length is not None]
+        self.same = 0
+        for prompt in asked:
+            answers = []
+            for tally in ways:
+                way = self.ways[tally.drafter]
+                way.use(tally.adapter)
+                answers.append(way.answer(prompt, tally.draft_length, greedy, StopParams(TOKENS)).output)
+            self.same += all(answer == answers[0] for answer in answers)
         self._say(
-            f"One pass of the target now yields {after.tokens_per_round:.2f} tokens instead of "
-            f"{before.tokens_per_round:.2f} ({longer:.2f}x) "
-            f"at draft length {DRAFT_LENGTH}. With the length set by the controller, as it is by default, it decodes "
-            f"[bold green]{controlled.per_second / plain.per_second:.2f}x as fast as plain decoding[/] and "
-            f"{controlled.per_second / before.per_second:.2f}x as fast as the speculation it began with. What it says "
-            "is still drawn from the target's own distribution."
+            f"What is said stays the target's own: at temperature 0, {self.same} of {len(asked)} answers were the same "
+            f"token for token, plain and with each draft; at {TEMPERATURE}, as above, each token is drawn from the "
+            "target's own distribution."
         )
 
     def _next(self) -> None:
@@ -348,10 +345,35 @@ class Tour:
             chat = "--target Qwen/Qwen2.5-14B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct --quantize nf4"
         own = self.settings.target is not None
         self._say("To go on with this pair:" if own else "The bundled pair is a toy. With your own models:")
+        alone = "" if own else "  adaptive chat --target Qwen/Qwen3-14B     no draft named: a head is grown\n"
         self.console.print(
-            f"\n  adaptive chat {chat}\n"
+            f"\n  adaptive chat {chat}\n{alone}"
             f"  adaptive distill {pair}     now and then, or overnight\n"
             f"  adaptive history {pair}     what it brought\n",
             soft_wrap=True,
             markup=False,
         )
+
+
+def listed(parts: list[str]) -> str:
+    """As words: a, b and c."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def promoted(outcome: DistillOutcome | None) -> str | None:
+    """The id of what a training run brought into use, if it did."""
+    made = None if outcome is None else outcome.manifest
+    return made.id if made is not None and made.status == "promoted" else None
+
+
+def trained(outcome: DistillOutcome | None) -> dict[str, Any] | None:
+    """A training run, for machines."""
+    if outcome is None:
+        return None
+    made = outcome.manifest
+    return {
+        "message": outcome.message,
+        "seconds": outcome.seconds,
+        "promoted": promoted(outcome) is not None,
+        "held_out": None if made is None or made.recent is None else asdict(made.recent),
+    }

@@ -259,19 +259,20 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """A bar with loss, held-out acceptance and time left; yields the ``on_progress`` that moves it."""
+def progress_bar(console: Console, doing: str = "distilling") -> Iterator[Callable[[Progress], None]]:
+    """A bar with loss, held-out acceptance and time left; yields the ``on_progress`` that moves it. ``doing`` says what
+    is under way."""
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
     columns = (
-        TextColumn("distilling"),
+        TextColumn(doing),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}"),
+        TextColumn("{task.fields[steps]} steps  loss {task.fields[loss]}"),
         TextColumn("held-out acceptance {task.fields[acceptance]}  {task.fields[left]}"),
     )
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, loss="…", acceptance="…", left="")
+    with Bar(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
+        task = bar.add_task("", total=None, steps="…", loss="…", acceptance="…", left="")
 
         def report(progress: Progress) -> None:
             left = progress.seconds_left
@@ -279,6 +280,7 @@ def progress_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
                 task,
                 completed=progress.step,
                 total=progress.steps,
+                steps=f"{progress.step}/{progress.steps}",
                 loss=f"{progress.loss:.3f}",
                 acceptance=f"{progress.held_out_acceptance:.3f}",
                 left=f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left" if math.isfinite(left) else "",

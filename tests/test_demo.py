@@ -3,40 +3,126 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from pathlib import Path
 
+import pexpect
 import pytest
-from conftest import Command
+from conftest import BUNDLED, Command
 
+from adaptive.opened import opened
+from adaptive.pair import load_pair
+from adaptive.records.features import FeatureSpool
+from adaptive.settings import Settings
+from adaptive.types import Message, SamplingParams, StopParams
 from cli import demo
+from cli.demo_head import hidden_states
+
+# Few and short answers, which are enough for a head to begin with.
+SHORT = {"JUDGED": 2, "LEARNED": 56, "TOKENS": 32, "HEAD_SECONDS": 3.0, "COMPARED": 2}
+# The same in a process of its own.
+PLAY = f"""
+import sys
+from cli import demo
+vars(demo).update({SHORT!r})
+from cli.main import run
+sys.argv[1:] = ["demo", "--dtype", "float32", "--seed", "1"]
+run()
+"""
 
 
 @pytest.mark.thorough
 def test_the_demo_says_what_it_came_to_as_one_object(adaptive: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """So few answers hardly teach anything; whether the gate lets that through, the figures say, too."""
-    for name, value in (("JUDGED", 1), ("LEARNED", 56), ("TOKENS", 8)):
+    for name, value in SHORT.items():
         monkeypatch.setattr(demo, name, value)
     status, out, err = adaptive("demo", "--json", "--dtype", "float32", "--seed", "1")
     assert status == 0, err
-    for step in ("1. Before.", "2. Use it.", "3. Distil."):
+    for step in ("1. Before.", "2. Use it.", "3. Distil.", "4. Or grow a draft."):
         assert step in err
     (line,) = out.splitlines()
     found = json.loads(line)
-    assert found["prompts"] == {"judged": 1, "learned": 56}
+    assert found["prompts"] == {"judged": 2, "learned": 56}
     plain, drafted = found["before"]
     assert (plain["draft_length"], plain["against_plain"], plain["acceptance"]) == (0, 1.0, None)
-    assert plain["tokens"] == drafted["tokens"] > 0  # the seed fixes the text, whoever drafts
     assert drafted["tokens_per_round"] >= 1
-    assert found["training"]["message"] in " ".join(err.split())
-    assert found["training"]["promoted"] == (found["adapter"] is not None) == bool(found["after"])
+    for run, made in (("training", "adapter"), ("head_training", "head")):
+        assert found[run]["promoted"] == (found[made] is not None)
+    assert bool(found["after"]) == ("5. After." in err)
+    assert {row["tokens"] for row in found["before"] + found["after"]} == {plain["tokens"]}  # the seed fixes the text
     assert found["seconds"] > 0
 
 
+@pytest.mark.thorough
+def test_the_head_of_the_demo_stands_in_the_table_and_is_kept_as_what_the_target_alone_drafts_with(
+    adaptive: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in SHORT.items():
+        monkeypatch.setattr(demo, name, value)
+    kept = tmp_path / "kept"
+    status, out, err = adaptive("demo", "--json", "--dtype", "float32", "--seed", "1", "--keep", str(kept))
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["head"] == "0001", found["head_training"]
+    rows = {row["decoding"]: row for row in found["after"]}
+    head = rows["head from nothing, 56 answers"]
+    assert (head["drafter"], head["draft_length"], head["adapter"]) == ("head", 4, "0001")
+    assert head["acceptance"] > 0.1  # which is a head's that was trained, and was used
+    assert rows["head from nothing, 56 answers, length auto"]["draft_length"] is None
+    assert found["greedy"] == {"answers": 2, "same": 2}
+    assert "More answers teach a head more" in " ".join(err.split())
+    (alone,) = kept.glob("target--none-*")
+    assert len(FeatureSpool(alone / "features", 0).ids()) == 56
+    status, out, err = adaptive("adapters", "list", "--target", str(BUNDLED / "target"), "--state-dir", str(kept))
+    assert status == 0, err
+    assert "0001" in out
+    assert "in use" in out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("at", ["answering", "reading hidden states", "growing"])
+def test_ctrl_c_ends_the_demo_without_a_traceback_and_leaves_nothing_behind(tmp_path: Path, at: str) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    paths = os.pathsep.join((str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")))
+    told = {"TERM": "xterm", "TMPDIR": str(temporary), "PYTHONPATH": paths}
+    child = pexpect.spawn(
+        sys.executable, ["-c", PLAY], env={**os.environ, **told}, dimensions=(60, 80), timeout=300, encoding="utf-8"
+    )  # fmt: skip
+    child.expect_exact(at)
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 130
+    assert "Traceback" not in child.before
+    assert not list(temporary.glob("adaptive-demo-*"))
+
+
+def test_hidden_states_computed_afterwards_are_those_that_an_answer_left_in_the_cache(tmp_path: Path) -> None:
+    """So the head of the demo learns from what a session on the target alone keeps."""
+    settings = Settings(home=tmp_path, dtype="float32", draft="auto", target=str(BUNDLED / "target"), history="off")
+    with opened(settings, load_pair(settings)) as session:
+        messages, sampling = [Message("user", "Which tool tells the weather?")], SamplingParams(seed=3)
+        for _ in session.assistant.chat(messages, sampling, StopParams(24)):
+            pass
+        answering = session.assistant.latest
+        assert answering is not None
+        kept = answering.features()
+        computed = hidden_states(session.pair, answering.generation("target"))
+    assert computed.first == kept.first == 0
+    assert computed.values.shape == kept.values.shape
+    difference = abs(computed.states() - kept.states()).max()
+    assert difference <= 0.02 * abs(kept.states()).max()  # two steps of the 8 bits that both are rounded to
+
+
 @pytest.mark.long
-def test_the_whole_demo_ends_with_an_adapter_and_what_it_brought(adaptive: Command) -> None:
+def test_the_whole_demo_ends_with_an_adapter_and_a_head_and_what_they_brought(adaptive: Command) -> None:
     status, out, err = adaptive("demo", "--json")
     assert status == 0, err
     found = json.loads(out)
-    assert found["adapter"] == "0001"
+    assert (found["adapter"], found["head"]) == ("0001", "0001")
     rows = {row["decoding"]: row for row in found["after"]}
-    assert rows["speculative, adapter 0001"]["tokens_per_round"] > rows["speculative"]["tokens_per_round"]
-    assert "times as fast as plain decoding" in " ".join(err.split()) or "as fast as plain decoding" in err
+    for made in ("draft distilled", "head from nothing, 280 answers"):
+        assert rows[made]["tokens_per_round"] > rows["draft as it came"]["tokens_per_round"]
+    assert "Speed against plain, at length auto:" in " ".join(err.split())

@@ -22,9 +22,11 @@ import pexpect
 import pytest
 from conftest import save_model_that_says
 from records_factory import generation
+from rich.console import Console
 
 from adaptive.records.writer import LogWriter
 from adaptive.types import Message, Round
+from cli.demo_figures import Tally, figures_table
 from cli.talk import Talk
 
 SCREENS = Path(__file__).parent / "screens"
@@ -134,6 +136,24 @@ def test_the_main_commands_through_a_pipe(here: Path) -> None:
     said = done.stdout.decode("utf-8")
     assert "\x1b" not in said
     compare("commands-pipe", plain(said))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_last_table_of_the_demo(width: int) -> None:
+    """Whose labels are whole at any width, each on one line from 80 columns on."""
+    rounds = [Round("model", 4, kept, 0.01, 0.02) for kept in (0, 1, 4, 2)]
+    counted = {"tokens": 11_000, "seconds": 4.0, "rounds": rounds}
+    made = (("draft distilled", "draft", "0001"), ("head from nothing, 280 answers", "head", "0001"))
+    ways = [Tally("plain", 0, tokens=9_876, seconds=4.0), Tally("draft as it came", 4, **counted)]  # type: ignore[arg-type]
+    for label, drafter, adapter in made:
+        ways += [Tally(label, length, drafter, adapter, **counted) for length in (4, None)]  # type: ignore[arg-type]
+    said = io.StringIO()
+    Console(file=said, width=width, force_terminal=False).print(figures_table(ways, ""))
+    screen = said.getvalue()
+    assert "…" not in screen
+    assert max(map(len, screen.splitlines())) <= width
+    assert width < 80 or len(screen.splitlines()) == 4 + len(ways) + 1
+    compare(f"demo-{width}", screen)
 
 
 class Terminal:
