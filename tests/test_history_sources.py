@@ -17,7 +17,7 @@ from adaptive.control.goodput import GoodputLength
 from adaptive.control.matches import ANEW_EVERY, Matches
 from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import FixedLength, Scope
-from adaptive.control.prices import best_length
+from adaptive.control.prices import best_length, pays
 from adaptive.control.sources import GoodputWithHistory
 from adaptive.control.tries import ON_TRIAL, ON_TRIAL_HERE
 from adaptive.drafting.archive import Archive, History
@@ -59,6 +59,8 @@ def test_no_other_length_promises_more(reach: list[float], slope: float, rate: f
     if best:
         assert gained == pytest.approx(gain(best)) == pytest.approx(max(possible))
     assert (best > 0) == any(g > 0 for g in possible)
+    more, _ = best_length(reach, seconds, 1.0)
+    assert pays(reach, seconds) == (more > 0)
 
 
 def run(

@@ -22,7 +22,7 @@ from adaptive.control.confidence import Calibration
 from adaptive.control.costs import SPEED_STEP, CostModel, Steps
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
-from adaptive.control.prices import best_length, prices
+from adaptive.control.prices import best_length, pays, prices
 from adaptive.control.stopping import Stopping
 from adaptive.types import Round
 
@@ -202,7 +202,7 @@ class BesideWithHistory(GoodputBeside):
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """See ``LengthPolicy``."""
         verify = self._verify
-        self._found = bool(reach) and best_length(reach, verify, 1 / verify[0])[0] > 0
+        self._found = pays(reach, verify)
         if not self._found:
             return Lead(0, length)
         rate = self._rate_behind(True)

@@ -313,7 +313,7 @@ class GoodputLength(LengthPolicy):
         seen, sure = self.seen, self.sure
         if self.beside:
             self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
-        if self.costs.observe(seen):  # what speculation seemed to bring at the old costs says nothing
+        if seen and self.costs.observe(seen):  # what speculation seemed to bring at the old costs says nothing
             self.recent.forget()
             self.times = SeenTimes()
             self.age = 0

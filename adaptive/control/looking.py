@@ -8,8 +8,9 @@ does so for many rounds, so that one which finds it a few rounds late loses litt
 
 from __future__ import annotations
 
-# Weight of one look in the means of what looks save and take. More forgets between two matches that looking pays.
-STEP = 0.05
+# Weight of one look in the means of what looks save and take. More forgets between two matches that looking pays, and
+# then looks so seldom that it takes seconds to find out; less is later to stop where nothing repeats itself.
+STEP = 0.025
 # Share of the time that looks may take which save less than they take. More loses more where nothing repeats itself,
 # less is later to find what does.
 SHARE = 0.001

@@ -46,3 +46,14 @@ def best_length(
         if gain > most:
             best, most = k, gain
     return best, most
+
+
+def pays(reach: Sequence[float], seconds: Sequence[float]) -> bool:
+    """Whether verifying some of a proposal says more in its time than plain decoding, whose rounds take
+    ``seconds[0]``; else as ``best_length``."""
+    tokens, plain_s = 1.0, seconds[0]
+    for sure, whole in zip(reach, seconds[1:], strict=False):
+        tokens += sure
+        if tokens * plain_s > whole:
+            return True
+    return False

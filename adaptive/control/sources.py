@@ -37,7 +37,7 @@ from adaptive.control.costs import LONGEST, CostTable, Timed
 from adaptive.control.goodput import BATCH, FEW_WAITING, RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
-from adaptive.control.prices import best_length
+from adaptive.control.prices import best_length, pays
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET
 from adaptive.types import FREE, MODEL, Round
@@ -117,9 +117,10 @@ class GoodputWithHistory(GoodputLength):
         self.now = False
         self.priced: tuple[float, float] | None = None
         # Known anew with every decision, and only where it is asked for: seconds of a round of history's by its tokens,
-        # and the draft's acceptance by position.
+        # the draft's acceptance by position, and tokens and seconds of a round of the model's in history's place.
         self.history_s: list[float] | None = None
         self.hope: list[float] | None = None
+        self.instead: tuple[float, float] | None = None
         super().__init__(*args, **kwargs)
 
     def begin(self, scope: Scope) -> None:
@@ -169,7 +170,7 @@ class GoodputWithHistory(GoodputLength):
         plain_s, alone, gain = self.plain_s, 0, 0.0
         if reach:
             seconds = self._seconds()
-            found = self.now = best_length(reach, seconds, 1 / plain_s)[0] > 0
+            found = self.now = pays(reach, seconds)
             if found:
                 rate, token_s = self._prices_now()
                 alone, gain = best_length(reach[: max(0, limit)], seconds, rate, token_s, 1.0 - rate * plain_s)
@@ -199,11 +200,13 @@ class GoodputWithHistory(GoodputLength):
     def _rival_loss(self, gain: float, waiting: int) -> float:
         """Seconds that a round of the model's loses against one of history's that is worth ``gain`` tokens, below 0
         where it saves some."""
-        speed = self.costs.speed
-        tokens, took = self._model_round()
-        tokens, took = self.rival.seen.mean(tokens, took / speed, WEIGHT)
+        if self.instead is None:
+            speed, (tokens, took) = self.costs.speed, self._model_round()
+            tokens, took = self.rival.seen.mean(tokens, took / speed, WEIGHT)
+            self.instead = tokens, took * speed
+        tokens, took = self.instead
         catching_up = self.costs.draft(0, waiting) if waiting > FEW_WAITING else 0.0
-        return (gain - tokens) / self.rate + took * speed + catching_up
+        return (gain - tokens) / self.rate + took + catching_up
 
     def _saved_by(self, gain: float, drafts: bool) -> float:
         """Seconds that a round which is worth ``gain`` saves against what would be done if nothing had been found;
@@ -374,6 +377,7 @@ class GoodputWithHistory(GoodputLength):
         """A round was the model's that history would have drafted, where it was worth ``gain``."""
         tokens, seconds = 1 + timed.outcome.accepted, self._believed(timed)
         self.rival.seen.observe(tokens, seconds / self.costs.speed)
+        self.instead = None
         if self.tries.on_trial_here:
             return
         self.rival.owed += ((gain - tokens) / self._rate_behind(True) + seconds) / self.plain_s
@@ -431,7 +435,7 @@ class GoodputWithHistory(GoodputLength):
 
     def _decide(self, context: int, waiting: int) -> None:
         super()._decide(context, waiting)
-        self.history_s = self.hope = self.priced = None
+        self.history_s = self.hope = self.priced = self.instead = None
 
     def _seconds(self) -> list[float]:
         """Seconds of a round of history's, by how many of its tokens are verified."""
