@@ -186,7 +186,7 @@ def session(options: argparse.Namespace, home: Path, say: Callable[[str], None])
             if (number + 1) % 100 == 0 or number + 1 == len(texts):
                 say(line(asked[number // 100 * 100 :]))
             long = (number + 1) % LONG_EVERY == 0 and not options.no_learning
-            time.sleep(randomly.uniform(*(LONG_PAUSE_S if long else PAUSE_S)))
+            time.sleep(randomly.uniform(*(options.long_pause if long else PAUSE_S)))
         for said in server.said.splitlines():
             if any(word in said for word in ("round:", "drafting with", "rolled back", "training run:")):
                 say(f"  {said}")
@@ -311,6 +311,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--useless", action="store_true", help="with a draft of random weights")
     parser.add_argument("--no-learning", action="store_true", help="no training, and no long pauses")
+    parser.add_argument(
+        "--long-pause",
+        type=lambda s: tuple(float(n) for n in s.split(",")),
+        default=LONG_PAUSE_S,
+        help="seconds, from and to, of the pauses in which training finds time",
+    )
     parser.add_argument("--draft-length", default="auto", help="of the session; 0 tests the comparison")
     for name in ("target", "draft", "dtype"):
         parser.add_argument(f"--{name}")
