@@ -206,13 +206,13 @@ def several(name: str) -> Any:
 
 HEAD = """# Which models work
 
-Find your model's type (`model_type` in its `config.json`) here. The table is written by `python scripts/model_table.py`,
-which tries a tiny checkpoint of each type in float32; larger ones of a type compute the same.
+Find your model's type (`model_type` in its `config.json`) in the table. `python scripts/model_table.py` writes it: it
+tries a tiny checkpoint of each type in float32. Larger ones compute the same.
 
-- *exact*: the output is token for token that of transformers' own `generate`: plain, with 1, 4, 9 drafted tokens, and under
-  the default policy. With the model as its own draft every token is accepted.
+- *exact*: token for token the output of transformers' own `generate`, plain, with 1, 4, 9 drafted tokens, and under the
+  default policy. As its own draft, the model has every token accepted.
 - *plain only*: decoding, chat and the log work, without drafts.
-- *distilled, swapped*: with a trained adapter the draft changes and the answer does not.
+- *distilled, swapped*: a trained adapter changes the draft, not the answer.
 
 `adaptive doctor` says which forward runs your model.
 
