@@ -206,16 +206,20 @@ def several(name: str) -> Any:
 
 HEAD = """# Which models work
 
-Written by `python scripts/model_table.py`, which tries a tiny checkpoint of each type: what is *exact* says, in
-float32, token for token what transformers' own `generate` says of the same checkpoint, plain, with 1, 4, 9 drafted
-tokens, and under the default policy, and drafting for itself has every token accepted. What is *plain only* decodes,
-is logged and can be chatted with, and is not drafted for. Larger checkpoints of a type compute the same; which forward
-serves yours says `adaptive doctor`.
+Find your model's type (`model_type` in its `config.json`) in the table. `python scripts/model_table.py` writes it: it
+tries a tiny checkpoint of each type in float32. Larger ones compute the same.
 
-Of `deepseek_v3`, `glm4_moe`, `qwen3_5`, `qwen3_5_moe` (also their text alone) and `qwen3_next` the multi-token head in
-the checkpoint drafts where no other draft is named, if the checkpoint has it: [heads.md](heads.md).
+- *exact*: token for token the output of transformers' own `generate`, plain, with 1, 4, 9 drafted tokens, and under the
+  default policy. As its own draft, the model has every token accepted.
+- *plain only*: decoding, chat and the log work, without drafts.
+- *distilled, swapped*: a trained adapter changes the draft, not the answer.
 
-Checkpoints that come quantised: [quantised.md](quantised.md).
+`adaptive doctor` says which forward runs your model.
+
+The multi-token head in checkpoints of `deepseek_v3`, `glm4_moe`, `qwen3_5`, `qwen3_5_moe` (also their text models) and
+`qwen3_next`, if present, drafts unless another draft is named: [heads.md](heads.md).
+
+Quantised checkpoints: [quantised.md](quantised.md).
 """
 
 
