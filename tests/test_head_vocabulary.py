@@ -309,3 +309,36 @@ def test_it_is_chosen_again_at_the_next_run(tmp_path: Path) -> None:
     assert outcome.manifest.recent.acceptance_before.mean == 0.0, "it could say nothing of what is said"
     assert outcome.manifest.recent.acceptance_after.mean > 0.1
     assert outcome.manifest.hyperparameters["vocabulary"] == 2048
+
+
+def test_passes_that_were_recorded_for_other_tokens_are_not_replayed() -> None:
+    """What is replayed on a device is recorded here, and run again."""
+    model = model_of_eight()
+    target = TransformersEngine(model)
+    head = HeadEngine(randomised(Head.from_target(model)), target)
+    target.cpu_forward = head.cpu_forward = None
+    head.passes.record()
+    recorded = head.passes.recorded
+    assert recorded is not None
+    _, sequence = sequences(target, head)
+    assert isinstance(sequence, HeadSequence)
+
+    def passes() -> torch.Tensor:
+        sequence.rollback(len(PROMPT))
+        return sequence.extend([4], 1).clone()
+
+    sequence.extend(PROMPT, 1)
+    sequence.prepare(32)
+    whole, replayed = passes(), recorded.replayed
+    assert replayed == 1
+    few = {name: tensor.clone() for name, tensor in head.head.own().items()} | {VOCABULARY: torch.tensor(FEW)}
+    for _ in head._take(head.head, few):
+        pass
+    outside = [token for token in range(VOCAB) if token not in FEW]
+    for count in (replayed, replayed + 1):
+        found = passes()
+        assert recorded.replayed == count
+        assert (found[:, outside] == -torch.inf).all()
+        torch.testing.assert_close(found[:, FEW], whole[:, FEW])
+        sequence.rollback(len(PROMPT))
+        sequence.prepare(32)

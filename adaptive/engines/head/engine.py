@@ -339,7 +339,7 @@ class HeadEngine:
         among = head.ids
         head.put(tensors)
         if head.ids is not among and self.passes.recorded is not None:
-            self.passes.record()  # what was recorded reads the projection to other tokens
+            self.passes.recorded.changed()  # they read the projection to other tokens
         yield
         if self.cpu_forward is None:
             return
