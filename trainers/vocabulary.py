@@ -30,8 +30,8 @@ FEWEST = 2048
 # How much better than all tokens the best N has to be. With 1, noise in a small log would cut for nothing.
 PAYS = 1.03
 # The share of drafted tokens that is taken to be accepted, of those that can be drafted. With less, a token that cannot
-# be drafted costs fewer of those behind it, and fewer tokens are kept. That every token is as likely to be accepted
-# keeps more than needed: rare ones are hardly ever (docs/notes/2026-11-heads.md).
+# be drafted costs fewer of those behind it, and fewer tokens are kept. Taking every token for as likely to be
+# accepted keeps too many rather than too few: rare ones were hardly ever (docs/notes/2026-11-heads.md).
 ACCEPTED = 0.7
 # What a token of a prompt weighs in the order, one of an answer 1: what is asked about is often answered with, but a
 # prompt's instructions are the same in every record.
