@@ -22,8 +22,8 @@ import torch
 from adaptive.engines.head.module import VOCABULARY, Head
 from trainers.dataset import Example
 
-# Targets with so many tokens or fewer are not cut: there is little to save, and what a head cannot say stays unsaid until
-# the next run. With more, projections would be read whole that need not; with less, tokens are lost for next to nothing.
+# Targets with so many tokens or fewer are not cut: there is little to save, and what a head cannot say stays unsaid
+# until the next run. With more, projections are read whole that need not be; with less, tokens are lost for little.
 WHOLE = 8192
 # The fewest tokens that are tried. Fewer save next to nothing: at width 1,024, 2,048 rows are an eighth of a layer.
 FEWEST = 2048
