@@ -81,6 +81,18 @@ class Manifest:
     files: dict[str, str]
     kind: Kind = "lora"
 
+    @property
+    def vocabulary(self) -> str | None:
+        """What a head drafts among, in a phrase; None where that is all of its target's tokens."""
+        noted = self.hyperparameters
+        try:
+            return (
+                f"drafts among {noted['vocabulary']:,} of {noted['vocabulary_of']:,} tokens: "
+                f"{noted['vocabulary_coverage']:.1%} of what was said"
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+
     def with_status(self, status: Status, reason: str) -> Manifest:
         """The same adapter with another status and the reason for it."""
         return replace(self, status=status, reason=reason)

@@ -89,7 +89,8 @@ def show(settings: Settings, name: Name = "current", as_json: AsJson = False) ->
         "records": "none" if trained.first_id is None else f"{trained.first_id} to {trained.last_id}",
         "domains": ", ".join(f"{count} {name}" for name, count in sorted(trained.domains.items())) or "not labelled",
         "training": f"{manifest.train_seconds:.0f} s on {manifest.device}",
-        "recipe": ", ".join(f"{key} {value}" for key, value in manifest.hyperparameters.items()) or "not noted",
+        "recipe": ", ".join(f"{key} {value}" for key, value in _recipe(manifest)) or "not noted",
+        **({} if manifest.vocabulary is None else {"vocabulary": manifest.vocabulary}),
         "recent held-out": _held_out(manifest.recent),
         "older held-out": _held_out(manifest.older),
         "files": files,
@@ -359,6 +360,12 @@ def _short(held: HeldOut | None) -> str:
         f"{held.gain.low:+.3f} to {held.gain.high:+.3f}\n"
         f"{length_before.mean:.2f} → {length_after.mean:.2f}"
     )
+
+
+def _recipe(manifest: Manifest) -> list[tuple[str, Any]]:
+    """Its hyper-parameters, but what is said in words."""
+    told = manifest.vocabulary is not None
+    return [(key, value) for key, value in manifest.hyperparameters.items() if not (told and "vocabulary" in key)]
 
 
 def _held_out(held: HeldOut | None) -> str:

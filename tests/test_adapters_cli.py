@@ -70,6 +70,16 @@ def test_show_tells_whether_the_files_are_whole(store: AdapterStore) -> None:
     assert "damaged" in run("show", "3")
 
 
+def test_show_says_what_a_head_drafts_among(store: AdapterStore) -> None:
+    assert "drafts among" not in run("show", "3")
+    noted = {"loss": "auto", "vocabulary": 8192, "vocabulary_of": 151_936, "vocabulary_coverage": 0.987}
+    store.publish(write, replace(NEW, hyperparameters=noted))
+    shown = " ".join(run("show", "4").split())
+    assert "drafts among 8,192 of 151,936 tokens: 98.7% of what was said" in shown
+    assert "recipe loss auto" in shown
+    assert "vocabulary_of" not in shown
+
+
 def test_promote_rollback_and_prune(store: AdapterStore) -> None:
     assert "adapter 0003 is in use" in run("promote", "3", "--reason", "mine")
     assert store.show("3").reason == "mine"

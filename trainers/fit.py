@@ -89,8 +89,7 @@ def fit(
     now = begun or Standing(next_evaluation=1 / recipe.evaluations)
     clock, stopped = _Clock(recipe, _steps(len(train), recipe), now), False
     try:
-        if begun is None:
-            student.begin(train, stop)
+        student.begin(train, stop, resumed=begun is not None)
         for batch in islice(_batches(train, recipe), now.step, None):
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["factor"] * _schedule(clock.share)

@@ -267,7 +267,12 @@ def _publish(
         ),
         kind=students.kind,
         parent=in_use.id if in_use and parent else None,
-        hyperparameters={**recipe.to_json(), "steps": result.steps, "best_step": result.best_step},
+        hyperparameters={
+            **recipe.to_json(),
+            "steps": result.steps,
+            "best_step": result.best_step,
+            **students.notes(state, sets.gate),
+        },
         train_seconds=result.seconds,
         device=str(students.device),
         recent=figures[0] if figures else None,

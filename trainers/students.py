@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from trainers.per_position import position_losses
 from trainers.recipe import Recipe
 from trainers.replay import Replay, replay
 from trainers.start import start_from
+from trainers.vocabulary import Reads, choose_vocabulary, noted
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -46,8 +47,9 @@ class Student(Protocol):
     def learning_rate(self) -> float:
         """The peak that suits its size."""
 
-    def begin(self, train: Sequence[Example], should_stop: ShouldStop) -> None:
-        """Before the first step of a run, which is to learn from ``train``. Raises ``Stopped``."""
+    def begin(self, train: Sequence[Example], should_stop: ShouldStop, resumed: bool = False) -> None:
+        """Before the first step of a run, or the first after it was ``resumed``, which is to learn from ``train``.
+        Raises ``Stopped``."""
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
         """Groups of a batch that fit into one pass each."""
@@ -83,7 +85,7 @@ class Draft:
         """See the protocol."""
         return default_learning_rate(width_of(self.model))
 
-    def begin(self, train: Sequence[Example], should_stop: ShouldStop) -> None:
+    def begin(self, train: Sequence[Example], should_stop: ShouldStop, resumed: bool = False) -> None:
         """See the protocol. What it is to begin from is there."""
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
@@ -153,9 +155,11 @@ class HeadStudent:
         """See the protocol."""
         return float(self.RATE * (self.AT / self.head.width) ** 0.78)
 
-    def begin(self, train: Sequence[Example], should_stop: ShouldStop) -> None:
-        """See the protocol."""
-        if self.head.fresh:
+    def begin(self, train: Sequence[Example], should_stop: ShouldStop, resumed: bool = False) -> None:
+        """See the protocol. What it drafts among is chosen anew at every run, the same when it is gone on with."""
+        head = self.head
+        head.draft_among(choose_vocabulary(train, head.vocab_size, Reads.of(head), self.steps))
+        if head.fresh and not resumed:
             start_from(self.head, train, should_stop)
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
@@ -221,6 +225,9 @@ class Students(Protocol):
     def trainable(self, parent: Path | None, recipe: Recipe) -> AbstractContextManager[Student]:
         """What is to be trained: a copy of ``parent``, or a new one."""
 
+    def notes(self, state: AdapterState, held_out: Sequence[Example]) -> dict[str, Any]:
+        """What a manifest says of a snapshot beside the recipe, as plain JSON values."""
+
 
 class DraftStudents:
     """A plain draft, or a head that came from elsewhere, for which adapters are trained; afterwards it is as it was."""
@@ -257,6 +264,10 @@ class DraftStudents:
             yield self._student(model, recipe)
         finally:
             lora.remove(model)
+
+    def notes(self, state: AdapterState, held_out: Sequence[Example]) -> dict[str, Any]:
+        """See the protocol."""
+        return {}
 
     def _student(self, model: PeftModel | PreTrainedModel | ForeignHead, recipe: Recipe) -> Student:
         return AdaptedHead(self.draft, model, recipe) if isinstance(self.draft, ForeignHead) else Draft(model)
@@ -296,6 +307,10 @@ class HeadStudents:
         else:
             self.head.load(parent)
         yield HeadStudent(self.head, recipe)
+
+    def notes(self, state: AdapterState, held_out: Sequence[Example]) -> dict[str, Any]:
+        """See the protocol: its draft vocabulary."""
+        return noted(state, self.head.vocab_size, held_out)
 
 
 def students_of(draft: PreTrainedModel | Head | ForeignHead) -> Students:

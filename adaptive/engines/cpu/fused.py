@@ -75,6 +75,7 @@ def decoder(plan: Plan, attentions: Sequence[Attention | None]) -> Any:
         token_norm=native_norm(None if fuse is None else fuse.token_norm),
         feature_norm=native_norm(None if fuse is None else fuse.feature_norm),
         stream=plan.stream,
+        ids=0 if plan.ids is None else plan.ids.data_ptr(),
     )
 
 

@@ -104,7 +104,8 @@ class Plan:
     ``ropes`` are the rotary embeddings of its layers; ``softcap`` bounds the logits; ``names`` gives a module's name in
     the model, for following adapters; ``fuse`` is how a head reads, None for a model that embeds its tokens. ``delta``:
     of the layers that do not attend. ``inputs`` are those of the layers that have one. ``stream``
-    (``native/stream.h``) reads weights that do not stay."""
+    (``native/stream.h``) reads weights that do not stay. ``ids`` (outputs of ``lm_head``,), int64, increasing, are
+    the tokens that logits are of, None for all of them."""
 
     layers: tuple[Layer, ...]
     linears: tuple[Packed, ...]
@@ -122,6 +123,7 @@ class Plan:
     delta: DeltaSizes | None = None
     inputs: PerLayerInputs | None = None
     stream: Any = None
+    ids: torch.Tensor | None = None
 
     @property
     def width(self) -> int:

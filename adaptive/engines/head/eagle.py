@@ -24,6 +24,7 @@ from torch import nn
 
 from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadKind, raw_config
+from adaptive.engines.head.vocabulary import spread
 from adaptive.errors import AdaptiveError, first_line
 
 if TYPE_CHECKING:
@@ -246,8 +247,7 @@ class Eagle3Head(ForeignHead):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (..., vocab) of hidden states (..., width), -inf outside of the draft vocabulary."""
         few: torch.Tensor = self.body.lm_head(hidden if self._normed else self.body.model.norm(hidden))
-        logits = few.new_full((*few.shape[:-1], self._vocab), -torch.inf)
-        return logits.index_copy_(-1, self.ids, few)
+        return spread(few, self.ids, self._vocab)
 
     def get_output_embeddings(self) -> nn.Module:
         """See the base."""

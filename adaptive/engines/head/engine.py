@@ -4,7 +4,8 @@ Row i of a head reads token i and the feature of token i - 1: the target's hidde
 holds that token, else the head's own, which its cache keeps. What was computed from its own is forgotten at a rollback,
 and computed again from the target's once that has come. Of a head that came from elsewhere a text's first token has no
 row: it is held by knowing that there is one. Where our kernels run the layer of a grown head a pass is one native call,
-and so is a whole proposal; elsewhere transformers' own forward of the layer does the arithmetic.
+and so is a whole proposal; elsewhere transformers' own forward of the layer does the arithmetic. Of a head with a draft
+vocabulary (``vocabulary.py``) a whole proposal chooses among its tokens; a pass gives logits of all, -inf outside.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class HeadSequence:
         self._skipped = 0  # tokens at the beginning that have no row
         self._exact = 0  # tokens at the beginning that were computed from the target's features
         self._read: torch.Tensor | None = None  # features that a native call reads
-        self._logits, self._probs = Rows(engine.vocab_size), Rows(0)
+        self._logits, self._few, self._probs = Rows(engine.vocab_size), Rows(0), Rows(0)
 
     @property
     def fused(self) -> HeadSequence | None:
@@ -148,11 +149,22 @@ class HeadSequence:
         if forward is not None:
             assert isinstance(self.cache, CpuCache)
             listed: list[int] = tokens if isinstance(tokens, list) else tokens.tolist()
-            logits = forward.one_call(listed, self._logits(0, rows), self.cache, self._given(start))
+            logits = self._by_kernels(forward, listed, self._logits(0, rows), self.cache, self._given(start))
         else:
             logits = self._by_transformers(moved(as_tensor(tokens), self.engine.device), rows)
         self._passed(start)
         return logits
+
+    def _by_kernels(
+        self, forward: CpuForward, tokens: list[int], logits: torch.Tensor, cache: CpuCache, given: Given
+    ) -> torch.Tensor:
+        ids = forward.plan.ids
+        if ids is None:
+            return forward.one_call(tokens, logits, cache, given)
+        if self._few.width != len(ids):
+            self._few = Rows(len(ids))
+        few = forward.one_call(tokens, self._few(0, len(logits)), cache, given)
+        return logits.fill_(-torch.inf).index_copy_(1, ids, few)
 
     def propose(self, call: ProposalCall) -> Proposed:
         """A whole proposal; see ``FusedCalls``."""
@@ -269,9 +281,10 @@ class HeadEngine:
         self.end_tokens: frozenset[int] = frozenset()
         self.sampling = FALLBACK_SAMPLING
         self.cpu_forward: CpuForward | None = None
+        self._shared: tuple[Packed, ...] = ()  # the target's linear layers, its projection among them
         if isinstance(head, Head):
-            packed = () if target.cpu_forward is None else target.cpu_forward.plan.linears
-            self.cpu_forward = (_forward(head, True, ()) if int8 else None) or _forward(head, False, packed)
+            self._shared = () if target.cpu_forward is None else target.cpu_forward.plan.linears
+            self.cpu_forward = (_forward(head, True, ()) if int8 else None) or _forward(head, False, self._shared)
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
         self.weights = "int8" if rounded else str(head.dtype).removeprefix("torch.")
         self.passes = HeadPasses(head, self.context_length)
@@ -323,16 +336,22 @@ class HeadEngine:
         self.ready = folder is not None or not self.grown
 
     def _take(self, head: Head, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+        among = head.ids
         head.put(tensors)
+        if head.ids is not among and self.passes.recorded is not None:
+            self.passes.recorded.changed()  # they read the projection to other tokens
         yield
         if self.cpu_forward is None:
             return
-        linears = self.cpu_forward.plan.linears
+        projection = self.cpu_forward.plan.lm_head
+        # That to a draft vocabulary is the head's own, and is packed anew where it is another; the whole one stays.
+        stays = self.cpu_forward.plan.ids is head.ids
+        linears = tuple(one for one in self.cpu_forward.plan.linears if stays or one is not projection)
         for linear in linears:
-            if linear is not self.cpu_forward.plan.lm_head:
+            if linear is not projection:
                 linear.refresh()
                 yield
-        plan = _plan(head, linears[-1].int8, linears)
+        plan = _plan(head, linears[-1].int8, (*linears, *self._shared))
         assert plan is not None
         self.cpu_forward.use(plan)
 
@@ -356,4 +375,6 @@ def _plan(head: Head, int8: bool, packed: Iterable[Packed]) -> Plan | None:
     found = (one for one in packed if isinstance(one, PackedLinear) and one.modules == (head.fuse,))
     linear = next(found, None) or of_module(head.fuse, int8, factor)
     norms = [RmsNorm(norm, body.dtype, body.weight_dtype) for norm in (head.token_norm, head.feature_norm)]
-    return dataclasses.replace(body, embed=embed, fuse=Fuse(linear, *norms), linears=(*body.linears, linear))
+    return dataclasses.replace(
+        body, embed=embed, fuse=Fuse(linear, *norms), linears=(*body.linears, linear), ids=head.ids
+    )

@@ -6,8 +6,10 @@ the next row while it drafts: ::
 
     h_i = layer(fuse([token_norm(embed(x_i)), feature_norm(f_(i-1))])),    logits_i = projection(norm(h_i))
 
-Embedding, final norm and projection are the target's, shared with it and frozen. In: ``Parts`` of a target. Out: a
-module, and its own tensors as a folder with ``config.json`` and ``model.safetensors``.
+Embedding, final norm and projection are the target's, shared with it and frozen. With a draft vocabulary
+(``vocabulary.py``) the projection is a copy of the target's rows for these tokens, and others have no logits (-inf).
+In: ``Parts`` of a target. Out: a module, and its own tensors as a folder with ``config.json`` and
+``model.safetensors``.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import nn
 
 from adaptive.engines.head.kinds import HeadKind
 from adaptive.engines.head.parts import Parts, decoder_of, parts_of_model
+from adaptive.engines.head.vocabulary import check_ids, spread
 from adaptive.errors import AdaptiveError, first_line
 
 if TYPE_CHECKING:
@@ -36,11 +39,14 @@ WEIGHTS = "model.safetensors"
 FORMAT = 1
 # Which hidden state of the target is read: behind the last layer, before the final norm.
 FEATURES = "last"
+# The tensor in its file that lists the draft vocabulary, of a head that has one.
+VOCABULARY = "vocabulary"
 
 
 class Head(nn.Module):
     """``body`` is a causal language model of the target's own class with one layer; ``body.forward`` is not used, but
-    who knows how to run the target can run it. ``width`` is the target's hidden size."""
+    who knows how to run the target can run it. ``width`` is the target's hidden size, ``target_layers`` how many layers
+    that has. ``ids`` (N,) are the draft vocabulary, None for all of the target's tokens."""
 
     kind = HeadKind.GROWN
     begins = 0
@@ -63,6 +69,10 @@ class Head(nn.Module):
             for name, tensor in tensors.items():
                 setattr(module, name, nn.Parameter(tensor.to(dtype), requires_grad=False))
         self._give_sizes()
+        self.target_layers = int(parts.config.num_hidden_layers)
+        self._whole = dict(self.body.get_output_embeddings().named_parameters())  # the projection to all tokens
+        self.ids: torch.Tensor | None
+        self.register_buffer("ids", None, persistent=False)
         eps = float(getattr(self.config, "rms_norm_eps", 1e-6))
         self.token_norm = nn.RMSNorm(self.width, eps=eps, dtype=dtype, device=device)
         self.feature_norm = nn.RMSNorm(self.width, eps=eps, dtype=dtype, device=device)
@@ -93,8 +103,8 @@ class Head(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Of its logits."""
-        return int(self.body.get_output_embeddings().weight.shape[0])
+        """Of its logits: the target's."""
+        return len(self._whole["weight"])
 
     @property
     def device(self) -> torch.device:
@@ -145,13 +155,31 @@ class Head(nn.Module):
         return fused
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits (..., vocab) of hidden states (..., width)."""
+        """Logits (..., vocab) of hidden states (..., width), -inf outside of the draft vocabulary."""
         logits: torch.Tensor = self.body.get_output_embeddings()(decoder_of(self.body).norm(hidden))
         cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if not cap else cap * torch.tanh(logits / cap)
+        logits = logits if not cap else cap * torch.tanh(logits / cap)
+        return logits if self.ids is None else spread(logits, self.ids, self.vocab_size)
+
+    @torch.no_grad()
+    def draft_among(self, ids: torch.Tensor | None) -> None:
+        """From now on have logits of the tokens ``ids`` (N,) int64, increasing, or with None of all. Raises
+        AdaptiveError, changing nothing, where these are none of its target's."""
+        if ids is not None:
+            check_ids(ids, self.vocab_size)
+            ids = ids.to(self.device, copy=True)
+        if ids is self.ids or (ids is not None and self.ids is not None and torch.equal(ids, self.ids)):
+            return
+        projection: Any = self.body.get_output_embeddings()
+        for name, rows in self._whole.items():
+            few = rows if ids is None else nn.Parameter(rows.to(self.device)[ids], requires_grad=False)
+            setattr(projection, name, few)
+        projection.out_features = len(projection.weight)
+        self.ids = ids
 
     def reset(self) -> None:
-        """As it starts: the target's last layer, and the feature alone."""
+        """As it starts: the target's last layer, and the feature alone; all of the target's tokens."""
+        self.draft_among(None)
         if self._first:
             self.layer.load_state_dict(self._first)
         else:  # a target whose weights are quantised: the layer waits for a head's own weights
@@ -169,11 +197,12 @@ class Head(nn.Module):
         tensors = {f"layer.{name}": tensor for name, tensor in self.layer.state_dict().items()}
         for name in ("token_norm", "feature_norm", "fuse"):
             tensors[f"{name}.weight"] = getattr(self, name).weight.detach()
-        return tensors
+        return tensors if self.ids is None else tensors | {VOCABULARY: self.ids}
 
     def put(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take over tensors as from ``own``. Raises AdaptiveError where names or shapes are others."""
         self.check(tensors)
+        self.draft_among(tensors.get(VOCABULARY))
         with torch.no_grad():
             for name, tensor in self.own().items():
                 tensor.copy_(tensors[name])
@@ -182,6 +211,7 @@ class Head(nn.Module):
     def check(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raise AdaptiveError where ``put`` would."""
         own = self.own()
+        own.pop(VOCABULARY, None)
         for name, tensor in own.items():
             if name not in tensors:
                 raise AdaptiveError(f"the head lacks {name}")
@@ -189,7 +219,9 @@ class Head(nn.Module):
                 raise AdaptiveError(
                     f"the head's {name} is {tuple(tensors[name].shape)}, and {tuple(tensor.shape)} fits this target"
                 )
-        surplus = next((name for name in tensors if name not in own), None)
+        if VOCABULARY in tensors:
+            check_ids(tensors[VOCABULARY], self.vocab_size)
+        surplus = next((name for name in tensors if name not in own and name != VOCABULARY), None)
         if surplus is not None:
             raise AdaptiveError(f"the head has a tensor {surplus}, for which this target has no place")
 
@@ -204,7 +236,8 @@ class Head(nn.Module):
 
     def fitting(self, folder: Path) -> dict[str, torch.Tensor]:
         """The tensors in ``folder``, for ``put``. Raises AdaptiveError where they do not fit, or are no numbers."""
-        check_config(read_config(folder), self.config, folder)
+        config = read_config(folder)
+        check_config(config, self.config, folder)
         try:
             tensors = load_file(folder / WEIGHTS)
         except (OSError, SafetensorError) as error:
@@ -213,6 +246,12 @@ class Head(nn.Module):
             self.check(tensors)
         except AdaptiveError as error:
             raise AdaptiveError(f"the head in {folder} does not fit: {error}") from None
+        said, held = config["head"]["vocabulary"], len(tensors.get(VOCABULARY, ())) or None
+        if said != held:
+            raise AdaptiveError(
+                f"the head in {folder} cannot be used: {CONFIG} says that it drafts among {said or 'all'} tokens, and "
+                f"{WEIGHTS} lists {held or 'none'}"
+            )
         broken = next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
         if broken is not None:
             raise AdaptiveError(f"the head in {folder} cannot be used: {broken} holds values that are not finite")
@@ -260,7 +299,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         block = config["head"]
-        known = (block["format"], block["features"], block["vocabulary"]) == (FORMAT, FEATURES, None)
+        few = block["vocabulary"]
+        counts = few is None or (type(few) is int and few > 0)
+        known = counts and (block["format"], block["features"]) == (FORMAT, FEATURES)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdaptiveError(
             f"{folder} holds no head: {CONFIG} is missing, or no head's ({first_line(error)})"
@@ -282,7 +323,8 @@ def check_config(config: dict[str, Any], target: Any, folder: Path) -> None:
 
 def write_head(config: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Write a head's own ``tensors`` and its ``config`` into ``folder``."""
-    said = config.to_dict() | {"head": {"format": FORMAT, "features": FEATURES, "vocabulary": None}}
+    few = len(tensors[VOCABULARY]) if VOCABULARY in tensors else None
+    said = config.to_dict() | {"head": {"format": FORMAT, "features": FEATURES, "vocabulary": few}}
     (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})

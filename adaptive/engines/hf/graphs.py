@@ -95,11 +95,15 @@ class RecordedPasses:
         self._stream = torch.cuda.Stream(engine.device) if on_cuda else None
         self._choosers: list[Chooser] = []  # that passes are recorded with, the one used last at the end
         self._newest: RecordedPass | None = None  # which keeps the pool, whatever recordings go
-        self._hooks = 0  # times that an adapter came or went as hooks
+        self._hooks = 0  # times that other operations than before became those of a pass, as by an adapter's hooks
         if engine.adapter is not None and getattr(engine.model, "quantization_method", None):
             engine.adapter.listeners.append(self._count)
 
     def _count(self, modules: frozenset[str]) -> None:
+        self.changed()
+
+    def changed(self) -> None:
+        """Passes are other operations from now on, or over other memory: replay nothing that was recorded before."""
         self._hooks += 1
 
     def __call__(
@@ -209,7 +213,9 @@ class RecordedPasses:
             if chooser is not None:
                 chooser.reset()
             found = recorded(tokens, cache).float()
-            gap = float((found - expected).norm() / expected.norm())
+            never = expected == -torch.inf  # outside of a head's draft vocabulary
+            apart = (found - expected).masked_fill(never & (found == -torch.inf), 0.0)
+            gap = float(apart.norm() / expected.masked_fill(never, 0.0).norm())
             same = chooser is None or _chooses_alike(chooser, found[-1:])
         except (RuntimeError, NotImplementedError) as error:
             self.problem = first_line(error)

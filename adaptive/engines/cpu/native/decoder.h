@@ -97,6 +97,7 @@ struct Decoder {
   PerLayerInputs inputs;
   Fuse fuse;
   Stream* stream;  // what reads the weights of some layers, or null
+  const int64_t* ids;  // the tokens that logits are of (head->out,), increasing; null for all
 
   // Layers from the first up to the last that leaves something of a token for later ones.
   int writing() const {

@@ -71,15 +71,24 @@ struct Choosing {
 };
 
 // What becomes of `position` (from 0) of a proposal, whose logits are known, and the token there, behind those drafted before it; the
-// text's `place`-th.
-int choose(const Choosing& c, float* logits, int64_t vocab, int position, int place, int64_t* token) {
+// text's `place`-th. Logits (vocab,) are of the tokens `ids`, or where these are null of the first ones. What is said of a token by
+// its id, by a grammar or by a seed's noise, is applied to logits of all.
+int choose(const Choosing& c, float* logits, const int64_t* ids, int64_t vocab, int position, int place, int64_t* token) {
   const Sampling& sampling = *c.sampling;
+  if (!vocab) return DROP;
+  if (ids && (c.masker.ask || sampling.seeded)) {
+    float* all = scratch<float, 51>(c.known);
+    std::fill_n(all, c.known, -INFINITY);
+    for (int64_t i = 0; i < vocab; i++) all[ids[i]] = logits[i];
+    return choose(c, all, nullptr, c.known, position, place, token);
+  }
   if (c.masker.ask) {
     const uint32_t* allowed = nullptr;
     if (!c.masker.ask(c.masker.whom, token - position, position, &allowed)) return DROP;
     if (allowed) leave_out(allowed, logits, vocab);
+    if (largest(logits, vocab) == -INFINITY) return DROP;  // all that may stand here is outside of a draft vocabulary
   }
-  float* row = sampling.greedy ? nullptr : sampling.seeded ? scratch<float, 14>(vocab) : c.probs + position * vocab;
+  float* row = sampling.greedy ? nullptr : sampling.seeded || ids ? scratch<float, 14>(vocab) : c.probs + position * vocab;
   if (row) probabilities(sampling.cuts, logits, row, 1, vocab);
   // Of what are no numbers any token: the target will not have it.
   *token = row ? 0 : std::max<int64_t>(likeliest(logits, vocab), 0);
@@ -92,6 +101,13 @@ int choose(const Choosing& c, float* logits, int64_t vocab, int position, int pl
   if (advice != DROP && row)
     *token = std::max<int64_t>(sampling.seeded ? race(row, vocab, keys_of(sampling.seed, place))
                                                : draw(row, nullptr, vocab, 0, c.uniform[position]), 0);
+  if (!ids) return advice;
+  *token = ids[*token];
+  if (advice != DROP && row) {  // the acceptance rule reads q by the target's ids
+    float* q = c.probs + position * c.known;
+    std::fill_n(q, c.known, 0.0f);
+    for (int64_t i = 0; i < vocab; i++) q[ids[i]] = row[i];
+  }
   return advice;
 }
 
@@ -131,8 +147,9 @@ bool draft(const Decoder& decoder, Drafting* all, int count, int threads) {
       text.start += text.count;
       d.passed += text.count;
       d.tokens = d.drafted + position;
-      const int64_t vocab = std::min(d.choosing.known, outputs);
-      const int advice = choose(d.choosing, logits + i * outputs, vocab, position, text.start, d.drafted + position);
+      const int64_t *ids = decoder.ids, known = d.choosing.known;
+      const int64_t vocab = ids ? std::lower_bound(ids, ids + outputs, known) - ids : std::min(known, outputs);
+      const int advice = choose(d.choosing, logits + i * outputs, ids, vocab, position, text.start, d.drafted + position);
       text.count = 1;
       if (advice != DROP) d.found = position + 1;
       if (advice == MORE && d.found < d.choosing.length) going[still++] = &d;

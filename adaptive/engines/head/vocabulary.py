@@ -1,0 +1,31 @@
+"""The tokens that a head can say, where they are not all of its target's: its draft vocabulary.
+
+Projecting to all tokens is most of a head's step on a target with many, and most of them are never said. A head with a
+draft vocabulary has logits of its tokens alone; any other has q = 0, and the target says it by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from adaptive.errors import AdaptiveError
+
+
+def spread(few: torch.Tensor, ids: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Logits (..., vocab) of logits ``few`` (..., N) of the tokens ``ids`` (N,): -inf for all others."""
+    logits = few.new_full((*few.shape[:-1], vocab), -torch.inf)
+    return logits.index_copy_(-1, ids, few)
+
+
+def check_ids(ids: torch.Tensor, vocab: int) -> None:
+    """Raise AdaptiveError unless ``ids`` are a draft vocabulary of a target with ``vocab`` tokens: (N,) int64,
+    increasing, at least one."""
+    if ids.ndim != 1 or ids.dtype != torch.long or not len(ids):
+        raise AdaptiveError(f"its draft vocabulary is no list of token ids, but {tuple(ids.shape)} of {ids.dtype}")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise AdaptiveError(
+            f"its draft vocabulary has tokens from {int(ids.min())} to {int(ids.max())}, and the target's are 0 to "
+            f"{vocab - 1}"
+        )
+    if not bool((ids[1:] > ids[:-1]).all()):
+        raise AdaptiveError("its draft vocabulary is not in increasing order, or names a token twice")
