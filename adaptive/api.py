@@ -111,7 +111,7 @@ class Assistant:
         the conversation in the log. Raises AdaptiveError for what cannot be answered.
         """
         params = _changed(self._sampling, sampling)
-        limits = StopParams(max_new_tokens or self.settings.max_new_tokens, tuple(stop))
+        limits = StopParams(max_new_tokens or self.settings.answer_tokens, tuple(stop))
         grammar = None if json_schema is None else Grammar("json_schema", json.dumps(json_schema))
         messages = _messages(prompt)
         answered = False

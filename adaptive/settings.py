@@ -28,6 +28,8 @@ from adaptive.types import SamplingParams, StopParams
 
 # Requests that may be answered at once: more wait for each other anyway, and each has caches.
 MOST_SLOTS = 64
+# Tokens of a command's answer at most. More is waited for where a small model repeats itself, less cuts usual answers.
+ANSWER_TOKENS = 512
 
 Quantisation = Literal["none", "int8", "nf4"]
 DraftQuantisation = Literal["auto", "none", "int8", "nf4"]
@@ -71,7 +73,7 @@ class Settings(BaseSettings):
     draft_length: str = "auto"
     history: Literal["auto", "session", "off"] = "auto"
     seed: int | None = None
-    max_new_tokens: int = 512
+    max_new_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -101,6 +103,12 @@ class Settings(BaseSettings):
     distill_seconds: float | None = Field(None, gt=0)
     distill_nice: int = Field(19, ge=0, le=19)
 
+    @property
+    def answer_tokens(self) -> int:
+        """The longest answer of a command, in tokens. A server's is what a request asks for, and where neither says
+        anything what the context has room for: clients that leave it out take a shorter one for a broken one."""
+        return ANSWER_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+
     def model_post_init(self, context: Any) -> None:
         """Refuse impossible sampling before any model is loaded. Raises AdaptiveError."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -108,7 +116,7 @@ class Settings(BaseSettings):
         SamplingParams(
             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty, seed=self.seed, **said
         )
-        StopParams(self.max_new_tokens)
+        StopParams(self.answer_tokens)
         fixed_draft_length(self.draft_length)
         if self.memory is not None:
             memory_bytes(self.memory)

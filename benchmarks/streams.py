@@ -127,9 +127,9 @@ def _answer(
     for batch in track(batches, f"answering {kind}", transient=True):
         torch.manual_seed(batch[0][0] * 100_003 + batch[0][1])
         sampling = SamplingParams(temperature=temperature)
-        outputs = _generate(target, tokenizer, [ids[i] for _, i in batch], sampling, settings.max_new_tokens)
+        outputs = _generate(target, tokenizer, [ids[i] for _, i in batch], sampling, settings.answer_tokens)
         for (_, i), output in zip(batch, outputs, strict=True):
-            yield _generation(target, tokenizer, kind, i, chats[i], ids[i], output, sampling, settings.max_new_tokens)
+            yield _generation(target, tokenizer, kind, i, chats[i], ids[i], output, sampling, settings.answer_tokens)
 
 
 def _generate(

@@ -30,7 +30,7 @@ def answer_into_log(settings: Settings, prompts: Sequence[PromptLine], console: 
         from adaptive.assistant import sampling_params
         from adaptive.types import StopParams
 
-        sampling, stop = sampling_params(settings, session.pair), StopParams(settings.max_new_tokens)
+        sampling, stop = sampling_params(settings, session.pair), StopParams(settings.answer_tokens)
         columns = (
             TextColumn("answering"),
             BarColumn(),

@@ -57,7 +57,7 @@ class Chat:
         trainer.costs = lambda: current_costs(opened.assistant.policy, opened.state.controller)
         opened.assistant.between_rounds = opened.swapper.between_rounds
         self.sampling = sampling_params(settings, opened.pair)
-        self.limits = StopParams(settings.max_new_tokens)
+        self.limits = StopParams(settings.answer_tokens)
         self.name = name or opened.assistant.session
         self.record = settings.record
         self.talk = Talk(system, self._earlier() if name else ())

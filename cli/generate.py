@@ -70,7 +70,7 @@ def generate(
         from adaptive.types import StopParams
 
         sampling = sampling_params(settings, session.pair)
-        limits = StopParams(settings.max_new_tokens, tuple(stop or ()))
+        limits = StopParams(settings.answer_tokens, tuple(stop or ()))
         given: dict[str, Any] = {"domain": domain, "grammar": keeps_to}
         for one in asked:
             if raw:

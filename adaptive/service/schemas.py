@@ -240,10 +240,12 @@ class Common(RequestBody):
             bias[int(key)] = value
         return bias
 
-    def stopping(self, limit: int | None, default: int) -> StopParams:
-        """When an answer ends; ``limit`` is the longest one asked for, ``default`` the server's."""
+    def stopping(self, limit: int | None, default: int | None) -> StopParams:
+        """When an answer ends; ``limit`` is the longest one asked for, ``default`` the server's, None for what the
+        context has room for."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        longest = MOST_TOKENS if limit == -1 else limit or default
+        longest = limit or default or MOST_TOKENS
+        longest = MOST_TOKENS if longest == -1 else longest
         return StopParams(longest, stop, tuple(self.stop_token_ids or ()), self.ignore_eos)
 
 
