@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -80,6 +81,11 @@ def test_the_head_of_the_demo_stands_in_the_table_and_is_kept_as_what_the_target
     assert "in use" in out
 
 
+def heed_interrupts() -> None:
+    """What runs in a shell's background ignores ctrl-C, and so do its children: not as a person's terminal does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("at", ["answering", "reading hidden states", "growing"])
 def test_ctrl_c_ends_the_demo_without_a_traceback_and_leaves_nothing_behind(tmp_path: Path, at: str) -> None:
@@ -88,8 +94,14 @@ def test_ctrl_c_ends_the_demo_without_a_traceback_and_leaves_nothing_behind(tmp_
     paths = os.pathsep.join((str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")))
     told = {"TERM": "xterm", "TMPDIR": str(temporary), "PYTHONPATH": paths}
     child = pexpect.spawn(
-        sys.executable, ["-c", PLAY], env={**os.environ, **told}, dimensions=(60, 80), timeout=300, encoding="utf-8"
-    )  # fmt: skip
+        sys.executable,
+        ["-c", PLAY],
+        env={**os.environ, **told},
+        dimensions=(60, 80),
+        timeout=300,
+        encoding="utf-8",
+        preexec_fn=heed_interrupts,
+    )
     child.expect_exact(at)
     child.sendintr()
     child.expect(pexpect.EOF)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from array import array
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from adaptive.decoding.loop import Decoding, Request
 from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.archive import Archive, History, owner_name
 from adaptive.drafting.history import HISTORY, HistoryDrafter, RunningText
-from adaptive.drafting.suffixes import Continuation, Suffixes, suffixes
+from adaptive.drafting.suffixes import Continuation, Expected, Suffixes, suffixes
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.pair import Pair, load_pair
 from adaptive.records.log import Log
@@ -147,8 +148,8 @@ class Liar:
     def follow(self, context: list[int], grows: bool = False) -> Continuation:
         return Continuation([(context[-1] * 3 + place) % VOCAB for place in range(2)], [39, 39])
 
-    def follow_end(self, of: Suffixes) -> Continuation:
-        return Continuation([3, 4], [39, 39])
+    def follow_end(self, of: Suffixes, table: array[float]) -> Expected:
+        return Expected([3, 4], [39, 39], [table[39], table[39] ** 2])
 
 
 @pytest.mark.thorough
