@@ -238,15 +238,17 @@ def line(asked: Sequence[Asked]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the session came to.
+    """What the session came to since the first promotion.
 
-    ``collected`` is the share of the best fixed length's gain since the first promotion, ``least`` the lowest speed
-    over plain decoding of ``WINDOW`` requests in a row, ``soon`` by promotion the speed in the first ``SOON`` requests
-    after it over that of those until the next one.
+    ``session`` is its speed over plain decoding's, ``same`` that on the prompts that fixed lengths answered too (most of
+    those answers follow another, where most of the session's follow a pause). ``collected`` is the share of the
+    ``best`` fixed length's gain that ``same`` has, ``least`` the lowest speed over plain decoding of ``WINDOW`` requests
+    in a row, ``soon`` by promotion the speed in the first ``SOON`` requests after it over that of those until the next.
     """
 
     promotions: int
     session: float
+    same: float
     best_length: int
     best: float
     collected: float | None
@@ -265,12 +267,14 @@ def judge(asked: Sequence[Asked]) -> Verdict:
     for begin, end in itertools.pairwise([*changes, len(asked)]):
         if end - begin >= 2 * SOON:
             soon.append(speed(asked[begin : begin + SOON]) / speed(asked[begin + SOON : end]))
+    same = speed([a for a in after if len(a.fixed) > 1] or after)
     return Verdict(
         promotions=len(changes),
         session=speed(after),
+        same=same,
         best_length=best,
         best=fixed[best],
-        collected=(speed(after) - 1) / (fixed[best] - 1) if fixed[best] > 1.02 else None,
+        collected=(same - 1) / (fixed[best] - 1) if fixed[best] > 1.02 else None,
         least=min(map(speed, windows)),
         soon=tuple(soon),
     )
@@ -340,7 +344,8 @@ def main() -> None:
     collected = "nothing to collect" if verdict.collected is None else f"{verdict.collected:.0%} of that gain"
     say(
         f"{options.regime}: {verdict.promotions} changes of the adapter; since the first {verdict.session:.3f} times "
-        f"plain decoding, best fixed length ({verdict.best_length}) {verdict.best:.3f}: {collected}; least over "
+        f"plain decoding, on the same prompts {verdict.same:.3f} and the best fixed length ({verdict.best_length}) "
+        f"{verdict.best:.3f}: {collected}; least over "
         f"{WINDOW} requests {verdict.least:.3f}; in the {SOON} requests after a promotion, of later: "
         f"{', '.join(f'{s:.2f}' for s in verdict.soon) or 'none'}"
     )
