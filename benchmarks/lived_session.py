@@ -240,10 +240,11 @@ def line(asked: Sequence[Asked]) -> str:
 class Verdict:
     """What the session came to since the first promotion.
 
-    ``session`` is its speed over plain decoding's, ``same`` that on the prompts that fixed lengths answered too (most of
-    those answers follow another, where most of the session's follow a pause). ``collected`` is the share of the
-    ``best`` fixed length's gain that ``same`` has, ``least`` the lowest speed over plain decoding of ``WINDOW`` requests
-    in a row, ``soon`` by promotion the speed in the first ``SOON`` requests after it over that of those until the next.
+    ``session`` is its speed over plain decoding's, ``same`` that on the prompts that fixed lengths answered too (most
+    of those answers follow another, where most of the session's follow a pause). ``collected`` is the share of the
+    ``best`` fixed length's gain that ``same`` has, ``least`` the lowest speed over plain decoding of ``WINDOW``
+    requests in a row, ``soon`` by promotion the speed in the first ``SOON`` requests after it over that of those until
+    the next.
     """
 
     promotions: int
