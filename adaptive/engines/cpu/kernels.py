@@ -2,7 +2,7 @@
 
 Decoding reads every weight once for a token, so its time is the memory's; torch's GEMMs (oneDNN's) reached half
 of the memory's speed where this was measured, these reach all of it, and a pass is one call instead of some
-twenty operations a layer (``docs/performance.md``). The threads are those of torch.
+twenty operations a layer (``docs/performance.md``). Its threads are our own (``native/pool.h``).
 """
 
 from __future__ import annotations
