@@ -76,6 +76,12 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if known is None else known
 
 
+def width(tensor: torch.Tensor) -> int:
+    """How many numbers a row has."""
+    array: npt.NDArray[np.float32] | None = getattr(tensor, "array", None)
+    return int((tensor if array is None else array).shape[-1])
+
+
 class Rows:
     """Room for rows of ``width`` numbers, float32, that are written again and again."""
 
@@ -101,6 +107,14 @@ def as_array(logits: torch.Tensor) -> npt.NDArray[Any] | None:
     if array is None and logits.device.type == "cpu" and logits.dtype in FLOATS:
         array = logits.numpy()
     return array
+
+
+def floats(logits: torch.Tensor) -> npt.NDArray[np.float32] | None:
+    """Rows of float32, one behind the other in the program's memory; None where they are otherwise."""
+    array = as_array(logits)
+    if array is None or hasattr(logits, "address"):  # an array's own, whose kind need not be asked for
+        return array
+    return array if array.dtype == np.float32 and array.flags.c_contiguous else None
 
 
 def argmax(logits: torch.Tensor) -> Ids:

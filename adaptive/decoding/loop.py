@@ -143,6 +143,7 @@ class Decoding:
         self.committed = list(request.prompt)
         self.cached = target.length
         self.most_tokens = min(request.stop.max_new_tokens, context_length - len(request.prompt))
+        self._longest = len(request.prompt) + self.most_tokens  # tokens that the text may have
         self.output: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
@@ -347,10 +348,10 @@ class Decoding:
 
     def _reserve(self, length: int) -> None:
         """Reserve the caches for a round of ``length`` drafted tokens: the draft's goes with the target's."""
-        needed, longest = len(self.committed) + max(AHEAD, 1 + length), len(self.request.prompt) + self.most_tokens
-        if self._reserved < min(needed, longest):
+        needed = len(self.committed) + max(AHEAD, 1 + length)
+        if self._reserved < needed and self._reserved < self._longest:
             more = max(ANSWER_RESERVE, self._reserved // 2)
-            reserved = min(longest, max(needed, (self._reserved or len(self.committed)) + more))
+            reserved = min(self._longest, max(needed, (self._reserved or len(self.committed)) + more))
             self.target.reserve(reserved)
             self._reserved = reserved
         if length and self.drafter is not None and self._draft_reserved < self._reserved:

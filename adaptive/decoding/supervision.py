@@ -11,7 +11,7 @@ import torch
 
 from adaptive.engines.load import sampling_kernels
 from adaptive.engines.protocol import SamplingKernels
-from adaptive.tokens import as_array, on_one_thread
+from adaptive.tokens import floats, on_one_thread
 from adaptive.types import Supervision
 
 # Entries of the distribution kept a position. Fewer lose the tail that sampling at temperature 1
@@ -67,16 +67,19 @@ class SupervisionBuffer:
         tokens' log-probabilities ``chosen`` (count,), or None for a whole answer that is greedy."""
         if chosen is not None:
             self._chosen.append(chosen)
-        given, vocab = logits.shape
-        count = given if count is None else count
-        array = None if self._kernels is None else as_array(logits)
-        if self._kernels is not None and array is not None and array.dtype == np.float32 and array.flags.c_contiguous:
-            self._digest()
+        array = None if self._kernels is None else floats(logits)
+        if self._kernels is not None and array is not None:
+            given, vocab = array.shape
+            count = given if count is None else count
+            if self._waiting:
+                self._digest()
             if self._open is None or self._open.left < count:
                 self._open = Written(min(TOP_K, vocab), max(ROOM, count))
                 self._kept.append(self._open)
             self._open.append(self._kernels, logits, count)
             return
+        given, vocab = logits.shape
+        count = given if count is None else count
         self._open = None
         if self._waiting + count > BATCH:
             self._digest()

@@ -36,7 +36,7 @@ from adaptive.engines.threads import FEW as TIMED
 from adaptive.engines.threads import ThreadChoice
 from adaptive.engines.tree import TokenTree
 from adaptive.machine import LoadMeter
-from adaptive.tokens import Rows, address
+from adaptive.tokens import Rows, address, width
 
 # Tokens in one native call. More reads the weights less often, which arithmetic hides from some twenty on; fewer needs
 # less memory for activations, and looks for ctrl-C more often.
@@ -248,7 +248,7 @@ class CpuForward:
         self.check(tokens)
         start, size = cache.length, len(tokens)
         rope, decoder = self.prepare(start + size, cache), self.native_pass()
-        place, fewer = (0, 0) if q is None else (address(q), q.shape[1])
+        place, fewer = (0, 0) if q is None else (address(q), width(q))
         threads, recall, began = self.threads_for(size), cache.begin(size), time.perf_counter()
         try:
             found = decoder.verify(

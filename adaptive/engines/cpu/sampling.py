@@ -10,7 +10,7 @@ import torch
 
 from adaptive.engines.cpu.kernels import Library
 from adaptive.engines.protocol import Floats, Judgement, Thresholds
-from adaptive.tokens import address
+from adaptive.tokens import address, width
 from adaptive.types import SamplingParams
 
 
@@ -79,15 +79,15 @@ class CpuSampling:
     ) -> Judgement:
         """See ``SamplingKernels``."""
         logits = _plain(logits)
-        place, fewer = (0, 0) if q is None else (address(q), q.shape[1])
-        vocab = logits.shape[1]
+        place, fewer = (0, 0) if q is None else (address(q), width(q))
+        vocab = width(logits)
         sampling = self.native(params)
         found = self._module.judge(sampling, address(logits), vocab, drafted, position, place, fewer, uniform, allowed)
         return Judgement(*found)
 
     def likeliest_of(self, logits: torch.Tensor, count: int, kept: int, into: tuple[int, int, int]) -> None:
         """See ``SamplingKernels``."""
-        self._module.likeliest_of(address(logits), count, logits.shape[1], kept, *into)
+        self._module.likeliest_of(address(logits), count, width(logits), kept, *into)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
