@@ -129,10 +129,10 @@ def test_a_new_draft_is_judged_also_where_history_finds_everything() -> None:
     run(policy, 400, [0.97**i for i in range(1, 9)], 6, 0)
     policy.swapped()
     owed = policy.rival.owed
-    asked = [run(policy, 40, [0.97**i for i in range(1, 9)], 6, 0).count("model") for _ in range(30)]
+    asked = [run(policy, 40, [0.97**i for i in range(1, 9)], 6, 0).count("model") for _ in range(40)]
     assert all(ON_TRIAL_HERE <= n <= 2 * ON_TRIAL_HERE for n in asked[:10])
-    assert sum(asked) >= ON_TRIAL
-    assert sum(asked[22:]) < 0.02 * 40 * 8
+    assert sum(asked[:30]) >= ON_TRIAL
+    assert sum(asked[30:]) < 0.02 * 40 * 10
     assert policy.rival.owed < owed + 10.0  # of plain rounds; those on trial would be some hundred
 
 

@@ -45,7 +45,7 @@ class Learned:
 
     def observe(self, ratio: float) -> None:
         """It took so many times as long as by the factor."""
-        self.value = min(max(self.value * self._steps.factor([ratio]), LEAST), MOST)
+        self.value = min(max(self.value * self._steps.factor(ratio), LEAST), MOST)
 
 
 class JointCosts:

@@ -141,20 +141,19 @@ class Steps:
         self.size = size
         self.streak = 0.0  # observations far off on one side in a row, with their sign
 
-    def factor(self, ratios: Sequence[float]) -> float:
-        """What to multiply the estimate by, from seen / expected of some observations in their order. Where
-        they nearly agree a step shrinks, so that the estimate can rest."""
-        move = 0.0
-        for ratio in ratios:
-            off = max(-1.0, min(1.0, (ratio - 1.0) * 10.0))
-            far = not 0.8 < ratio < 1.25
-            self.streak = (self.streak if self.streak * off > 0 else 0.0) + off if far else 0.0
-            grown = GROWTH ** (abs(self.streak) - PATIENCE) if abs(self.streak) > PATIENCE else 1.0
-            move += off * min(self.size * grown, LARGEST_STEP)
-        if abs(move) > LARGEST_STEP:  # all were compared with one estimate: together they tell no more than it is off
-            middle = abs(math.log(max(sorted(ratios)[len(ratios) // 2], 1e-9)))
-            move = math.copysign(min(abs(move), max(LARGEST_STEP, middle)), move)
-        return math.exp(move)
+    def factor(self, ratio: float) -> float:
+        """What to multiply the estimate by after one observation, of seen / expected. Where they nearly agree a step
+        shrinks, so that the estimate can rest."""
+        off = _off(ratio)
+        far = not 0.8 < ratio < 1.25
+        self.streak = (self.streak if self.streak * off > 0 else 0.0) + off if far else 0.0
+        grown = GROWTH ** (abs(self.streak) - PATIENCE) if abs(self.streak) > PATIENCE else 1.0
+        return math.exp(off * min(self.size * grown, LARGEST_STEP))
+
+
+def _off(ratio: float) -> float:
+    """By how much of a step an observation moves an estimate."""
+    return max(-1.0, min(1.0, (ratio - 1.0) * 10.0))
 
 
 class CostModel:
@@ -223,9 +222,6 @@ class CostModel:
         if rounds and not self.measured:
             self._first(rounds[0].outcome)
         passes: list[tuple[int, float]] = []
-        verified: list[float] = []
-        drafted: list[float] = []
-        caught_up: list[float] = []
         for outcome, steps, waiting, again, settled, *_ in rounds:
             if outcome.drafted > LONGEST:  # nothing is known of those by themselves
                 continue
@@ -236,23 +232,19 @@ class CostModel:
                 self.own[i] *= max(TOO_HIGH, min(1 / LEAST, ratio))
                 ratio = 1.0
             passes.append((i, ratio))
-            if settled:
-                verified.append(ratio)
-                self._follow(i, ratio)
             if steps and (settled or waiting > steps):
-                mostly = drafted if waiting <= steps else caught_up
-                mostly.append(outcome.draft_s / self.draft(steps, waiting))
+                factor = self.draft_steps.factor(outcome.draft_s / self.draft(steps, waiting))
+                if waiting > steps:  # mostly that
+                    self.catch_up_s *= factor
+                else:
+                    self.start_s, self.draft_s = self.start_s * factor, self.draft_s * factor
+            if settled:
+                self._follow(i, ratio)
+                self.speed *= self.speed_steps.factor(ratio)
         self.lately = [*self.lately, *passes][-LATELY:]
         least = min((ratio for _, ratio in passes), default=1.0)
         mended = bool(self.too_high or least < TOO_HIGH) and self._mend(passes)
-        self.speed *= self.speed_steps.factor(verified)
         self._rise()
-        if drafted:
-            factor = self.draft_steps.factor(drafted)
-            self.start_s *= factor
-            self.draft_s *= factor
-        if caught_up:
-            self.catch_up_s *= self.draft_steps.factor(caught_up)
         return mended
 
     def _follow(self, i: int, ratio: float) -> None:
@@ -263,7 +255,7 @@ class CostModel:
         other, and with the speed all lengths that are not seen.
         """
         step = SELDOM_STEP if i == 0 and self.seen[0] < 0.5 * sum(self.seen) else LENGTH_STEP
-        self.own[i] *= math.exp(step * max(-1.0, min(1.0, (ratio - 1.0) * 10.0)))
+        self.own[i] *= math.exp(step * _off(ratio))
         self.seen[i] += 1.0
 
     def _mend(self, passes: Sequence[tuple[int, float]]) -> bool:
@@ -309,7 +301,7 @@ class CostModel:
 
     def observe_between(self, times: int, seconds: float, tokens: int) -> None:
         """Learn from the ``seconds`` between some rounds, in which the caller had ``tokens`` tokens to deal with."""
-        factor = self.between_steps.factor([seconds / (self.speed * (times * self.overhead_s + tokens * self.token_s))])
+        factor = self.between_steps.factor(seconds / (self.speed * (times * self.overhead_s + tokens * self.token_s)))
         self.overhead_s *= factor
         self.token_s *= factor
 
@@ -317,6 +309,11 @@ class CostModel:
         """Scale the typical shares to the first round seen, so that steps start near the truth."""
         self.measured = True
         self.speed = outcome.verify_s / self.passes_s[1 + min(outcome.drafted, LONGEST)]
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether each of the last passes took about what was expected of it."""
+        return all(TOO_HIGH < ratio < 1 / TOO_HIGH for _, ratio in self.lately)
 
     def sure_of_verifying(self) -> bool:
         """Whether verifications of drafted tokens were seen a few times of late."""

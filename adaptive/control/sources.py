@@ -34,7 +34,7 @@ from typing import Any
 from adaptive.control.ahead import Ahead, Discounted
 from adaptive.control.among import BesideWithHistory
 from adaptive.control.costs import LONGEST, CostTable, Timed
-from adaptive.control.goodput import BATCH, FEW_WAITING, RATE_WEIGHT, GoodputLength
+from adaptive.control.goodput import FEW_WAITING, RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import best_length, pays
@@ -112,12 +112,11 @@ class GoodputWithHistory(GoodputLength):
         self.token_worth: float | None = None  # a token's time behind the model's rounds, in plain rounds
         self.read: list[tuple[list[int], Round]] = []  # how sure the draft was behind history, and what became of it
         self.stopping_behind: Stopping | None = None
-        # Of the round that ``lead`` was asked of last: whether something was found for it; the rate otherwise, and what
-        # a token takes that the draft is fed later, once they were asked for.
-        self.now = False
-        self.priced: tuple[float, float] | None = None
-        # Known anew with every decision, and only where it is asked for: seconds of a round of history's by its tokens,
-        # the draft's acceptance by position, and tokens and seconds of a round of the model's in history's place.
+        self.now = False  # whether something was found for the round that ``lead`` was asked of last
+        # Known anew with every decision, and only where it is asked for: tokens per second behind a round for which
+        # something was found or not, seconds of a round of history's by its tokens, the draft's acceptance by position,
+        # and tokens and seconds of a round of the model's in history's place.
+        self.rates: dict[bool, float] = {}
         self.history_s: list[float] | None = None
         self.hope: list[float] | None = None
         self.instead: tuple[float, float] | None = None
@@ -136,7 +135,7 @@ class GoodputWithHistory(GoodputLength):
         self.gains.clear()
         self.models.clear()
         self.room = limit
-        self.steady = min(self.steady, BATCH)  # what history's rounds show is not to be learned late
+        self.steady = min(self.steady, self.batch)  # what history's rounds show is not to be learned late
         return length
 
     def worth_looking(self, behind: bool = False) -> bool:
@@ -166,7 +165,7 @@ class GoodputWithHistory(GoodputLength):
         return lead
 
     def _lead(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> Lead:
-        self.now, self.priced = False, None
+        self.now = False
         plain_s, alone, gain = self.plain_s, 0, 0.0
         if reach:
             seconds = self._seconds()
@@ -186,7 +185,7 @@ class GoodputWithHistory(GoodputLength):
                 lead, gain = Lead(before, min(length, limit - before, LONGEST - before)), more
                 self.gains[-1] = gain
         self.before.found(self._saved_by(gain, bool(length)))
-        if length and self.tries.on_trial_here:
+        if length and self.tries.on_trial_here > len(self.seen) + passed:
             return Lead(0, length)
         most = min(limit, self.room - passed, self.longest if self.attentive else self.best)
         if most <= 0:
@@ -224,16 +223,15 @@ class GoodputWithHistory(GoodputLength):
 
     def _prices_now(self) -> tuple[float, float]:
         """That rate, and the seconds of a token that the draft is fed later."""
-        if self.priced is None:
-            token_s = self.costs.draft(0, 1) if self.speculating and self.room else 0.0
-            self.priced = self._rate_behind(self.now), token_s
-        return self.priced
+        return self._rate_behind(self.now), self.costs.draft(0, 1) if self.speculating and self.room else 0.0
 
     def _rate_behind(self, found: bool) -> float:
         """Tokens per second at which the text goes on behind a round for which something was ``found`` or not."""
-        self._tell()
-        speed = self.costs.speed
-        return self.ahead.rate(found, self.plain_s / speed) / speed
+        rate = self.rates.get(found)
+        if rate is None:
+            speed = self.costs.speed
+            rate = self.rates[found] = self.ahead.rate(found, self.plain_s / speed) / speed
+        return rate
 
     @property
     def present_speed_up(self) -> float | None:
@@ -348,7 +346,7 @@ class GoodputWithHistory(GoodputLength):
         self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
         self.waiting = max(0, tokens - timed.steps) if timed.steps else self.waiting + tokens
         self.beyond.append(timed)
-        if len(self.seen) + len(self.beyond) >= BATCH:
+        if len(self.seen) + len(self.beyond) >= self.batch:
             self.settle()
 
     def observe(self, outcome: Round, apart: bool = False) -> None:
@@ -399,6 +397,7 @@ class GoodputWithHistory(GoodputLength):
         """Tell ``ahead`` of the rounds that have ended. Not after each: several one after the other take less."""
         if not self.untold:
             return
+        self.rates = {}
         untold, self.untold, speed = self.untold, [], self.costs.speed
         for timed, found in untold:
             self.ahead.observe(found, 1 + timed.outcome.accepted, self._believed(timed) / speed, self.after)
@@ -434,8 +433,9 @@ class GoodputWithHistory(GoodputLength):
         self.ahead, self.rival = Ahead(), Rival()
 
     def _decide(self, context: int, waiting: int) -> None:
+        self.rates = {}
         super()._decide(context, waiting)
-        self.history_s = self.hope = self.priced = self.instead = None
+        self.history_s = self.hope = self.instead = None
 
     def _seconds(self) -> list[float]:
         """Seconds of a round of history's, by how many of its tokens are verified."""

@@ -21,8 +21,9 @@ DEBT = 16.0
 # is expected goes on being judged. Fewer tries find out about a useful draft if more of them do.
 JUDGED_EVERY = 4
 # Rounds of a new draft on trial, and of these in one answer at most, since tokens of one answer hang together: some
-# forty plain rounds' time in all, once. Fewer do not tell an acceptance of 0.11 from one of 0.30.
-ON_TRIAL, ON_TRIAL_HERE = 160, 8
+# forty plain rounds' time in all, once. Fewer do not tell an acceptance of 0.11 from one of 0.30. More of them in an
+# answer are lost on the first answers of a draft that history does better than.
+ON_TRIAL, ON_TRIAL_HERE = 160, 6
 
 
 class Tries:
