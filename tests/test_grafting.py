@@ -21,7 +21,8 @@ from adaptive.assistant import Assistant
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.matches import Matches
 from adaptive.control.policy import FixedLength, Lead, LengthPolicy, Scope
-from adaptive.control.sources import GoodputWithHistory, best_tail
+from adaptive.control.prices import best_tail
+from adaptive.control.sources import GoodputWithHistory
 from adaptive.decoding.loop import Decoding, Request
 from adaptive.decoding.verifier import Verifier
 from adaptive.drafting import grafting

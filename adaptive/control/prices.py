@@ -48,6 +48,20 @@ def best_length(
     return best, most
 
 
+def best_tail(
+    reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float, sure: float, before: int
+) -> tuple[int, float]:
+    """As ``best_length`` behind ``before`` tokens that are verified anyway, and are all accepted with probability
+    ``sure``: only what comes on top counts."""
+    best, most, tokens = 0, 0.0, 0.0
+    for k, there in enumerate(reach[: len(seconds) - 1 - before], 1):
+        tokens += sure * there
+        gain = tokens - rate * (seconds[before + k] - seconds[before] + token_s * tokens)
+        if gain > most:
+            best, most = k, gain
+    return best, most
+
+
 def pays(reach: Sequence[float], seconds: Sequence[float]) -> bool:
     """Whether verifying some of a proposal says more in its time than plain decoding, whose rounds take
     ``seconds[0]``; else as ``best_length``."""

@@ -31,57 +31,19 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from adaptive.control.ahead import Ahead, Discounted
+from adaptive.control.ahead import Ahead
 from adaptive.control.among import BesideWithHistory
 from adaptive.control.costs import LONGEST, CostTable, Timed
 from adaptive.control.goodput import FEW_WAITING, RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
-from adaptive.control.prices import best_length, pays
+from adaptive.control.prices import best_length, best_tail, pays
 from adaptive.control.stopping import Stopping
-from adaptive.control.tries import BUDGET
+from adaptive.control.tries import BUDGET, Rival
 from adaptive.types import FREE, MODEL, Round
 
-# Of the model's rounds where history would have drafted: what is left of one after a later one, and imaginary ones of
-# what its others bring.
-KEEP, WEIGHT = 0.97, 2.0
-# Weight of one round in the mean of what such a round of the model's loses.
-LOSS_STEP = 0.05
-# Share of the time of history's rounds that such tries may lose. More is lost for as long as history does better, less
-# is late to see where the model does.
-RIVAL_SHARE = 0.003
 # Rounds that nothing is looked for without asking again. More are late where rounds have become longer.
 MOST_RESTS = 16
-
-
-def best_tail(
-    reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float, sure: float, before: int
-) -> tuple[int, float]:
-    """As ``best_length`` behind ``before`` tokens that are verified anyway, and are all accepted with probability
-    ``sure``: only what comes on top counts."""
-    best, most, tokens = 0, 0.0, 0.0
-    for k, there in enumerate(reach[: len(seconds) - 1 - before], 1):
-        tokens += sure * there
-        gain = tokens - rate * (seconds[before + k] - seconds[before] + token_s * tokens)
-        if gain > most:
-            best, most = k, gain
-    return best, most
-
-
-class Rival:
-    """What the model's rounds bring where history would have drafted, and when to try one."""
-
-    def __init__(self) -> None:
-        self.seen = Discounted(KEEP)
-        # In plain rounds' time: what tries have lost beyond what they may, and what one is expected to lose.
-        self.owed, self.loss = 0.0, 0.0
-
-    def due(self, loss: float, passed: float, most: float) -> bool:
-        """Whether this round, which history would draft, is the model's all the same: that is expected to lose so much,
-        what history does takes as much as ``passed`` plain rounds, and tries may lose ``most`` at once."""
-        self.loss = loss if not self.loss else self.loss + LOSS_STEP * (loss - self.loss)
-        self.owed = max(0.0, self.owed - RIVAL_SHARE * passed)
-        return self.owed + self.loss <= most
 
 
 class GoodputWithHistory(GoodputLength):
@@ -201,7 +163,7 @@ class GoodputWithHistory(GoodputLength):
         where it saves some."""
         if self.instead is None:
             speed, (tokens, took) = self.costs.speed, self._model_round()
-            tokens, took = self.rival.seen.mean(tokens, took / speed, WEIGHT)
+            tokens, took = self.rival.usual(tokens, took / speed)
             self.instead = tokens, took * speed
         tokens, took = self.instead
         catching_up = self.costs.draft(0, waiting) if waiting > FEW_WAITING else 0.0

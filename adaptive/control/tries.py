@@ -5,9 +5,13 @@ what it took longer than plain decoding would have, and one that took less adds 
 just come into use has some tokens judged in each of its first answers, whatever is expected of it and whatever history
 has found. What live acceptance is judged by (``service/watch.py``) would else be a try now and then, if the draft is
 bad, and it would stay in use for long though nobody drafts with it.
+
+Where history would draft, rounds of the model's have a budget of their own (``Rival``).
 """
 
 from __future__ import annotations
+
+from adaptive.control.ahead import Discounted
 
 # Share of plain decoding's time that tries may spend. More finds a useful draft sooner, and is lost beside a bad one.
 SHARE = 0.01
@@ -24,6 +28,14 @@ JUDGED_EVERY = 4
 # forty plain rounds' time in all, once. Fewer do not tell an acceptance of 0.11 from one of 0.30. More of them in an
 # answer are lost on the first answers of a draft that history does better than.
 ON_TRIAL, ON_TRIAL_HERE = 160, 6
+# Of the model's rounds where history would have drafted: what is left of one after a later one, and imaginary ones of
+# what its others bring.
+KEEP_RIVAL, RIVAL_WEIGHT = 0.97, 2.0
+# Weight of one round in the mean of what such a round of the model's loses.
+LOSS_STEP = 0.05
+# Share of the time of history's rounds that such tries may lose. More is lost for as long as history does better, less
+# is late to see where the model does.
+RIVAL_SHARE = 0.003
 
 
 class Tries:
@@ -82,3 +94,23 @@ class Tries:
     def swapped(self) -> None:
         """Another draft is in use."""
         self.budget, self.on_trial = BUDGET, ON_TRIAL
+
+
+class Rival:
+    """What the model's rounds bring where history would have drafted, and when to try one."""
+
+    def __init__(self) -> None:
+        self.seen = Discounted(KEEP_RIVAL)
+        # In plain rounds' time: what tries have lost beyond what they may, and what one is expected to lose.
+        self.owed, self.loss = 0.0, 0.0
+
+    def usual(self, tokens: float, seconds: float) -> tuple[float, float]:
+        """Tokens and seconds of such a round, where others of the model's have so many."""
+        return self.seen.mean(tokens, seconds, RIVAL_WEIGHT)
+
+    def due(self, loss: float, passed: float, most: float) -> bool:
+        """Whether this round, which history would draft, is the model's all the same: that is expected to lose so much,
+        what history does takes as much as ``passed`` plain rounds, and tries may lose ``most`` at once."""
+        self.loss = loss if not self.loss else self.loss + LOSS_STEP * (loss - self.loss)
+        self.owed = max(0.0, self.owed - RIVAL_SHARE * passed)
+        return self.owed + self.loss <= most
