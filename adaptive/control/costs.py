@@ -30,9 +30,9 @@ SPEED_STEP = 0.02
 # Relative step of one length's own cost. Larger shakes the comparison between lengths, which is what
 # the choice rests on; smaller takes long to mend a wrong measurement.
 LENGTH_STEP = 0.01
-# The same for plain decoding while the draft is in use: it is then seen once in 200 rounds. Larger shakes the choice
-# between the two, smaller takes thousands of rounds to mend it.
-SELDOM_STEP = 0.04
+# The same for plain decoding where fewer than such a share of the rounds are plain, as while the draft is in use (one
+# in 200). Larger shakes the choice between the two, smaller takes thousands of rounds to mend it.
+SELDOM_STEP, SELDOM = 0.04, 0.05
 # What is left of how often a pass was seen after one later batch of rounds, what one that was never seen counts, and
 # how much of verification is enough to be sure of its costs.
 KEEP_SEEN, UNSEEN, ENOUGH_SEEN = 0.98, 0.01, 2.5
@@ -254,7 +254,7 @@ class CostModel:
         both follow the same ratios. Were the share of either to jump about, chance would carry them away from each
         other, and with the speed all lengths that are not seen.
         """
-        step = SELDOM_STEP if i == 0 and self.seen[0] < 0.5 * sum(self.seen) else LENGTH_STEP
+        step = SELDOM_STEP if i == 0 and self.seen[0] < SELDOM * sum(self.seen) else LENGTH_STEP
         self.own[i] *= math.exp(step * _off(ratio))
         self.seen[i] += 1.0
 
