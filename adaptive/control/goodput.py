@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 
 from adaptive.control.acceptance import Acceptance
 from adaptive.control.among import GoodputBeside, JointCosts
+from adaptive.control.batches import LONGEST_BATCH, Batch
 from adaptive.control.blocks import BLOCK_SHARE, Blocks
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
@@ -52,11 +53,6 @@ DEAR = 0.5
 LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
 # The draft length by which drafting and plain decoding are compared, where times of several lengths are seen.
 COMPARED = 3
-# Rounds that are learned from together, after which everything is decided anew. A round's own learning is a few dozen
-# small steps in Python, which cost several times as much when the models' passes have driven them out of the caches;
-# one after the other they do not. More rounds are late to see a change: so there are twice as many after each batch in
-# which passes took what was expected and drafts brought it, up to the longest, and at most so many seconds of them.
-BATCH, LONGEST_BATCH, BATCH_S = 8, 32, 0.032
 # Decisions for which the best length by acceptance at each position is kept. It is what a forecast starts from
 # and, where confidence is asked for, decides nothing by itself; its inputs move by a percent a round.
 REFRESH = 4
@@ -111,10 +107,9 @@ class GoodputLength(LengthPolicy):
         # Since it was last asked: when that was, in this answer; rounds, their seconds and their tokens.
         self.asked: float | None = None
         self.rounds, self.rounds_s, self.committed = 0, 0.0, 0
-        self.decided = False
+        self.decided, self.waiting = False, 0
         self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
-        self.waiting = 0
-        self.batch = BATCH  # rounds that are learned from together just now
+        self.batch = Batch()
         self.stopping = Stopping(self.longest, LONGEST_BATCH)
         self.best, self.speculating, self.longer = 1, False, 1.0
         self._decide(0, 0)
@@ -136,7 +131,7 @@ class GoodputLength(LengthPolicy):
         if not self.blocks.left and limit > 0 and self._block_is_due(waiting):
             self.settle()
             self.blocks.begin()
-            self.batch = BATCH
+            self.batch.restart()
             self._decide(context, waiting)
         block = self.blocks.left
         self.expected, self.steady, self.trying = self.expected_plain, 1, not self.speculating and not block
@@ -154,7 +149,7 @@ class GoodputLength(LengthPolicy):
                 return 0
             self.trying = True  # else nothing would ever be seen of a draft that answers are too short for
         elif self.speculating or block:
-            self.steady = min(self.batch - len(self.seen), block or self.batch)
+            self.steady = min(self.batch.rounds - len(self.seen), block or self.batch.rounds)
         self.expected = self.expected_speculative
         return min(limit, self.longest if self.attentive else self.best)
 
@@ -288,8 +283,8 @@ class GoodputLength(LengthPolicy):
         return self.stopping if self.attentive else None
 
     def observe(self, outcome: Round, apart: bool = False) -> None:
-        """Keep a finished round; every ``batch`` rounds, and at once after a try, they are learned from. Of one that is
-        ``apart`` only costs and confidence are: it is of another sort than those that are decided of."""
+        """Keep a finished round; every batch, and at once after a try, they are learned from. Of one that is ``apart``
+        only costs and confidence are: it is of another sort than those that are decided of."""
         bins = self._bins()
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         tokens, drafted = 1 + outcome.accepted, steps > 0
@@ -302,7 +297,7 @@ class GoodputLength(LengthPolicy):
         self.seen.append(timed)
         self.sure.append(bins)
         self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
-        if len(self.seen) >= self.batch or (drafted and self.trying):
+        if len(self.seen) >= self.batch.rounds or (drafted and self.trying):
             self.settle()
 
     def _bins(self) -> list[int]:
@@ -318,11 +313,14 @@ class GoodputLength(LengthPolicy):
         if self.beside:
             self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
         mended = bool(seen) and self.costs.observe(seen)
-        self.batch = self._next_batch()
+        if mended or self.blocks.left or self.tries.on_trial_here or not self.costs.as_expected:
+            self.batch.restart()
+        else:
+            self.batch.grow(self.plain_s)
         if mended:  # what speculation seemed to bring at the old costs says nothing
             self.recent.forget()
             self.times = SeenTimes()
-            self.age, self.batch = 0, BATCH
+            self.age = 0
         compared = self.costs.round(COMPARED) / self.costs.round(0)
         for timed, bins in zip(seen, sure, strict=True):
             self._learn(timed, bins, compared)
@@ -334,12 +332,6 @@ class GoodputLength(LengthPolicy):
         self.decided = self.decided and plain and not self.tries.affordable
         self.seen, self.sure = [], []
         self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
-
-    def _next_batch(self) -> int:
-        """Rounds that are to be learned from together next time, where nothing changes."""
-        if self.blocks.left or self.tries.on_trial_here or not self.costs.as_expected:
-            return BATCH
-        return min(2 * self.batch, max(BATCH, min(LONGEST_BATCH, int(BATCH_S / self.plain_s))))
 
     def _learn(self, timed: Timed, bins: list[int], compared: float) -> None:
         """Rate, budget and calibration after one round; ``compared`` as in ``SeenTimes``."""
@@ -367,7 +359,8 @@ class GoodputLength(LengthPolicy):
         if self.recent.observe(1 + own.accepted, longer * seconds / costs.speed):
             self.acceptance.changed()
             self.calibration.changed()
-            self.age, self.batch = 0, BATCH
+            self.age = 0
+            self.batch.restart()
         if on_trial and tried:
             return
         if not tried and not self.speculating:  # a block's, which has a share of its own
@@ -439,7 +432,8 @@ class GoodputLength(LengthPolicy):
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
         self.this_answer = 0
         self.tries.answer()
-        self.batch = self._next_batch()
+        if self.tries.on_trial_here:
+            self.batch.restart()
         self.blocks.answer()
         self.asked = None
         if self.meter is not None and self.meter.read() is not None:

@@ -97,7 +97,7 @@ class GoodputWithHistory(GoodputLength):
         self.gains.clear()
         self.models.clear()
         self.room = limit
-        self.steady = min(self.steady, self.batch)  # what history's rounds show is not to be learned late
+        self.steady = min(self.steady, self.batch.rounds)  # what history's rounds show is not to be learned late
         return length
 
     def worth_looking(self, behind: bool = False) -> bool:
@@ -308,7 +308,7 @@ class GoodputWithHistory(GoodputLength):
         self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
         self.waiting = max(0, tokens - timed.steps) if timed.steps else self.waiting + tokens
         self.beyond.append(timed)
-        if len(self.seen) + len(self.beyond) >= self.batch:
+        if len(self.seen) + len(self.beyond) >= self.batch.rounds:
             self.settle()
 
     def observe(self, outcome: Round, apart: bool = False) -> None:

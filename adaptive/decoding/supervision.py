@@ -68,9 +68,9 @@ class SupervisionBuffer:
         if chosen is not None:
             self._chosen.append(chosen)
         array = None if self._kernels is None else floats(logits)
+        given, vocab = (logits if array is None else array).shape
+        count = given if count is None else count
         if self._kernels is not None and array is not None:
-            given, vocab = array.shape
-            count = given if count is None else count
             if self._waiting:
                 self._digest()
             if self._open is None or self._open.left < count:
@@ -78,8 +78,6 @@ class SupervisionBuffer:
                 self._kept.append(self._open)
             self._open.append(self._kernels, logits, count)
             return
-        given, vocab = logits.shape
-        count = given if count is None else count
         self._open = None
         if self._waiting + count > BATCH:
             self._digest()
