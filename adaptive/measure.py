@@ -43,6 +43,9 @@ LEAST_OF_EACH, HOPELESS = 2, 6.0
 SWEEPS_AGAIN, AGAIN = 8, 4
 # Relative difference between the two halves of a pass's samples up to which they agree.
 AGREE = 0.1
+# Share of what comes between two rounds of plain decoding that is of the round, whatever it commits. What is lived with
+# tells the two apart (``Between``).
+OF_ROUND = 0.75
 # Rounds over which choosing is timed at once, and how often.
 CHOICES, CHOICE_REPEATS = 16, 9
 
@@ -126,20 +129,20 @@ def measuring(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> G
         longer = TimedRounds(pair, sampling, context + FURTHER, attentive)
         yield
         context_s = yield from _longer(rounds, longer, samples.usual())
-    token_s = yield from rounds.beside(pair)
+    beside_s = yield from rounds.beside(pair)
     table = CostTable(
         start_s=start_s,
         draft_s=draft_s,
         catch_up_s=catch_up_s,
         verify_s=from_samples(verify_s),
         overhead_s=0.0,
-        token_s=max(1e-9, token_s),
+        token_s=max(1e-9, (1.0 - OF_ROUND) * beside_s),
         context_s=context_s,
         context=context,
         plain_s=min(samples.costs(Kind.PLAIN, alone)[0], verify_s[0]),
     )
     overhead_s = yield from _choosing(table, attentive)
-    table = dataclasses.replace(table, overhead_s=overhead_s)
+    table = dataclasses.replace(table, overhead_s=overhead_s + OF_ROUND * beside_s)
     by_length = (spread[min(k for k in LENGTHS if k >= length)] for length in range(LONGEST + 1))
     return Measured(table, whole.read(), tuple(by_length))
 

@@ -195,7 +195,7 @@ class TimedRounds:
         samples.add(Kind.CAUGHT_UP, 1, threads, self.round(1, threads, tokens).draft_s)
 
     def beside(self, pair: Pair) -> Generator[None, None, float]:
-        """Seconds that one token of a plain generation takes beside its round: text, record, handing it over."""
+        """Seconds that a plain round takes beside its pass, with its token: text, record, handing it over."""
         request = Request(self.committed, self.verifier.params, StopParams(TOKENS), frozenset())
         found: list[float] = []
         clock, began = self._own_clock, time.perf_counter()

@@ -182,6 +182,10 @@ class ModelFirst(FixedLength):
         return min(len(reach), limit, DEPTH - drafted)
 
 
+class Either(FixedLength):
+    """What a fixed draft length does as it is used: the model's draft, or history where more is expected of it."""
+
+
 @dataclass
 class Replayed:
     """What came of a workload: ``committed`` tokens, ``seconds``, ``rounds``, ``looks`` for what may follow, and of
@@ -323,6 +327,7 @@ def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int) -> R
         "history first": [max(fixed(HistoryFirst, True, PRECEDENCE_LENGTHS).values(), key=lambda run: run.rate)],
         "model first": [max(fixed(ModelFirst, True, PRECEDENCE_LENGTHS).values(), key=lambda run: run.rate)],
     }
+    runs["either"] = [max(fixed(Either, True, PRECEDENCE_LENGTHS).values(), key=lambda run: run.rate)]
     decided = {
         "model": (lambda clock: GoodputLength(costs, clock=clock), True),
         "history": (lambda clock: GoodputWithHistory(costs, clock=clock), False),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from length_policies import AdditiveLength, AverageLength, BanditLength, ThresholdLength
 
 from adaptive.control.acceptance import Acceptance
+from adaptive.control.between import Between
 from adaptive.control.confidence import Calibration, bin_of
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed, from_samples
 from adaptive.control.goodput import GoodputLength
@@ -203,6 +204,30 @@ def test_costs_of_lengths_that_are_not_seen_stay_where_they_are() -> None:
         assert model.verify(k) == pytest.approx(TABLE.verify_s[k], rel=0.1)
 
 
+def test_a_machine_that_changes_its_speed_moves_no_length_away_from_another() -> None:
+    """While one length alone is in use, it cannot be told from the machine."""
+    model = CostModel(TABLE)
+    before = model.verify(1) / model.verify(4)
+    for slower in (1.08, 0.93, 1.08, 0.93, 1.08):
+        for _ in range(40):
+            model.observe([Timed(Round("model", 4, 2, 0.5, TABLE.verify_s[4] * slower), 0, 0)] * 8)
+    assert model.verify(4) == pytest.approx(1.08 * TABLE.verify_s[4], rel=0.02)
+    assert model.verify(1) / model.verify(4) == pytest.approx(before, rel=0.01)
+
+
+@pytest.mark.parametrize(("of_round", "of_token"), [(0.06, 0.01), (0.01, 0.05)])
+def test_what_comes_between_rounds_is_told_apart_from_what_comes_with_tokens(of_round: float, of_token: float) -> None:
+    """Whatever was believed, and though a process is stopped now and then."""
+    between, rng = Between(0.01, 0.06), random.Random(2)
+    for _ in range(600):
+        rounds = rng.randint(4, 16)
+        tokens = sum(rng.choice((1, 1, 2, 4)) for _ in range(rounds))
+        seconds = (rounds * of_round + tokens * of_token) * rng.lognormvariate(0.0, 0.1)
+        between.observe(rounds, tokens, seconds + (5.0 if rng.random() < 0.01 else 0.0))
+    assert between.of_round == pytest.approx(of_round, abs=0.015)
+    assert between.of_token == pytest.approx(of_token, abs=0.01)
+
+
 def test_verification_is_never_cheaper_for_more_tokens() -> None:
     table = from_samples({0: 1.0, 1: 1.3, 2: 1.1, 4: 1.2, 8: 2.0})
     assert list(table) == sorted(table)
@@ -264,7 +289,7 @@ def test_a_draft_that_has_become_useful_is_found_where_tries_are_dear(attentive:
         world = World(policy, clock, seed)
         world.plain_after_plain = 0.7
         for _ in range(5000):
-            world.round([0.5] * 16)
+            world.round([0.45] * 16)
         assert not policy.speculating
         for _ in range(700):
             world.round([0.95] * 16)

@@ -19,7 +19,7 @@ from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import FixedLength, Scope
 from adaptive.control.prices import best_length, pays
 from adaptive.control.sources import GoodputWithHistory
-from adaptive.control.tries import ON_TRIAL, ON_TRIAL_HERE
+from adaptive.control.tries import ON_TRIAL, ON_TRIAL_HERE, RIVAL_SHARE, Rival
 from adaptive.drafting.archive import Archive, History
 from adaptive.measure import where_it_runs
 from adaptive.opened import opened
@@ -134,6 +134,50 @@ def test_a_new_draft_is_judged_also_where_history_finds_everything() -> None:
     assert sum(asked[:30]) >= ON_TRIAL
     assert sum(asked[30:]) < 0.02 * 40 * 10
     assert policy.rival.owed < owed + 10.0  # of plain rounds; those on trial would be some hundred
+
+
+def test_tries_in_historys_place_are_paid_for_when_they_are_made() -> None:
+    """Many rounds are planned before the first of them has been learned from."""
+    rival = Rival()
+    made = sum(rival.due(0.5, 1.0, 4.0) for _ in range(200))
+    assert made <= 4.0 / 0.5 + 200 * RIVAL_SHARE / 0.5
+    for _ in range(made):
+        rival.tried(-0.2, 0.5)
+    assert rival.owed == 0.0
+    assert rival.due(0.5, 1.0, 4.0)  # of which too little is believed: it goes on being tried
+
+
+@pytest.mark.parametrize(("by_model", "drafts"), [(0, False), (3, True)])
+def test_a_prompt_is_read_where_the_rest_of_the_answer_is_worth_it(by_model: int, drafts: bool) -> None:
+    """History finds one token in every round. Reading 300 tokens takes the draft what three plain rounds do, which no
+    single round is worth."""
+    policy = GoodputWithHistory(COSTS)
+    who: list[str] = []
+    for _ in range(12):
+        policy.begin(Scope("s", 0.0))
+        waiting, said = 300, 0
+        while said < 120:
+            length = policy.next_length(120 - said, waiting, 300 + said)
+            lead = policy.lead([0.5], length, 120 - said)
+            if lead.history:
+                accepted = len(who) % 2
+                policy.passed(Round(HISTORY, 1, accepted, 0.0, COSTS.verify_s[1]))
+                who.append(HISTORY)
+                waiting += 1 + accepted
+            else:
+                accepted = min(by_model, lead.model)
+                drafted = min(lead.model, accepted + 1)
+                for position in range(1, drafted + 1):
+                    policy.advise(position, 0.95 if position <= accepted else 0.2)
+                draft_s = COSTS.draft_s * drafted + COSTS.catch_up_s * waiting if lead.model else 0.0
+                policy.observe(
+                    Round(MODEL if lead.model else "none", drafted, accepted, draft_s, COSTS.verify_s[drafted])
+                )
+                who.append(MODEL if lead.model else "none")
+                waiting = 0 if lead.model else waiting + 1
+            said += 1 + accepted
+    late = who[len(who) // 2 :]
+    assert (late.count(MODEL) > 0.8 * len(late)) is drafts
 
 
 def test_what_rounds_bring_is_said_of_all_of_them_whoever_drafts() -> None:

@@ -73,3 +73,7 @@ class Ahead:
     def left_a_token(self) -> float:
         """Rounds for which nothing is found, by the tokens of all."""
         return (self.left.tokens + WEIGHT) / (self.all.tokens + WEIGHT)
+
+    def found_a_token(self) -> float:
+        """Rounds for which something is found, by the tokens of all."""
+        return (self.all.rounds - self.left.tokens) / (self.all.tokens + WEIGHT)

@@ -21,18 +21,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from adaptive.control.between import Between
 from adaptive.control.isotonic import rising
 from adaptive.types import Round
 
 # Relative step of the common factor at one observation. Larger follows a machine that slows down
 # sooner, and shakes: the factor's noise is about its own size, and it is common to all lengths.
 SPEED_STEP = 0.02
-# Relative step of one length's own cost. Larger shakes the comparison between lengths, which is what
-# the choice rests on; smaller takes long to mend a wrong measurement.
-LENGTH_STEP = 0.01
-# The same for plain decoding where fewer than such a share of the rounds are plain, as while the draft is in use (one
-# in 200). Larger shakes the choice between the two, smaller takes thousands of rounds to mend it.
-SELDOM_STEP, SELDOM = 0.04, 0.05
+# Relative step of one length's own cost where it is seen to be right: larger shakes the comparison between lengths,
+# which the choice rests on. How many times more, at most, where all that is seen of it is off on one side, as where it
+# was measured in a bad moment; the weight of one observation in how far that is so, and the share off that is most.
+LENGTH_STEP, MORE, LEAN_STEP, FAR = 0.003, 20.0, 0.1, 0.3
+# What is left of how often a pass was seen after one later round, where shares are asked for; and the share of a pass
+# from which on it says as much of the machine's speed as any. Of one that is seen less, what is seen is its own.
+KEEP_SHARE, SELDOM = 0.99, 0.2
+# Relative step of what drafting takes, with which nothing else is compared.
+DRAFT_STEP = 0.01
 # What is left of how often a pass was seen after one later batch of rounds, what one that was never seen counts, and
 # how much of verification is enough to be sure of its costs.
 KEEP_SEEN, UNSEEN, ENOUGH_SEEN = 0.98, 0.01, 2.5
@@ -156,6 +160,11 @@ def _off(ratio: float) -> float:
     return max(-1.0, min(1.0, (ratio - 1.0) * 10.0))
 
 
+def _pass_of(timed: Timed) -> int:
+    """The number of a round's pass, as ``CostModel`` numbers them."""
+    return 0 if timed.again else 1 + timed.outcome.drafted
+
+
 class CostModel:
     """Costs as they are now. ``observe`` takes every round; the rest are questions.
 
@@ -171,14 +180,16 @@ class CostModel:
         self.context_s, self.context = table.context_s, table.context
         self.passes_s = (table.plain_step_s, *table.verify_s)
         self.own = [1.0] * len(self.passes_s)
+        self.counts = [0.0] * len(self.passes_s)  # how often, over fewer rounds
+        self.lean = [0.0] * len(self.passes_s)  # to which side of what was expected each pass was of late, -1 to 1
         self.seen = [UNSEEN] * len(self.passes_s)  # how often each pass was seen of late
         self.rising = list(self.passes_s)  # seconds at speed 1, never falling
         self.too_high: dict[int, list[float]] = {}  # by pass its shares, in the last batches in a row
         self.guessed: set[int] = set()  # passes that were never seen, and followed one that was mended
         self.lately: list[tuple[int, float]] = []  # the last passes, and their seconds as a share of what was expected
         self.speed = 1.0
-        self.speed_steps, self.draft_steps = Steps(SPEED_STEP), Steps(LENGTH_STEP)
-        self.between_steps = Steps(LENGTH_STEP)
+        self.speed_steps, self.draft_steps = Steps(SPEED_STEP), Steps(DRAFT_STEP)
+        self.between = Between(self.overhead_s, self.token_s)
         self.now = 0.0  # seconds that the present context adds to a verification
 
     def at(self, context: int) -> None:
@@ -222,10 +233,12 @@ class CostModel:
         if rounds and not self.measured:
             self._first(rounds[0].outcome)
         passes: list[tuple[int, float]] = []
-        for outcome, steps, waiting, again, settled, *_ in rounds:
+        shares = self._shares(rounds)
+        for timed in rounds:
+            outcome, steps, waiting, _, settled, *_ = timed
             if outcome.drafted > LONGEST:  # nothing is known of those by themselves
                 continue
-            i = 0 if again else 1 + outcome.drafted
+            i = _pass_of(timed)
             ratio = outcome.verify_s / (self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9))
             if i in self.guessed:  # what is seen of it first is worth more than the guess
                 self.guessed.remove(i)
@@ -239,23 +252,34 @@ class CostModel:
                 else:
                     self.start_s, self.draft_s = self.start_s * factor, self.draft_s * factor
             if settled:
-                self._follow(i, ratio)
-                self.speed *= self.speed_steps.factor(ratio)
+                self._follow(i, ratio, 1.0 - shares[i])
+                self.speed *= self.speed_steps.factor(ratio) ** min(1.0, shares[i] / SELDOM)
         self.lately = [*self.lately, *passes][-LATELY:]
         least = min((ratio for _, ratio in passes), default=1.0)
         mended = bool(self.too_high or least < TOO_HIGH) and self._mend(passes)
         self._rise()
         return mended
 
-    def _follow(self, i: int, ratio: float) -> None:
+    def _shares(self, rounds: Sequence[Timed]) -> list[float]:
+        """Of each pass the share that it has of those of late, with these rounds."""
+        keep = KEEP_SHARE ** len(rounds)
+        self.counts = [keep * n for n in self.counts]
+        for timed in rounds:
+            if timed.outcome.drafted <= LONGEST:
+                self.counts[_pass_of(timed)] += 1.0
+        whole = sum(self.counts) or 1.0
+        return [n / whole for n in self.counts]
+
+    def _follow(self, i: int, ratio: float, others: float) -> None:
         """Move what is own to pass ``i`` towards what was seen of it, as a share of what was expected.
 
-        Its step keeps its size: only the product with the speed is ever seen, and the two stay where they are because
-        both follow the same ratios. Were the share of either to jump about, chance would carry them away from each
-        other, and with the speed all lengths that are not seen.
+        ``others`` is the share of other passes lately. Where there were none it stays where it is: only its product
+        with the speed is seen, and that it is the machine which has become slower cannot be told from this pass alone.
+        Were it to follow, whatever the machine does would move the passes that are in use away from those that are not.
         """
-        step = SELDOM_STEP if i == 0 and self.seen[0] < SELDOM * sum(self.seen) else LENGTH_STEP
-        self.own[i] *= math.exp(step * _off(ratio))
+        off = _off(ratio)
+        lean = self.lean[i] = self.lean[i] + LEAN_STEP * (max(-FAR, min(FAR, ratio - 1.0)) / FAR - self.lean[i])
+        self.own[i] *= math.exp(others * LENGTH_STEP * (1.0 + MORE * lean * lean) * off)
         self.seen[i] += 1.0
 
     def _mend(self, passes: Sequence[tuple[int, float]]) -> bool:
@@ -301,9 +325,8 @@ class CostModel:
 
     def observe_between(self, times: int, seconds: float, tokens: int) -> None:
         """Learn from the ``seconds`` between some rounds, in which the caller had ``tokens`` tokens to deal with."""
-        factor = self.between_steps.factor(seconds / (self.speed * (times * self.overhead_s + tokens * self.token_s)))
-        self.overhead_s *= factor
-        self.token_s *= factor
+        self.between.observe(times, tokens, seconds / self.speed)
+        self.overhead_s, self.token_s = self.between.of_round, self.between.of_token
 
     def _first(self, outcome: Round) -> None:
         """Scale the typical shares to the first round seen, so that steps start near the truth."""

@@ -60,10 +60,12 @@ class GoodputWithHistory(GoodputLength):
         self.before, self.behind = Looking(), Looking()  # of a round, and its draft
         self.passed_s = self.round_s = 0.0  # seconds of all rounds, and of the last one
         # Of each round since ``next_length`` was asked: whether history found something worth more than plain decoding,
-        # what its draft is worth, None where that is not the best it could do, and whether the model drafts first.
+        # what its draft is worth, None where that is not the best it could do, whether the model drafts first, and by
+        # the number of the round what it is expected to lose where it is tried.
         self.found: list[bool] = []
         self.gains: list[float | None] = []
         self.models: list[bool] = []
+        self.losses: dict[int, float] = {}
         self.length = 0  # what ``next_length`` said
         self.beyond: list[Timed] = []  # rounds that costs have not been learned from yet and others nothing
         # Rounds that ``ahead`` has not been told of yet, and whether something was found for them.
@@ -96,6 +98,7 @@ class GoodputWithHistory(GoodputLength):
         self.found.clear()
         self.gains.clear()
         self.models.clear()
+        self.losses.clear()
         self.room = limit
         self.steady = min(self.steady, self.batch.rounds)  # what history's rounds show is not to be learned late
         return length
@@ -152,22 +155,27 @@ class GoodputWithHistory(GoodputLength):
         most = min(limit, self.room - passed, self.longest if self.attentive else self.best)
         if most <= 0:
             return lead
-        loss = self._rival_loss(gain, self.waiting + passed) / plain_s
-        left = self._most_budget()
-        if loss <= 0.0 or self.rival.due(loss, seconds[lead.history] / plain_s, BUDGET - left):
+        loss = self._rival_loss(gain, self.waiting + passed, limit) / plain_s
+        if loss <= 0.0:
+            return Lead(0, most)
+        if self.rival.due(loss, seconds[lead.history] / plain_s, BUDGET - self._most_budget()):
+            self.losses[passed] = loss
             return Lead(0, most)
         return lead
 
-    def _rival_loss(self, gain: float, waiting: int) -> float:
+    def _rival_loss(self, gain: float, waiting: int, limit: int) -> float:
         """Seconds that a round of the model's loses against one of history's that is worth ``gain`` tokens, below 0
-        where it saves some."""
+        where it saves some; with those of catching up where the rest of the answer is not worth them."""
         if self.instead is None:
             speed, (tokens, took) = self.costs.speed, self._model_round()
             tokens, took = self.rival.usual(tokens, took / speed)
             self.instead = tokens, took * speed
         tokens, took = self.instead
-        catching_up = self.costs.draft(0, waiting) if waiting > FEW_WAITING else 0.0
-        return (gain - tokens) / self.rate + took + catching_up
+        loss = (gain - tokens) / self.rate + took
+        self.rival.wins(-loss / self.plain_s)
+        if waiting > FEW_WAITING and not self._pays_to_read(waiting, limit):
+            loss += self.costs.draft(0, waiting)
+        return loss
 
     def _saved_by(self, gain: float, drafts: bool) -> float:
         """Seconds that a round which is worth ``gain`` saves against what would be done if nothing had been found;
@@ -231,8 +239,14 @@ class GoodputWithHistory(GoodputLength):
         return BUDGET * self.ahead.share_left(self.plain_s / self.costs.speed)
 
     def _worth_catching_up(self, limit: int) -> bool:
-        rounds = self._tokens_left(limit) * self.ahead.left_a_token()
-        return rounds * self._saved() > self.costs.draft(0, self.waiting)
+        return self._pays_to_read(self.waiting, limit)
+
+    def _pays_to_read(self, waiting: int, limit: int) -> bool:
+        """Whether the rest of the answer will save the time in which the draft reads what it has not seen: in rounds
+        that are left to it, and in those that it takes from history."""
+        ahead, tokens = self.ahead, self._tokens_left(limit)
+        won_s = ahead.found_a_token() * self.rival.won * self.plain_s
+        return tokens * (ahead.left_a_token() * max(0.0, self._saved()) + won_s) > self.costs.draft(0, waiting)
 
     def _best_before_model(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> tuple[int, float]:
         """How many tokens of history's to go on behind with a draft of the usual length, and what that is worth."""
@@ -338,9 +352,9 @@ class GoodputWithHistory(GoodputLength):
         tokens, seconds = 1 + timed.outcome.accepted, self._believed(timed)
         self.rival.seen.observe(tokens, seconds / self.costs.speed)
         self.instead = None
-        if self.tries.on_trial_here:
-            return
-        self.rival.owed += ((gain - tokens) / self._rate_behind(True) + seconds) / self.plain_s
+        expected = self.losses.get(self.rounds)
+        if expected is not None:
+            self.rival.tried(((gain - tokens) / self._rate_behind(True) + seconds) / self.plain_s, expected)
 
     def _believed(self, timed: Timed) -> float:
         """Seconds of a round, by what is believed of the costs."""

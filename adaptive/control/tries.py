@@ -30,7 +30,7 @@ JUDGED_EVERY = 4
 ON_TRIAL, ON_TRIAL_HERE = 160, 6
 # Of the model's rounds where history would have drafted: what is left of one after a later one, and imaginary ones of
 # what its others bring.
-KEEP_RIVAL, RIVAL_WEIGHT = 0.97, 2.0
+KEEP_RIVAL, RIVAL_WEIGHT = 0.99, 8.0
 # Weight of one round in the mean of what such a round of the model's loses.
 LOSS_STEP = 0.05
 # Share of the time of history's rounds that such tries may lose. More is lost for as long as history does better, less
@@ -103,14 +103,28 @@ class Rival:
         self.seen = Discounted(KEEP_RIVAL)
         # In plain rounds' time: what tries have lost beyond what they may, and what one is expected to lose.
         self.owed, self.loss = 0.0, 0.0
+        self.won = 0.0  # the same that one would save, of all of history's rounds, if it is only made where it saves
 
     def usual(self, tokens: float, seconds: float) -> tuple[float, float]:
         """Tokens and seconds of such a round, where others of the model's have so many."""
         return self.seen.mean(tokens, seconds, RIVAL_WEIGHT)
 
+    def wins(self, saved: float) -> None:
+        """A round of the model's is expected to save so much where history would draft."""
+        self.won += LOSS_STEP * (max(0.0, saved) - self.won)
+
     def due(self, loss: float, passed: float, most: float) -> bool:
         """Whether this round, which history would draft, is the model's all the same: that is expected to lose so much,
-        what history does takes as much as ``passed`` plain rounds, and tries may lose ``most`` at once."""
+        what history does takes as much as ``passed`` plain rounds, and tries may lose ``most`` at once. Then the loss
+        is owed from now on."""
         self.loss = loss if not self.loss else self.loss + LOSS_STEP * (loss - self.loss)
         self.owed = max(0.0, self.owed - RIVAL_SHARE * passed)
-        return self.owed + self.loss <= most
+        if self.owed + self.loss > most:
+            return False
+        self.owed += loss
+        return True
+
+    def tried(self, loss: float, expected: float) -> None:
+        """A try has lost so much, where so much was ``expected``. One that saved something pays for others, so that a
+        model of which too little is believed is found out."""
+        self.owed = max(0.0, self.owed + loss - expected)
