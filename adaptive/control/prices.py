@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 # Tokens behind one that are looked at when it is judged. More hardly changes a price, and takes longer.
 AHEAD = 3
@@ -32,6 +33,29 @@ def prices(verify: Sequence[float], step: float, hope: Sequence[float]) -> tuple
     return known, further[1:]
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What rounds are judged by for which earlier text has something to propose, in tokens and seconds.
+
+    ``rate`` is that of the text behind them, in tokens per second. What a round brings more than its time does
+    elsewhere: ``plain`` decoding, ``otherwise`` the best that is done where nothing is found, ``model`` the model's in
+    such a round. ``token_s`` is what each committed token takes the draft later. A draft behind tokens that were found
+    commits ``hope`` tokens where it is reached, in ``draft_s`` and, for each token before it, ``fed_s`` or (one by one)
+    ``step_s``; it cannot pay where the first of these is no likelier than ``sure``.
+    """
+
+    rate: float
+    plain: float
+    otherwise: float
+    model: float
+    token_s: float
+    hope: float
+    draft_s: float
+    fed_s: float
+    step_s: float
+    sure: float
+
+
 def best_length(
     reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float = 0.0, least: float = 0.0
 ) -> tuple[int, float]:
@@ -43,6 +67,25 @@ def best_length(
     for k, sure in enumerate(reach[: len(seconds) - 1], 1):
         tokens += sure
         gain = tokens - rate * (seconds[k] + token_s * tokens)
+        if gain > most:
+            best, most = k, gain
+    return best, most
+
+
+def best_front(
+    reach: Sequence[float],
+    seconds: Sequence[float],
+    rate: float,
+    drafted: int,
+    hope: float,
+    draft_s: float,
+    fed_s: float,
+) -> tuple[int, float]:
+    """As ``best_length`` where a draft of ``drafted`` tokens goes on behind the proposal, as ``Terms`` says of it."""
+    best, most, tokens = 0, -math.inf, 1.0
+    for k, sure in enumerate(reach, 1):
+        tokens += sure
+        gain = tokens + sure * hope - rate * (seconds[k + drafted] + draft_s + k * fed_s)
         if gain > most:
             best, most = k, gain
     return best, most

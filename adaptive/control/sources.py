@@ -37,7 +37,7 @@ from adaptive.control.costs import LONGEST, CostTable, Timed
 from adaptive.control.goodput import FEW_WAITING, RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
-from adaptive.control.prices import best_length, best_tail, pays
+from adaptive.control.prices import Terms, best_front, best_length, best_tail, pays
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, Rival
 from adaptive.types import FREE, MODEL, Round
@@ -79,11 +79,11 @@ class GoodputWithHistory(GoodputLength):
         self.now = False  # whether something was found for the round that ``lead`` was asked of last
         # Known anew with every decision, and only where it is asked for: tokens per second behind a round for which
         # something was found or not, seconds of a round of history's by its tokens, the draft's acceptance by position,
-        # and tokens and seconds of a round of the model's in history's place.
+        # and what rounds are judged by for which something was found.
         self.rates: dict[bool, float] = {}
         self.history_s: list[float] | None = None
         self.hope: list[float] | None = None
-        self.instead: tuple[float, float] | None = None
+        self.terms: Terms | None = None
         super().__init__(*args, **kwargs)
 
     def begin(self, scope: Scope) -> None:
@@ -130,61 +130,69 @@ class GoodputWithHistory(GoodputLength):
         return lead
 
     def _lead(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> Lead:
-        self.now = False
-        plain_s, alone, gain = self.plain_s, 0, 0.0
-        if reach:
-            seconds = self._seconds()
-            found = self.now = pays(reach, seconds)
-            if found:
-                rate, token_s = self._prices_now()
-                alone, gain = best_length(reach[: max(0, limit)], seconds, rate, token_s, 1.0 - rate * plain_s)
+        seconds = self._seconds()
+        self.now = found = bool(reach) and pays(reach, seconds)
         passed = len(self.found)  # rounds since ``next_length``, of a token each
-        self.found.append(self.now)
-        self.gains.append(gain if alone else None)
+        self.found.append(found)
+        self.gains.append(None)
+        if not found:
+            return Lead(0, length)
+        terms = self.terms or self._terms()
+        token_s = terms.token_s if self.room else 0.0
+        alone, gain = best_length(reach[: max(0, limit)], seconds, terms.rate, token_s, terms.plain)
         if not alone:
             return Lead(0, length)
         lead = Lead(alone, 0)
-        if length and self.speculating:
-            before, more = self._best_before_model(reach, length, limit, singly)
+        if length and self.speculating and reach[0] > terms.sure:
+            usual = min(length, self.best)
+            fed_s = terms.step_s if singly else terms.fed_s
+            most = max(0, min(limit, LONGEST) - usual)
+            before, more = best_front(reach[:most], seconds, terms.rate, usual, terms.hope, terms.draft_s, fed_s)
             if more > gain:
                 lead, gain = Lead(before, min(length, limit - before, LONGEST - before)), more
-                self.gains[-1] = gain
-        self.before.found(self._saved_by(gain, bool(length)))
+        self.gains[-1] = gain
+        self.before.found(max(0.0, gain - (terms.otherwise if length else terms.plain)) / terms.rate)
         if length and self.tries.on_trial_here > len(self.seen) + passed:
             return Lead(0, length)
         most = min(limit, self.room - passed, self.longest if self.attentive else self.best)
         if most <= 0:
             return lead
-        loss = self._rival_loss(gain, self.waiting + passed, limit) / plain_s
+        loss = (gain - terms.model) / (terms.rate * self.plain_s)
+        self.rival.wins(-loss)
+        waiting = self.waiting + passed
+        if waiting > FEW_WAITING and not self._pays_to_read(waiting, limit):
+            loss += self.costs.draft(0, waiting) / self.plain_s
         if loss <= 0.0:
             return Lead(0, most)
-        if self.rival.due(loss, seconds[lead.history] / plain_s, BUDGET - self._most_budget()):
+        if self.rival.due(loss, seconds[lead.history] / self.plain_s, BUDGET - self._most_budget()):
             self.losses[passed] = loss
             return Lead(0, most)
         return lead
 
-    def _rival_loss(self, gain: float, waiting: int, limit: int) -> float:
-        """Seconds that a round of the model's loses against one of history's that is worth ``gain`` tokens, below 0
-        where it saves some; with those of catching up where the rest of the answer is not worth them."""
-        if self.instead is None:
-            speed, (tokens, took) = self.costs.speed, self._model_round()
-            tokens, took = self.rival.usual(tokens, took / speed)
-            self.instead = tokens, took * speed
-        tokens, took = self.instead
-        loss = (gain - tokens) / self.rate + took
-        self.rival.wins(-loss / self.plain_s)
-        if waiting > FEW_WAITING and not self._pays_to_read(waiting, limit):
-            loss += self.costs.draft(0, waiting)
-        return loss
-
-    def _saved_by(self, gain: float, drafts: bool) -> float:
-        """Seconds that a round which is worth ``gain`` saves against what would be done if nothing had been found;
-        ``drafts``: the model would be asked."""
-        otherwise = 1.0 - self.rate * self.plain_s
-        if drafts and self.speculating:
-            tokens, seconds = self._model_round()
-            otherwise = max(otherwise, tokens - self.rate * seconds)
-        return max(0.0, gain - otherwise) / self.rate
+    def _terms(self) -> Terms:
+        """By what is known now."""
+        costs, rate, seconds = self.costs, self._rate_behind(True), self._seconds()
+        plain = 1.0 - rate * self.plain_s
+        tokens, took = self._model_round()
+        there, there_s = self.rival.usual(tokens, took / costs.speed)
+        usual = min(self.length, self.best)
+        hope = sum(itertools.accumulate(self._hope()[:usual], operator.mul))
+        draft_s, fed_s = self.marginal * costs.draft(usual), costs.draft(0, 1)
+        further_s = min(map(operator.sub, seconds[1 + usual :], seconds[1:]), default=0.0)
+        later_s = fed_s + LONGEST * max(0.0, 1.0 - self.marginal) * fed_s  # that history alone may have to pay for more
+        self.terms = Terms(
+            rate=rate,
+            plain=plain,
+            otherwise=max(plain, tokens - rate * took) if self.speculating else plain,
+            model=there - rate * there_s * costs.speed,
+            token_s=fed_s if self.speculating else 0.0,
+            hope=hope,
+            draft_s=draft_s,
+            fed_s=self.marginal * fed_s,
+            step_s=self.marginal * costs.draft_step(),
+            sure=rate * (draft_s + further_s - later_s) / max(hope, 1e-9),
+        )
+        return self.terms
 
     @property
     def rate(self) -> float:
@@ -247,21 +255,6 @@ class GoodputWithHistory(GoodputLength):
         ahead, tokens = self.ahead, self._tokens_left(limit)
         won_s = ahead.found_a_token() * self.rival.won * self.plain_s
         return tokens * (ahead.left_a_token() * max(0.0, self._saved()) + won_s) > self.costs.draft(0, waiting)
-
-    def _best_before_model(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> tuple[int, float]:
-        """How many tokens of history's to go on behind with a draft of the usual length, and what that is worth."""
-        seconds, rate, costs = self._seconds(), self.rate, self.costs
-        usual = min(length, self.best)
-        hope = sum(itertools.accumulate(self._hope()[:usual], operator.mul))
-        draft_s = self.marginal * costs.draft(usual)
-        fed_s = self.marginal * (costs.draft_step() if singly else costs.draft(0, 1))
-        best, most, tokens = 0, -math.inf, 1.0
-        for k, sure in enumerate(reach[: max(0, min(limit, LONGEST) - usual)], 1):
-            tokens += sure
-            gain = tokens + sure * hope - rate * (seconds[k + usual] + draft_s + k * fed_s)
-            if gain > most:
-                best, most = k, gain
-        return best, most
 
     def adviser_behind(self, tokens: int, sure: float) -> Adviser | None:
         """Thresholds as the model's own, at the costs of the positions that its tokens will have, and so much lower as
@@ -351,7 +344,7 @@ class GoodputWithHistory(GoodputLength):
         """A round was the model's that history would have drafted, where it was worth ``gain``."""
         tokens, seconds = 1 + timed.outcome.accepted, self._believed(timed)
         self.rival.seen.observe(tokens, seconds / self.costs.speed)
-        self.instead = None
+        self.terms = None
         expected = self.losses.get(self.rounds)
         if expected is not None:
             self.rival.tried(((gain - tokens) / self._rate_behind(True) + seconds) / self.plain_s, expected)
@@ -373,7 +366,7 @@ class GoodputWithHistory(GoodputLength):
         """Tell ``ahead`` of the rounds that have ended. Not after each: several one after the other take less."""
         if not self.untold:
             return
-        self.rates = {}
+        self.rates, self.terms = {}, None
         untold, self.untold, speed = self.untold, [], self.costs.speed
         for timed, found in untold:
             self.ahead.observe(found, 1 + timed.outcome.accepted, self._believed(timed) / speed, self.after)
@@ -411,7 +404,7 @@ class GoodputWithHistory(GoodputLength):
     def _decide(self, context: int, waiting: int) -> None:
         self.rates = {}
         super()._decide(context, waiting)
-        self.history_s = self.hope = self.instead = None
+        self.history_s = self.hope = self.terms = None
 
     def _seconds(self) -> list[float]:
         """Seconds of a round of history's, by how many of its tokens are verified."""
