@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from adaptive.compiled import fingerprint
+from adaptive.engines.cpu.memory import PAGES
 from adaptive.engines.tree import TokenTree
 from adaptive.errors import first_line
 from adaptive.installation import build_advice, install_command
@@ -151,7 +152,7 @@ def packed(weight: torch.Tensor, library: Library) -> torch.Tensor:
     step = library.module.filled_to(weight.itemsize)
     fill = (0, -weight.shape[1] % step, 0, -len(weight) % library.panel)
     words = (nn.functional.pad(weight, fill) if any(fill) else weight).contiguous().view(torch.int32)
-    out = torch.empty(len(words) // library.panel, words.shape[1], library.panel, dtype=torch.int32)
+    out = PAGES.words(len(words) // library.panel, words.shape[1], library.panel)
     library.module.pack(words.data_ptr(), out.data_ptr(), *words.shape, torch.get_num_threads())
     return out
 
