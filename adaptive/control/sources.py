@@ -160,11 +160,12 @@ class GoodputWithHistory(GoodputLength):
         loss = (gain - terms.model) / (terms.rate * self.plain_s)
         self.rival.wins(-loss)
         waiting = self.waiting + passed
-        if waiting > FEW_WAITING and not self._pays_to_read(waiting, limit):
-            loss += self.costs.draft(0, waiting) / self.plain_s
-        if loss <= 0.0:
+        read = waiting <= FEW_WAITING
+        if loss <= 0.0 and (read or self._pays_to_read(waiting, limit)):
             return Lead(0, most)
-        if self.rival.due(loss, seconds[lead.history] / self.plain_s, BUDGET - self._most_budget()):
+        if not read:
+            loss += self.costs.draft(0, waiting) / self.plain_s
+        if self.rival.due(max(0.0, loss), seconds[lead.history] / self.plain_s, BUDGET - self._most_budget()):
             self.losses[passed] = loss
             return Lead(0, most)
         return lead
