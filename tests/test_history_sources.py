@@ -180,6 +180,20 @@ def test_a_prompt_is_read_where_the_rest_of_the_answer_is_worth_it(by_model: int
     assert (late.count(MODEL) > 0.8 * len(late)) is drafts
 
 
+def test_what_history_says_has_to_be_fed_to_the_draft() -> None:
+    """Every second round is history's, of nine tokens: those that the model has in between are charged for reading
+    them, unless the model drafted behind history and has read them there."""
+    for reads, fed in ((False, 9), (True, 0)):
+        saved = []
+        for catch_up_s in (1e-5, 1e-3):
+            policy = GoodputWithHistory(dataclasses.replace(COSTS, catch_up_s=catch_up_s))
+            for _ in range(400):
+                policy.ahead.observe(True, 9, 0.014, False, not reads)
+                policy.ahead.observe(False, 2, 0.012, True, False)
+            saved.append(policy._saved())
+        assert saved[0] - saved[1] == pytest.approx(fed * 0.99e-3, abs=0.9e-3)
+
+
 def test_what_rounds_bring_is_said_of_all_of_them_whoever_drafts() -> None:
     """History brings three tokens in every second round, for a tenth more time; the model none."""
     policy = GoodputWithHistory(COSTS)

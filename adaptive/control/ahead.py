@@ -46,12 +46,15 @@ class Ahead:
 
     def __init__(self) -> None:
         self.all, self.left = Discounted(KEEP), Discounted(KEEP)  # of ``left`` the other rounds are nought
+        self.free = 0.0  # tokens that were said without the draft where something was found, as of ``all``
         self.behind = {False: Discounted(KEEP_BEHIND), True: Discounted(KEEP_BEHIND)}
 
-    def observe(self, found: bool, tokens: float, seconds: float, after: bool | None) -> None:
+    def observe(self, found: bool, tokens: float, seconds: float, after: bool | None, free: bool | None = None) -> None:
         """A round has committed so many tokens; ``found``: a proposal of earlier text was worth verifying in it, and
-        ``after``: in the round of the same text before it, None where there was none."""
+        ``after``: in the round of the same text before it, None where there was none. ``free``: the draft took no part
+        in such a round (as ``found`` where None)."""
         self.all.observe(tokens, seconds)
+        self.free = KEEP * self.free + (tokens if (found if free is None else free) else 0.0)
         self.left.observe(0.0 if found else 1.0, 0.0 if found else seconds)
         if after is not None:
             self.behind[after].observe(tokens, seconds)
@@ -77,3 +80,7 @@ class Ahead:
     def found_a_token(self) -> float:
         """Rounds for which something is found, by the tokens of all."""
         return (self.all.rounds - self.left.tokens) / (self.all.tokens + WEIGHT)
+
+    def free_a_round_left(self) -> float:
+        """Tokens that are said without the draft where something is found, by the rounds for which nothing is."""
+        return self.free / (self.left.tokens + WEIGHT)

@@ -11,6 +11,8 @@ import math
 # Seconds of rounds in a row until they take what they go on taking, and of a block; rounds that a block has at least.
 # Less is decided by threads that have to be woken, more is lost more seldom.
 SETTLE_S, BLOCK_S, FEWEST_ROUNDS = 0.005, 0.025, 2
+# Rounds of a block at most, and after which any have settled: no round is shorter than 50 us, whatever is believed.
+MOST_ROUNDS, MOST_SETTLING = 500, 100
 # Plain rounds' time that a drafted one is taken to take at most where blocks are made of them: belief may be far too
 # high.
 MOST_TIMES = 2.0
@@ -43,8 +45,12 @@ class Blocks:
         """From seconds of a plain and of a drafted round, the tokens per second of drafting and the seconds in which
         the draft catches up with a token: how long a block is, and how far one from the next."""
         believed_s = min(drafted_s, MOST_TIMES * plain_s)
-        self._settling = {False: int(SETTLE_S / plain_s), True: int(SETTLE_S / believed_s)}
-        self._rounds = rounds = max(FEWEST_ROUNDS, math.ceil(BLOCK_S / (plain_s if speculating else believed_s)))
+        self._settling = {
+            False: int(min(MOST_SETTLING, SETTLE_S / plain_s)),
+            True: int(min(MOST_SETTLING, SETTLE_S / believed_s)),
+        }
+        some = math.ceil(min(MOST_ROUNDS, BLOCK_S / (plain_s if speculating else believed_s)))
+        self._rounds = rounds = max(FEWEST_ROUNDS, some)
         if speculating:
             every = rounds * (plain_s - 1 / rate + token_s) / (BLOCK_SHARE * drafted_s)
         elif self._settling[True]:

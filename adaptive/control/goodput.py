@@ -49,17 +49,16 @@ FAR_LESS = 1.25
 # Probability of acceptance that a first token must have to be worth its verification, above which tries verify theirs
 # whatever it is until that cost is sure: hardly any token would be verified, and what is not done is not learned.
 DEAR = 0.5
-# Bounds of what a second beyond a plain round's may be found to take: the difference of two means that nearly agree.
+# Bounds of what a second beyond a plain round's may be found to take.
 LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
 # The draft length by which drafting and plain decoding are compared, where times of several lengths are seen.
 COMPARED = 3
-# Decisions for which the best length by acceptance at each position is kept. It is what a forecast starts from
-# and, where confidence is asked for, decides nothing by itself; its inputs move by a percent a round.
+# Decisions for which the best length by acceptance at each position is kept: its inputs move by a percent a round.
 REFRESH = 4
 # Weight of one answer in the running mean of their lengths, and the mean to begin with (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
-# Seconds between two looks at what else uses the machine, and looks that agree before it counts as busy. It counts as
-# quiet again when passes may use all threads again, after ``CALM_LOOKS``.
+# Seconds between two looks at what else uses the machine, and looks that agree before it counts as busy (as quiet:
+# ``CALM_LOOKS``, when passes may use all threads again).
 LOOK_S, LOOKS = 0.1, 2
 # Tokens to catch up with that are not worth a thought.
 FEW_WAITING = 8
@@ -212,6 +211,10 @@ class GoodputLength(LengthPolicy):
         """Plain rounds' time that tries may have at once."""
         return BUDGET
 
+    def _fed(self, waiting: int) -> int:
+        """Of the tokens that the draft had to catch up with, those that belong to the round."""
+        return waiting if waiting <= FEW_WAITING else 0
+
     def _prices(self) -> tuple[list[float], list[float]]:
         """What a sure token takes, at speed 1 (``prices``)."""
         costs = self.costs
@@ -244,11 +247,8 @@ class GoodputLength(LengthPolicy):
         return best, predicted
 
     def _marginal(self) -> float:
-        """What a second of drafting and verifying beyond a plain round's really takes, relative to plain rounds.
-
-        1 as long as both take what is believed of them (or both as many times that), less where what makes rounds take
-        longer comes with every pass, whatever its length.
-        """
+        """What a second of drafting and verifying beyond a plain round's really takes, relative to plain rounds: less
+        than 1 where what makes rounds take longer comes with every pass, whatever its length."""
         beyond = self.costs.round(self.best) / self.plain_s - 1.0
         if beyond <= 0:
             return 1.0
@@ -345,7 +345,7 @@ class GoodputLength(LengthPolicy):
         whole = costs.draft(steps, waiting) + costs.beside_drafting(outcome.drafted)
         if settled and outcome.drafted:
             self.times.observe(True, took, whole, compared)
-        seconds = costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.beside_drafting(own.drafted)
+        seconds = costs.draft(steps, self._fed(waiting)) + costs.beside_drafting(own.drafted)
         tokens = 1.0 + own.accepted
         if self.attentive:
             judged = bins[: min(own.drafted, own.accepted + 1)]

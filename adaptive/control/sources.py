@@ -228,8 +228,9 @@ class GoodputWithHistory(GoodputLength):
         return self.speculative * seconds, seconds
 
     def _saved(self) -> float:
-        """Seconds that such a round saves against a plain one."""
+        """Seconds that such a round saves against a plain one, if the draft is fed what history says between two."""
         tokens, seconds = self._model_round()
+        seconds += self.costs.draft(0, 1) * self.ahead.free_a_round_left()
         return (tokens - 1.0) / self._rate_behind(False) - (seconds - self.plain_s)
 
     def _pays(self) -> bool:
@@ -355,8 +356,11 @@ class GoodputWithHistory(GoodputLength):
         costs, (outcome, steps, waiting, *_) = self.costs, timed
         if not steps and not outcome.drafted:
             return self.plain_s
-        # What it is fed of a long prompt is not of this round.
-        return costs.draft(steps, waiting if waiting <= FEW_WAITING else 0) + costs.beside_drafting(outcome.drafted)
+        return costs.draft(steps, self._fed(waiting)) + costs.beside_drafting(outcome.drafted)
+
+    def _fed(self, waiting: int) -> int:
+        # What others said has to be fed to the draft some time, whoever has this round: see ``_saved``.
+        return min(waiting, 1)
 
     def _ended(self, timed: Timed) -> None:
         self.round_s = timed.outcome.draft_s + timed.outcome.verify_s
@@ -370,7 +374,8 @@ class GoodputWithHistory(GoodputLength):
         self.rates, self.terms = {}, None
         untold, self.untold, speed = self.untold, [], self.costs.speed
         for timed, found in untold:
-            self.ahead.observe(found, 1 + timed.outcome.accepted, self._believed(timed) / speed, self.after)
+            tokens = 1 + timed.outcome.accepted
+            self.ahead.observe(found, tokens, self._believed(timed) / speed, self.after, found and not timed.steps)
             self.after = found
 
     def among(self, scope: Scope) -> Beside:
