@@ -58,7 +58,7 @@ struct Scan {
 
 // What a state's columns are given of a token.
 struct Step {
-  const float *key, *query;  // (key size,)
+  const float *key, *query;  // (key size,); of a token that is replayed the query is not looked at
   const float* value;        // (value size,)
   float decay, correction;
 };
@@ -88,16 +88,22 @@ void columns(const Step* steps, int count, int first, int key_size, int value_si
       change[v] = (at(step.value + begin + v * LANES) - known[v] * decay) * step.correction;
       known[v] = Vector{};
     }
-    for (int i = 0; i < key_size; i++)
-      for (int v = 0; v < WIDTH; v++) {
-        float* place = state + size_t(i) * APART + v * LANES;
-        const Vector x = at(place) * decay + change[v] * key[i];
-        at(place) = x;
-        seen[v] += x * query[i];
-        known[v] += x * next[i];
-      }
-    if (t >= first)
-      for (int v = 0; v < WIDTH; v++) at(read + size_t(t - first) * value_size + begin + v * LANES) = seen[v];
+    const auto pass = [&](auto reads) {
+      for (int i = 0; i < key_size; i++)
+        for (int v = 0; v < WIDTH; v++) {
+          float* place = state + size_t(i) * APART + v * LANES;
+          const Vector x = at(place) * decay + change[v] * key[i];
+          at(place) = x;
+          if (reads) seen[v] += x * query[i];
+          known[v] += x * next[i];
+        }
+    };
+    if (t < first) {
+      pass(std::false_type());
+      continue;
+    }
+    pass(std::true_type());
+    for (int v = 0; v < WIDTH; v++) at(read + size_t(t - first) * value_size + begin + v * LANES) = seen[v];
   }
   if (first == count && before) std::memcpy(before, state, bytes);
   if (after) std::memcpy(after, state, bytes);
@@ -133,10 +139,12 @@ void delta_head(const Scan& s, int head) {
   float* gates = scratch<float, 25>(size_t(s.count) * group * 2);
   for (int i = 0; i < all; i++) {
     float *query = vectors + size_t(i) * 2 * m.key_size, *key = query + m.key_size;
-    convolve(i - replayed, head * m.key_size, m.key_size, query);
     convolve(i - replayed, keys + head * m.key_size, m.key_size, key);
-    normal(query, 1 / std::sqrt(float(m.key_size)));
     normal(key, 1);
+    if (i >= replayed) {  // nobody reads at a token that was replayed
+      convolve(i - replayed, head * m.key_size, m.key_size, query);
+      normal(query, 1 / std::sqrt(float(m.key_size)));
+    }
     steps[i].query = query, steps[i].key = key;
   }
   float* values = vectors + size_t(all) * 2 * m.key_size;
