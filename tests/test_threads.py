@@ -229,6 +229,30 @@ def test_beside_programs_that_keep_the_cores_busy_all_threads_are_not_even_tried
     assert passed(1500, (1,), idle, others=0.0)[600:].count(2) > 850
 
 
+@pytest.mark.parametrize("crowded", [True, False])
+def test_what_ran_in_a_pause_between_answers_says_nothing_of_the_next_one(crowded: bool) -> None:
+    """A trainer kept all cores busy for half a minute, and has ended: the next answers have all threads, also where one
+    before them had to do with one."""
+    accounts = Accounts()
+    choice = ThreadChoice(2, accounts)
+
+    def answer(others: float) -> list[int]:
+        chosen = []
+        for _ in range(60):
+            chosen += passes(choice, 1, idle)
+            accounts.passed(idle(chosen[-1]), chosen[-1], others)
+        return chosen
+
+    accounts.passed(0.5, 0, 2.0 if crowded else 0.0)  # while the models were loaded
+    for _ in range(20):
+        answer(1.0 if crowded else 0.0)
+    assert choice.crowded is crowded
+    accounts.passed(30.0, 0, others=2.0)
+    found = [answer(0.0) for _ in range(8)]
+    assert [chosen.count(2) > 40 for chosen in found[3:]] == [True] * 5
+    assert crowded or all(chosen.count(2) > 40 for chosen in found)
+
+
 def test_what_trials_take_longer_is_not_counted_as_what_passes_cost() -> None:
     choice = ThreadChoice(2)
     chosen = passes(choice, 400, idle, tokens=4)

@@ -56,6 +56,9 @@ EVIDENCE, MOST_DOUBT = 25, 32
 # Seconds of passes between two looks at what else uses the machine, and looks in a row that have to say so; and that
 # the cores are no longer crowded, which programs that compile or test make them many times a minute.
 LOOK_S, LOOKS, CALM_LOOKS = 0.1, 2, 5
+# Seconds between two looks from which on the second is of a pause between answers, in which a trainer was at work or
+# somebody compiled: it says nothing of now.
+PAUSE_S = 4.0
 
 
 @dataclass(slots=True)
@@ -257,6 +260,10 @@ class ThreadChoice:
         load = None if self._meter is None else self._meter.read()
         if load is None:
             self._crowded = bool(self._crowded)
+            return
+        if load.seconds > PAUSE_S:
+            self._crowded = self.alone = False
+            self._unseen = 0.0
             return
         self._calm = 0 if load.crowded else self._calm + 1
         self._crowded = self.alone = load.crowded or (bool(self._crowded) and self._calm < CALM_LOOKS)
