@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from dataclasses import replace
 
@@ -12,9 +11,8 @@ from hypothesis import strategies as st
 from length_policies import AdditiveLength, AverageLength, BanditLength, ThresholdLength
 
 from adaptive.control.acceptance import Acceptance
-from adaptive.control.between import Between
 from adaptive.control.confidence import Calibration, bin_of
-from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed, from_samples
+from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import Advice, FixedLength, LengthPolicy, Scope
 from adaptive.control.tries import BUDGET, DEBT, SHARE
@@ -154,85 +152,6 @@ def test_calibration_learns_what_confidence_is_worth() -> None:
     assert calibration.of(0.85)[0] == pytest.approx(0.5, abs=0.12)
     assert calibration.of(0.15)[0] == pytest.approx(0.15, abs=0.1)
     assert calibration.table == sorted(calibration.table)
-
-
-def test_costs_follow_a_machine_that_changes_speed_and_ignore_hiccups() -> None:
-    model, rng = CostModel(TABLE), random.Random(2)
-    for number in range(600):
-        k = rng.choice([0, 1, 4])
-        hiccup = 20.0 if number % 37 == 0 else 1.0
-        seconds = TABLE.verify_s[k] * 1.7 * hiccup * rng.uniform(0.9, 1.1)
-        model.observe([Timed(Round("model", k, 0, (0.03 + 0.1 * k) * 1.7, seconds), k, 0)])
-    for k in (0, 1, 4):
-        assert model.verify(k) == pytest.approx(1.7 * TABLE.verify_s[k], rel=0.1)
-    assert model.draft(1) == pytest.approx(1.7 * (TABLE.start_s + TABLE.draft_s), rel=0.1)
-
-
-def test_a_cost_measured_in_a_bad_moment_is_mended_in_a_few_rounds() -> None:
-    model = CostModel(dataclasses.replace(TABLE, start_s=TABLE.start_s * 50, draft_s=TABLE.draft_s * 50))
-    for _ in range(20):
-        model.observe([Timed(Round("model", 1, 0, TABLE.draft_s, TABLE.verify_s[1]), 1, 0)])
-    assert model.draft(1) == pytest.approx(TABLE.draft_s, rel=0.35)
-
-
-@pytest.mark.parametrize("slower", [0.25, 1.5, 6.0])
-def test_rounds_that_are_learned_from_together_move_the_costs_no_further_than_they_are_off(slower: float) -> None:
-    model = CostModel(TABLE)
-    batch = [Timed(Round("none", 0, 0, 0.0, TABLE.verify_s[0] * slower), 0, 0)] * 8
-    for _ in range(3):
-        model.observe(batch)
-        assert min(1.0, slower) * 0.85 < model.verify(0) / TABLE.verify_s[0] < max(1.0, slower) * 1.15
-    for _ in range(3):
-        model.observe(batch)
-    assert model.verify(0) == pytest.approx(TABLE.verify_s[0] * slower, rel=0.1)
-
-
-def test_costs_of_lengths_that_are_not_seen_stay_where_they_are() -> None:
-    """Only a common factor moves them, and chance must not carry it away in thousands of plain rounds and tries."""
-    model, rng = CostModel(TABLE), random.Random(5)
-
-    def plain(again: bool, steps: int = 0) -> Timed:
-        hiccup = 4.0 if rng.random() < 0.02 else 1.0
-        return Timed(Round("none", 0, 0, 0.15 * steps, hiccup * rng.lognormvariate(0.0, 0.1)), steps, 0, again)
-
-    for number in range(3000):
-        batch = [plain(True) for _ in range(8)]
-        if number % 5 == 0:
-            batch[3:5] = [plain(False, steps=1), plain(False)]
-        model.observe(batch)
-    for k in (0, 1, 4, 16):
-        assert model.verify(k) == pytest.approx(TABLE.verify_s[k], rel=0.1)
-
-
-def test_a_machine_that_changes_its_speed_moves_no_length_away_from_another() -> None:
-    """While one length alone is in use, it cannot be told from the machine."""
-    model = CostModel(TABLE)
-    before = model.verify(1) / model.verify(4)
-    for slower in (1.08, 0.93, 1.08, 0.93, 1.08):
-        for _ in range(40):
-            model.observe([Timed(Round("model", 4, 2, 0.5, TABLE.verify_s[4] * slower), 0, 0)] * 8)
-    assert model.verify(4) == pytest.approx(1.08 * TABLE.verify_s[4], rel=0.02)
-    assert model.verify(1) / model.verify(4) == pytest.approx(before, rel=0.01)
-
-
-@pytest.mark.parametrize(("of_round", "of_token"), [(0.06, 0.01), (0.01, 0.05)])
-def test_what_comes_between_rounds_is_told_apart_from_what_comes_with_tokens(of_round: float, of_token: float) -> None:
-    """Whatever was believed, and though a process is stopped now and then."""
-    between, rng = Between(0.01, 0.06), random.Random(2)
-    for _ in range(600):
-        rounds = rng.randint(4, 16)
-        tokens = sum(rng.choice((1, 1, 2, 4)) for _ in range(rounds))
-        seconds = (rounds * of_round + tokens * of_token) * rng.lognormvariate(0.0, 0.1)
-        between.observe(rounds, tokens, seconds + (5.0 if rng.random() < 0.01 else 0.0))
-    assert between.of_round == pytest.approx(of_round, abs=0.015)
-    assert between.of_token == pytest.approx(of_token, abs=0.01)
-
-
-def test_verification_is_never_cheaper_for_more_tokens() -> None:
-    table = from_samples({0: 1.0, 1: 1.3, 2: 1.1, 4: 1.2, 8: 2.0})
-    assert list(table) == sorted(table)
-    assert table[1] == pytest.approx(1.2)
-    assert table[6] == pytest.approx(1.6)
 
 
 @pytest.mark.parametrize("attentive", [True, False])

@@ -253,6 +253,16 @@ def test_what_ran_in_a_pause_between_answers_says_nothing_of_the_next_one(crowde
     assert crowded or all(chosen.count(2) > 40 for chosen in found)
 
 
+def test_passes_of_seconds_are_no_pause() -> None:
+    """A target that is read from a disk: others that keep the cores busy are seen all the same."""
+    accounts = Accounts()
+    choice = ThreadChoice(2, accounts)
+    for _ in range(3):
+        for chosen in passes(choice, 1, {1: 6.0, 2: 6.0}.__getitem__):
+            accounts.passed(6.0, 1 if chosen else 0, others=1.0)
+    assert choice.crowded
+
+
 def test_what_trials_take_longer_is_not_counted_as_what_passes_cost() -> None:
     choice = ThreadChoice(2)
     chosen = passes(choice, 400, idle, tokens=4)

@@ -49,12 +49,12 @@ class Ahead:
         self.free = 0.0  # tokens that were said without the draft where something was found, as of ``all``
         self.behind = {False: Discounted(KEEP_BEHIND), True: Discounted(KEEP_BEHIND)}
 
-    def observe(self, found: bool, tokens: float, seconds: float, after: bool | None, free: bool | None = None) -> None:
+    def observe(self, found: bool, tokens: float, seconds: float, after: bool | None, free: bool) -> None:
         """A round has committed so many tokens; ``found``: a proposal of earlier text was worth verifying in it, and
-        ``after``: in the round of the same text before it, None where there was none. ``free``: the draft took no part
-        in such a round (as ``found`` where None)."""
+        ``after``: in the round of the same text before it, None where there was none. ``free``: something was
+        found, and the draft took no part."""
         self.all.observe(tokens, seconds)
-        self.free = KEEP * self.free + (tokens if (found if free is None else free) else 0.0)
+        self.free = KEEP * self.free + (tokens if free else 0.0)
         self.left.observe(0.0 if found else 1.0, 0.0 if found else seconds)
         if after is not None:
             self.behind[after].observe(tokens, seconds)

@@ -226,5 +226,5 @@ class BesideWithHistory(GoodputBeside):
     def _went_on(self, outcome: Round, draft_s: float) -> None:
         seconds = draft_s + self._verify[min(outcome.drafted, len(self._verify) - 1)]
         self._passed_s += seconds
-        self._ahead.observe(self._found, 1 + outcome.accepted, seconds / self._verify[0], self._after)
+        self._ahead.observe(self._found, 1 + outcome.accepted, seconds / self._verify[0], self._after, self._found)
         self._after, self._found = self._found, False

@@ -182,9 +182,9 @@ class CostModel:
         self.context_s, self.context = table.context_s, table.context
         self.passes_s = (table.plain_step_s, *table.verify_s)
         self.own = [1.0] * len(self.passes_s)
+        self.seen = [UNSEEN] * len(self.passes_s)  # how often each pass was seen of late
         self.counts = [0.0] * len(self.passes_s)  # how often, over fewer rounds
         self.lean = [0.0] * len(self.passes_s)  # to which side of what was expected each pass was of late, -1 to 1
-        self.seen = [UNSEEN] * len(self.passes_s)  # how often each pass was seen of late
         self.rising = list(self.passes_s)  # seconds at speed 1, never falling
         self.too_high: dict[int, list[float]] = {}  # by pass its shares, in the last batches in a row
         self.guessed: set[int] = set()  # passes that were never seen, and followed one that was mended

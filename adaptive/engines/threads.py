@@ -56,8 +56,8 @@ EVIDENCE, MOST_DOUBT = 25, 32
 # Seconds of passes between two looks at what else uses the machine, and looks in a row that have to say so; and that
 # the cores are no longer crowded, which programs that compile or test make them many times a minute.
 LOOK_S, LOOKS, CALM_LOOKS = 0.1, 2, 5
-# Seconds between two looks from which on the second is of a pause between answers, in which a trainer was at work or
-# somebody compiled: it says nothing of now.
+# Seconds without passes between two looks from which on the second is of a pause between answers, in which a trainer
+# was at work or somebody compiled: it says nothing of now.
 PAUSE_S = 4.0
 
 
@@ -261,7 +261,7 @@ class ThreadChoice:
         if load is None:
             self._crowded = bool(self._crowded)
             return
-        if load.seconds > PAUSE_S:
+        if load.seconds - self._unseen > PAUSE_S:
             self._crowded = self.alone = False
             self._unseen = 0.0
             return

@@ -37,21 +37,27 @@ class LargePages:
         if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=torch.int32)
         if size > self._size:
-            piece = _asked_for(size)
+            piece = _aligned(size)
         else:
             with self._lock:
                 if size > len(self._left):
-                    self._left = _asked_for(self._size)
+                    self._left = _aligned(self._size)
                 piece, self._left = self._left[:size], self._left[-(-size // ALIGNED) * ALIGNED :]
         return piece.view(torch.int32).view(shape)
 
 
-def _asked_for(size: int) -> torch.Tensor:
+def asked_for(size: int) -> mmap.mmap:
+    """Memory of so many bytes, in large pages where there are some."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _aligned(size: int) -> torch.Tensor:
     """So many bytes, which begin where a large page does."""
-    memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    whole = torch.frombuffer(asked_for(size + LARGE), dtype=torch.uint8)
     begin = -whole.data_ptr() % LARGE
     return whole[begin : begin + size]
 

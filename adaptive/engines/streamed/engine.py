@@ -8,7 +8,6 @@ fit, spread evenly among those that are read.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import mmap
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from adaptive.engines.cpu.families import FAMILIES
 from adaptive.engines.cpu.forward import CpuForward
 from adaptive.engines.cpu.kernels import NativeLinear, library
+from adaptive.engines.cpu.memory import asked_for
 from adaptive.engines.cpu.packing import Packing
 from adaptive.engines.cpu.weights import PackedLinear
 from adaptive.engines.hf.engine import TransformersEngine
@@ -156,8 +156,8 @@ def _forward(
     """Our forward with the ``kept`` layers in memory. All sections are read once, and checked."""
     read = [number for number in range(len(packed.layers)) if number not in kept]
     largest = max((packed.sections[number].bytes for number in read), default=0)
-    buffers = [_room_for(largest) for _ in range(BUFFERS if read else 0)]
-    own = {number: _room_for(packed.sections[number].bytes) for number in (*kept, PROJECTION)}
+    buffers = [asked_for(largest) for _ in range(BUFFERS if read else 0)]
+    own = {number: asked_for(packed.sections[number].bytes) for number in (*kept, PROJECTION)}
     memory = own | {number: buffers[turn % BUFFERS] for turn, number in enumerate(read)}
     _read_all(packed, own, buffers, tell)
     with torch.inference_mode():
@@ -165,15 +165,6 @@ def _forward(
     stream = _stream(packed, memory, kept) if read else None
     packed.close()
     return CpuForward(dataclasses.replace(plan, stream=stream))
-
-
-def _room_for(size: int) -> mmap.mmap:
-    """Memory of so many bytes, in large pages where there are some: the system looks up each that a disk writes."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _stream(packed: PackedFile, memory: dict[int, mmap.mmap], kept: frozenset[int]) -> Any:
