@@ -26,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+from counted_reads import counted_reads
 from tiny_models import GREEDY, Greedy, alone, noisy, prompt_of, randomise, tiny_config, tiny_model
 from transformers.utils import logging as transformers_logging
 
@@ -85,6 +86,7 @@ class Result:
     plain_reason: str = ""
     accepted: float = 0.0
     distilled: str = ""
+    read: str = ""  # what loading takes of the file's bytes, where it has more than a language model
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -116,7 +118,14 @@ def _examine(result: Result, folder: Path) -> None:
     whole = folder / "target"
     reference = several(result.name) if result.name in SEVERAL else tiny_model(result.name)
     reference.save_pretrained(whole)
-    target = _load(whole, settings)
+    with counted_reads() as read:
+        target = _load(whole, settings)
+    if result.name in SEVERAL:
+        size = sum(file.stat().st_size for file in whole.glob("*.safetensors"))
+        language = sum(parameter.nbytes for parameter in target.model.parameters())
+        result.read = f"{sum(read.values()) / 1e6:.2f} of {size / 1e6:.2f} MB ({language / 1e6:.2f})"
+        if any("vis" in name for name in read):
+            result.problems.append("weights of vision are read")
     noisy(reference).save_pretrained(folder / "draft")
     draft = _load(folder / "draft", settings)
     result.forward = forward_of(target).name
@@ -189,7 +198,7 @@ def several(name: str) -> Any:
     text = tiny_config(SEVERAL[name])
     config = CONFIG_MAPPING[name]()
     small = {
-        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "depth": 2,
+        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 2, "depth": 2,
         "num_heads": 2, "out_hidden_size": text.hidden_size, "image_size": 28, "patch_size": 14,
         "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     }  # fmt: skip
@@ -213,6 +222,8 @@ tries a tiny checkpoint of each type in float32. Larger ones compute the same.
   default policy. As its own draft, the model has every token accepted.
 - *plain only*: decoding, chat and the log work, without drafts.
 - *distilled, swapped*: a trained adapter changes the draft, not the answer.
+- *read*: of checkpoints that also see or hear, the bytes of weights that loading reads, of those in the file, and in
+  brackets those of the language model's weights. Their vision is made large enough to be seen in it.
 
 `adaptive doctor` says which forward runs your model.
 
@@ -229,13 +240,18 @@ def page(results: list[Result]) -> str:
     exact = sum(result.verdict == "exact" for result in results)
     lines.append(f"{len(results)} types tried, {exact} exact.\n")
     for family in dict.fromkeys(result.family for result in results):
-        lines += [
-            f"## {family.capitalize()}\n",
-            "| type | result | forward | distilled, swapped |",
-            "|---|---|---|---|",
+        found = [one for one in results if one.family == family]
+        columns = [
+            "type",
+            "result",
+            "forward",
+            "distilled, swapped",
+            *(["read"] if any(one.read for one in found) else []),
         ]
-        for result in (one for one in results if one.family == family):
-            cells = (f"`{result.name}`", result.verdict, result.forward.lower().replace("_", " "), result.distilled)
+        lines += [f"## {family.capitalize()}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for result in found:
+            cells = [f"`{result.name}`", result.verdict, result.forward.lower().replace("_", " "), result.distilled]
+            cells += [result.read] if result.read else []
             lines.append(f"| {' | '.join(cell or '-' for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from adaptive.control.goodput import GoodputLength
 from adaptive.control.matches import ANEW_EVERY, Matches
 from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import FixedLength, Scope
-from adaptive.control.prices import best_length, pays
+from adaptive.control.prices import best_length, pays, steps
 from adaptive.control.sources import GoodputWithHistory
 from adaptive.control.tries import ON_TRIAL, ON_TRIAL_HERE, RIVAL_SHARE, Rival
 from adaptive.drafting.archive import Archive, History
@@ -43,26 +44,27 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @given(
     reach=st.lists(st.floats(0, 1), max_size=20).map(lambda found: sorted(found, reverse=True)),
-    slope=st.floats(0, 0.2),
+    more=st.lists(st.one_of(st.just(0.0), st.floats(0, 0.4)), min_size=LONGEST, max_size=LONGEST),
     rate=st.floats(0.5, 10),
     token_s=st.floats(0, 0.1),
 )
-def test_no_other_length_promises_more(reach: list[float], slope: float, rate: float, token_s: float) -> None:
-    seconds = [1.0 + slope * k for k in range(LONGEST + 1)]
+def test_no_other_length_promises_more(reach: list[float], more: list[float], rate: float, token_s: float) -> None:
+    seconds = list(itertools.accumulate(more, initial=1.0))
 
     def gain(k: int) -> float:
         tokens = 1 + sum(reach[:k])
         return tokens - rate * (seconds[k] + token_s * tokens)
 
-    best, gained = best_length(reach, seconds, rate, token_s)
+    nothing = gain(0)
+    best, gained = best_length(reach, seconds, steps(seconds), rate, token_s, nothing)
     possible = [gain(k) for k in range(1, min(len(reach), LONGEST) + 1)]
     if best:
         assert gained == pytest.approx(gain(best)) == pytest.approx(max(possible))
-    most = max(possible, default=0.0)
-    assert (best > 0) == (most > 0) or abs(most) < 1e-9  # rounding
+    most = max(possible, default=nothing)
+    assert (best > 0) == (most > nothing) or abs(most - nothing) < 1e-9  # rounding
     lengths = range(1, min(len(reach), LONGEST) + 1)
     most = max((1 + sum(reach[:k]) - seconds[k] for k in lengths), default=0.0)
-    assert pays(reach, seconds) == (most > 0) or abs(most) < 1e-9
+    assert pays(reach, seconds, steps(seconds)) == (most > 0) or abs(most) < 1e-9
 
 
 def run(

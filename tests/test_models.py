@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BUNDLED, Command
+from counted_reads import counted_reads
 from tiny_models import GREEDY, LAYERS, Greedy, alone, noisy, prompt_of, randomise, tiny_config, tiny_model
 
 from adaptive.assistant import Assistant
@@ -216,51 +216,11 @@ WIDE = {
 
 @pytest.mark.parametrize("model_type", list(WIDE))
 def test_of_a_checkpoint_with_vision_only_the_bytes_of_the_language_model_are_read(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, tmp_path: Path
 ) -> None:
-    """Counted where transformers takes tensors out of the file, of which it reads a header and what it takes."""
-    from safetensors import safe_open
-    from transformers import modeling_utils
-
-    read = Counter[str]()
-
-    class CountedSlice:
-        def __init__(self, name: str, whole: Any) -> None:
-            self.name, self.whole = name, whole
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.whole, name)
-
-        def __getitem__(self, place: Any) -> torch.Tensor:
-            tensor: torch.Tensor = self.whole[place]
-            read[self.name] += tensor.nbytes
-            return tensor
-
-    class CountedFile:
-        def __init__(self, *given: Any, **named: Any) -> None:
-            self.file = safe_open(*given, **named)
-
-        def __enter__(self) -> CountedFile:
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            self.file.__exit__(*error)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            tensor: torch.Tensor = self.file.get_tensor(name)
-            read[name] += tensor.nbytes
-            return tensor
-
-        def get_slice(self, name: str) -> CountedSlice:
-            return CountedSlice(name, self.file.get_slice(name))
-
     several_kinds(TEXT[model_type], model_type, **WIDE[model_type]).save_pretrained(tmp_path)
-    monkeypatch.setattr(modeling_utils, "safe_open", CountedFile)
-    engine = loaded(tmp_path)
+    with counted_reads() as read:
+        engine = loaded(tmp_path)
     text = sum(parameter.nbytes for parameter in engine.model.parameters())
     assert not [name for name in read if "vis" in name]
     # A part of each tensor may be looked at before it is read.

@@ -22,7 +22,7 @@ from adaptive.control.confidence import Calibration
 from adaptive.control.costs import SPEED_STEP, CostModel, Steps
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
-from adaptive.control.prices import best_length, pays, prices
+from adaptive.control.prices import best_length, pays, prices, steps
 from adaptive.control.stopping import Stopping
 from adaptive.types import Round
 
@@ -179,8 +179,13 @@ class BesideWithHistory(GoodputBeside):
         self._ahead = ahead
         self._looking, self._passed_s = Looking(looks), 0.0  # this answer's, and its share of the time
         self.clock = clock
+        self._steps: list[float] = []  # of what a verification takes, known anew with every decision
         self._found = False  # for the round that was asked for last
         self._after: bool | None = None  # for the one before it
+
+    def _decide(self, answers: int) -> None:
+        super()._decide(answers)
+        self._steps = steps(self._verify)
 
     def _best_of(self, rounds: Sequence[tuple[float, float]]) -> tuple[int, float]:
         rate = self._rate_behind(False)
@@ -202,7 +207,7 @@ class BesideWithHistory(GoodputBeside):
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """See ``LengthPolicy``."""
         verify = self._verify
-        self._found = pays(reach, verify)
+        self._found = pays(reach, verify, self._steps)
         if not self._found:
             return Lead(0, length)
         rate = self._rate_behind(True)
@@ -210,7 +215,7 @@ class BesideWithHistory(GoodputBeside):
         # The draft is fed later what it did not draft.
         fed_s = self._share * self._known.costs.draft(0, 1) if self.best else 0.0
         otherwise = tokens - rate * seconds
-        most, gain = best_length(reach[: max(0, limit)], verify, rate, fed_s, otherwise)
+        most, gain = best_length(reach[: max(0, limit)], verify, self._steps, rate, fed_s, otherwise)
         self._looking.found((gain - otherwise) / rate)
         return Lead(most, 0) if most else Lead(0, length)
 

@@ -49,8 +49,8 @@ PATIENCE, GROWTH, LARGEST_STEP = 3, 1.6, 0.4
 TOO_HIGH, LEAST = 0.7, 0.05
 # How many others, of so many passes of late, must have taken what was expected: else it is the machine.
 WITNESSES, LATELY = 3, 16
-# Rounds of a batch that are enough to learn from: of longer ones, in which nothing changes, every second is.
-FEW = 12
+# Rounds of a batch that are all learned from: of longer ones, in which nothing changes, every second is.
+FEW = 23
 # Draft tokens beyond which no length is considered anywhere.
 LONGEST = 16
 
@@ -234,7 +234,7 @@ class CostModel:
         """Learn from finished rounds. Returns whether a cost that was far too high has just been mended."""
         if rounds and not self.measured:
             self._first(rounds[0].outcome)
-        rounds = rounds[:: max(1, len(rounds) // FEW)]
+        rounds = rounds[:: 1 if len(rounds) <= FEW else 2]
         passes: list[tuple[int, float]] = []
         shares = self._shares(rounds)
         for timed in rounds:

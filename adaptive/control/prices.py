@@ -56,36 +56,47 @@ class Terms:
     sure: float
 
 
+def steps(seconds: Sequence[float]) -> list[float]:
+    """Of each token from the first the seconds that it and any number of those behind it take at least, each. One that
+    is not worth these ends a proposal, since it is likelier than those behind it."""
+    longest = len(seconds)
+    return [min((seconds[j] - seconds[k - 1]) / (j - k + 1) for j in range(k, longest)) for k in range(1, longest)]
+
+
 def best_length(
-    reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float = 0.0, least: float = 0.0
+    reach: Sequence[float],
+    seconds: Sequence[float],
+    steps: Sequence[float],
+    rate: float,
+    token_s: float,
+    least: float,
 ) -> tuple[int, float]:
     """How many tokens of a proposal to verify, 0 for none, and how many tokens more that brings than its time otherwise
     would. ``reach`` is of each the probability that all up to it are accepted, ``seconds[k]`` what a round takes that
-    verifies k, and ``token_s`` what each of its tokens takes later; ``rate`` tokens per second otherwise. What brings
-    no more than ``least`` is left alone."""
-    best, most, tokens = 0, least, 1.0
-    for k, sure in enumerate(reach[: len(seconds) - 1], 1):
+    verifies k, of which ``steps`` are known, and ``token_s`` what each of its tokens takes later; ``rate`` tokens per
+    second otherwise. What brings no more than ``least``, which is what plain decoding does or more, is left alone."""
+    best, most, tokens, net = 0, least, 1.0, 1.0 - rate * token_s
+    for k, (sure, step) in enumerate(zip(reach, steps, strict=False), 1):
+        if sure * net < rate * step:
+            break
         tokens += sure
-        gain = tokens - rate * (seconds[k] + token_s * tokens)
+        gain = tokens * net - rate * seconds[k]
         if gain > most:
             best, most = k, gain
     return best, most
 
 
 def best_front(
-    reach: Sequence[float],
-    seconds: Sequence[float],
-    rate: float,
-    drafted: int,
-    hope: float,
-    draft_s: float,
-    fed_s: float,
+    reach: Sequence[float], seconds: Sequence[float], rate: float, drafted: int, terms: Terms, fed_s: float
 ) -> tuple[int, float]:
-    """As ``best_length`` where a draft of ``drafted`` tokens goes on behind the proposal, as ``Terms`` says of it."""
+    """As ``best_length`` where a draft of ``drafted`` tokens goes on behind the proposal, as the ``terms`` say of it;
+    each token before it takes ``fed_s``."""
     best, most, tokens = 0, -math.inf, 1.0
     for k, sure in enumerate(reach, 1):
+        if sure <= terms.sure:
+            break
         tokens += sure
-        gain = tokens + sure * hope - rate * (seconds[k + drafted] + draft_s + k * fed_s)
+        gain = tokens + sure * terms.hope - rate * (seconds[k + drafted] + terms.draft_s + k * fed_s)
         if gain > most:
             best, most = k, gain
     return best, most
@@ -105,12 +116,14 @@ def best_tail(
     return best, most
 
 
-def pays(reach: Sequence[float], seconds: Sequence[float]) -> bool:
+def pays(reach: Sequence[float], seconds: Sequence[float], steps: Sequence[float]) -> bool:
     """Whether verifying some of a proposal says more in its time than plain decoding, whose rounds take
     ``seconds[0]``; else as ``best_length``."""
     tokens, plain_s = 1.0, seconds[0]
-    for sure, whole in zip(reach, seconds[1:], strict=False):
+    for k, (sure, step) in enumerate(zip(reach, steps, strict=False), 1):
+        if sure * plain_s < step:
+            return False
         tokens += sure
-        if tokens * plain_s > whole:
+        if tokens * plain_s > seconds[k]:
             return True
     return False

@@ -37,7 +37,7 @@ from adaptive.control.costs import LONGEST, CostTable, Timed
 from adaptive.control.goodput import FEW_WAITING, RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
-from adaptive.control.prices import Terms, best_front, best_length, best_tail, pays
+from adaptive.control.prices import Terms, best_front, best_length, best_tail, pays, steps
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, Rival
 from adaptive.types import FREE, MODEL, Round
@@ -82,6 +82,7 @@ class GoodputWithHistory(GoodputLength):
         # and what rounds are judged by for which something was found.
         self.rates: dict[bool, float] = {}
         self.history_s: list[float] | None = None
+        self.steps: list[float] = []  # of those seconds
         self.hope: list[float] | None = None
         self.terms: Terms | None = None
         super().__init__(*args, **kwargs)
@@ -131,7 +132,7 @@ class GoodputWithHistory(GoodputLength):
 
     def _lead(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> Lead:
         seconds = self._seconds()
-        self.now = found = bool(reach) and pays(reach, seconds)
+        self.now = found = bool(reach) and pays(reach, seconds, self.steps)
         passed = len(self.found)  # rounds since ``next_length``, of a token each
         self.found.append(found)
         self.gains.append(None)
@@ -139,7 +140,8 @@ class GoodputWithHistory(GoodputLength):
             return Lead(0, length)
         terms = self.terms or self._terms()
         token_s = terms.token_s if self.room else 0.0
-        alone, gain = best_length(reach[: max(0, limit)], seconds, terms.rate, token_s, terms.plain)
+        reach = reach if len(reach) <= limit else reach[: max(0, limit)]
+        alone, gain = best_length(reach, seconds, self.steps, terms.rate, token_s, terms.plain)
         if not alone:
             return Lead(0, length)
         lead = Lead(alone, 0)
@@ -147,7 +149,7 @@ class GoodputWithHistory(GoodputLength):
             usual = min(length, self.best)
             fed_s = terms.step_s if singly else terms.fed_s
             most = max(0, min(limit, LONGEST) - usual)
-            before, more = best_front(reach[:most], seconds, terms.rate, usual, terms.hope, terms.draft_s, fed_s)
+            before, more = best_front(reach[:most], seconds, terms.rate, usual, terms, fed_s)
             if more > gain:
                 lead, gain = Lead(before, min(length, limit - before, LONGEST - before)), more
         self.gains[-1] = gain
@@ -417,7 +419,8 @@ class GoodputWithHistory(GoodputLength):
         if self.history_s is None:
             # As they were seen: by how much the model's take longer than is believed is another matter, and known from
             # few of them where history leads.
-            self.history_s = [self.plain_s, *(self.costs.beside_drafting(k) for k in range(1, LONGEST + 1))]
+            seconds = self.history_s = [self.plain_s, *map(self.costs.beside_drafting, range(1, LONGEST + 1))]
+            self.steps = steps(seconds)
         return self.history_s
 
     def _hope(self) -> list[float]:
