@@ -305,6 +305,19 @@ def test_a_useless_draft_that_must_catch_up_with_long_prompts_costs_little() -> 
     assert world.tokens / world.seconds > 0.97 / (TABLE.verify_s[0] + TABLE.overhead_s + TABLE.token_s)
 
 
+def test_a_prompt_that_is_not_worth_reading_is_not_thought_of_in_every_round() -> None:
+    policy, world = goodput()
+    for _ in range(400):
+        world.round([0.8] * 16)
+    assert policy.speculating
+    policy.begin(Scope("", 0.0))
+    world.waiting = 10_000
+    world.round([0.8] * 16, 20)  # a try, which costs more than the budget has
+    policy.begin(Scope("", 0.0))
+    assert policy.next_length(20, 10_000, 100) == 0
+    assert policy.steady > 4
+
+
 def test_a_pass_that_got_slower_does_not_make_the_others_cheap() -> None:
     model, rng = CostModel(TABLE), random.Random(4)
 

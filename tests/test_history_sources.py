@@ -149,6 +149,18 @@ def test_tries_in_historys_place_are_paid_for_when_they_are_made() -> None:
     assert rival.due(0.5, 1.0, 4.0)  # of which too little is believed: it goes on being tried
 
 
+def test_by_how_much_the_model_guesses_repeated_text_better_outlives_the_model() -> None:
+    rival = Rival()
+    assert rival.usual(0.5, 1.0) == pytest.approx((0.5, 1.0))
+    for _ in range(100):
+        rival.observe(1.0, 1.2, 0.5, 1.0)
+    rival.swapped()
+    accepted, seconds = rival.usual(0.8, 1.0)
+    assert 1.4 < accepted < 1.6
+    assert 1.15 < seconds < 1.2
+    assert rival.usual(0.0, 1.0)[0] == 0.0
+
+
 @pytest.mark.parametrize(("by_model", "drafts"), [(0, False), (3, True)])
 def test_a_prompt_is_read_where_the_rest_of_the_answer_is_worth_it(by_model: int, drafts: bool) -> None:
     """History finds one token in every round. Reading 300 tokens takes the draft what three plain rounds do, which no

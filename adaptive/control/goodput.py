@@ -57,8 +57,7 @@ COMPARED = 3
 REFRESH = 4
 # Weight of one answer in the running mean of their lengths, and the mean to begin with (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
-# Seconds between two looks at what else uses the machine, and looks that agree before it counts as busy (as quiet:
-# ``CALM_LOOKS``, when passes may use all threads again).
+# Seconds between two looks at what else uses the machine, and looks that agree before it is busy (quiet: CALM_LOOKS).
 LOOK_S, LOOKS = 0.1, 2
 # Tokens to catch up with that are not worth a thought.
 FEW_WAITING = 8
@@ -144,7 +143,8 @@ class GoodputLength(LengthPolicy):
         if limit <= 0:
             return 0
         if self.speculating and waiting > FEW_WAITING and not self._worth_catching_up(limit):
-            if not self.tries.due:
+            if not self.tries.due:  # what there is to read only grows in this answer
+                self.steady = max(1, min(self.batch.rounds - len(self.seen), int(self.tries.wait)))
                 return 0
             self.trying = True  # else nothing would ever be seen of a draft that answers are too short for
         elif self.speculating or block:

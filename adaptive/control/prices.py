@@ -41,7 +41,8 @@ class Terms:
     elsewhere: ``plain`` decoding, ``otherwise`` the best that is done where nothing is found, ``model`` the model's in
     such a round. ``token_s`` is what each committed token takes the draft later. A draft behind tokens that were found
     commits ``hope`` tokens where it is reached, in ``draft_s`` and, for each token before it, ``fed_s`` or (one by one)
-    ``step_s``; it cannot pay where the first of these is no likelier than ``sure``.
+    ``step_s``; it cannot pay where the first of these is no likelier than ``sure``. ``tries`` is what rounds of the
+    model's in such a round's place may lose at once, in plain rounds.
     """
 
     rate: float
@@ -54,6 +55,7 @@ class Terms:
     fed_s: float
     step_s: float
     sure: float
+    tries: float
 
 
 def steps(seconds: Sequence[float]) -> list[float]:

@@ -131,7 +131,7 @@ class GoodputWithHistory(GoodputLength):
         return lead
 
     def _lead(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> Lead:
-        seconds = self._seconds()
+        seconds = self.history_s or self._seconds()
         self.now = found = bool(reach) and pays(reach, seconds, self.steps)
         passed = len(self.found)  # rounds since ``next_length``, of a token each
         self.found.append(found)
@@ -167,7 +167,7 @@ class GoodputWithHistory(GoodputLength):
             return Lead(0, most)
         if not read:
             loss += self.costs.draft(0, waiting) / self.plain_s
-        if self.rival.due(max(0.0, loss), seconds[lead.history] / self.plain_s, BUDGET - self._most_budget()):
+        if self.rival.due(max(0.0, loss), seconds[lead.history] / self.plain_s, terms.tries):
             self.losses[passed] = loss
             return Lead(0, most)
         return lead
@@ -177,7 +177,7 @@ class GoodputWithHistory(GoodputLength):
         costs, rate, seconds = self.costs, self._rate_behind(True), self._seconds()
         plain = 1.0 - rate * self.plain_s
         tokens, took = self._model_round()
-        there, there_s = self.rival.usual(tokens, took / costs.speed)
+        there, there_s = self.rival.usual(tokens - 1.0, took / costs.speed)
         usual = min(self.length, self.best)
         hope = sum(itertools.accumulate(self._hope()[:usual], operator.mul))
         draft_s, fed_s = self.marginal * costs.draft(usual), costs.draft(0, 1)
@@ -187,13 +187,14 @@ class GoodputWithHistory(GoodputLength):
             rate=rate,
             plain=plain,
             otherwise=max(plain, tokens - rate * took) if self.speculating else plain,
-            model=there - rate * there_s * costs.speed,
+            model=1.0 + there - rate * there_s * costs.speed,
             token_s=fed_s if self.speculating else 0.0,
             hope=hope,
             draft_s=draft_s,
             fed_s=self.marginal * fed_s,
             step_s=self.marginal * costs.draft_step(),
             sure=rate * (draft_s + further_s - later_s) / max(hope, 1e-9),
+            tries=BUDGET - self._most_budget(),
         )
         return self.terms
 
@@ -347,8 +348,9 @@ class GoodputWithHistory(GoodputLength):
     def _tried_instead(self, timed: Timed, gain: float) -> None:
         """A round was the model's that history would have drafted, where it was worth ``gain``."""
         tokens, seconds = 1 + timed.outcome.accepted, self._believed(timed)
-        self.rival.seen.observe(tokens, seconds / self.costs.speed)
-        self.terms = None
+        others, others_s = self._model_round()
+        speed = self.costs.speed
+        self.rival.observe(tokens - 1.0, seconds / speed, others - 1.0, others_s / speed)
         expected = self.losses.get(self.rounds)
         if expected is not None:
             self.rival.tried(((gain - tokens) / self._rate_behind(True) + seconds) / self.plain_s, expected)
@@ -402,7 +404,7 @@ class GoodputWithHistory(GoodputLength):
     def swapped(self, expected: Sequence[float] | None = None) -> None:
         """See ``LengthPolicy``."""
         super().swapped(expected)
-        self.rival = Rival()
+        self.rival.swapped()
 
     def remeasured(self, table: CostTable, busy: bool) -> None:
         """See ``GoodputLength``. What was seen before is in the seconds of other costs."""

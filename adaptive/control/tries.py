@@ -30,7 +30,7 @@ JUDGED_EVERY = 4
 ON_TRIAL, ON_TRIAL_HERE = 160, 6
 # Of the model's rounds where history would have drafted: what is left of one after a later one, and imaginary ones of
 # what its others bring.
-KEEP_RIVAL, RIVAL_WEIGHT = 0.99, 8.0
+KEEP_RIVAL, RIVAL_WEIGHT = 0.998, 8.0
 # Weight of one round in the mean of what such a round of the model's loses.
 LOSS_STEP = 0.05
 # Share of the time of history's rounds that such tries may lose. More is lost for as long as history does better, less
@@ -97,17 +97,35 @@ class Tries:
 
 
 class Rival:
-    """What the model's rounds bring where history would have drafted, and when to try one."""
+    """What the model's rounds bring where history would have drafted, and when to try one.
+
+    Where history finds something the text repeats itself, and a model guesses such text better as well. By how much
+    is remembered for longer than how good the model is: it is seen seldom where history does better, and is much the
+    same for the model's next adapter.
+    """
 
     def __init__(self) -> None:
-        self.seen = Discounted(KEEP_RIVAL)
+        # Tokens drafted and accepted and seconds of such rounds; the same of as many of the model's others.
+        self.seen, self.others = Discounted(KEEP_RIVAL), Discounted(KEEP_RIVAL)
         # In plain rounds' time: what tries have lost beyond what they may, and what one is expected to lose.
         self.owed, self.loss = 0.0, 0.0
         self.won = 0.0  # the same that one would save, of all of history's rounds, if it is only made where it saves
 
-    def usual(self, tokens: float, seconds: float) -> tuple[float, float]:
-        """Tokens and seconds of such a round, where others of the model's have so many."""
-        return self.seen.mean(tokens, seconds, RIVAL_WEIGHT)
+    def observe(self, accepted: float, seconds: float, others: float, others_s: float) -> None:
+        """Such a round, where others of the model's have so many accepted tokens and take so long."""
+        self.seen.observe(accepted, seconds)
+        self.others.observe(others, others_s)
+
+    def usual(self, others: float, others_s: float) -> tuple[float, float]:
+        """Accepted tokens and seconds of such a round, where others of the model's have so many."""
+        tokens, seconds = RIVAL_WEIGHT * others, RIVAL_WEIGHT * others_s
+        more = (self.seen.tokens + tokens) / max(self.others.tokens + tokens, 1e-9)
+        longer = (self.seen.seconds + seconds) / (self.others.seconds + seconds)
+        return more * others, longer * others_s
+
+    def swapped(self) -> None:
+        """The model is another one."""
+        self.owed = self.loss = self.won = 0.0
 
     def wins(self, saved: float) -> None:
         """A round of the model's is expected to save so much where history would draft."""
