@@ -138,6 +138,20 @@ def test_a_new_draft_is_judged_also_where_history_finds_everything() -> None:
     assert policy.rival.owed < owed + 10.0  # of plain rounds; those on trial would be some hundred
 
 
+def test_rounds_on_trial_are_learned_from_together() -> None:
+    policy = GoodputWithHistory(COSTS)
+    run(policy, 400, [], 0, 0)
+    assert not policy.speculating
+    policy.swapped([0.0] * LONGEST)
+    policy.begin(Scope("s", 0.0))
+    assert policy.next_length(1000, 0, 100) > 0
+    assert policy.steady == ON_TRIAL_HERE
+    on_trial = policy.tries.on_trial
+    run(policy, ON_TRIAL_HERE, [], 0, 0)
+    assert policy.tries.on_trial == on_trial - ON_TRIAL_HERE
+    assert policy.tries.on_trial_here == 0
+
+
 def test_tries_in_historys_place_are_paid_for_when_they_are_made() -> None:
     """Many rounds are planned before the first of them has been learned from."""
     rival = Rival()

@@ -104,8 +104,7 @@ class GoodputLength(LengthPolicy):
         self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
         # Since it was last asked: when that was, in this answer; rounds, their seconds and their tokens.
         self.asked: float | None = None
-        self.rounds, self.rounds_s, self.committed = 0, 0.0, 0
-        self.decided, self.waiting = False, 0
+        self.rounds, self.rounds_s, self.committed, self.decided, self.waiting = 0, 0.0, 0, False, 0
         self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
         self.batch = Batch()
         self.stopping = Stopping(self.longest, LONGEST_BATCH)
@@ -149,6 +148,8 @@ class GoodputLength(LengthPolicy):
             self.trying = True  # else nothing would ever be seen of a draft that answers are too short for
         elif self.speculating or block:
             self.steady = min(self.batch.rounds - len(self.seen), block or self.batch.rounds)
+        else:  # on trial, in a row
+            self.steady = max(1, self.tries.on_trial_here - len(self.seen))
         self.expected = self.expected_speculative
         return min(limit, self.longest if self.attentive else self.best)
 
@@ -283,8 +284,8 @@ class GoodputLength(LengthPolicy):
         return self.stopping if self.attentive else None
 
     def observe(self, outcome: Round, apart: bool = False) -> None:
-        """Keep a finished round; every batch, and at once after a try, they are learned from. Of one that is ``apart``
-        only costs and confidence are: it is of another sort than those that are decided of."""
+        """Keep a finished round. They are learned from in batches, at once after a try, and after all on trial. Of one
+        that is ``apart`` only costs and confidence are: it is of another sort than those that are decided of."""
         bins = self._bins()
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         tokens, drafted = 1 + outcome.accepted, steps > 0
@@ -297,7 +298,7 @@ class GoodputLength(LengthPolicy):
         self.seen.append(timed)
         self.sure.append(bins)
         self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
-        if len(self.seen) >= self.batch.rounds or (drafted and self.trying):
+        if len(self.seen) >= (self.tries.on_trial_here if drafted and self.trying else self.batch.rounds):
             self.settle()
 
     def _bins(self) -> list[int]:
@@ -313,7 +314,7 @@ class GoodputLength(LengthPolicy):
         if self.beside:
             self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
         mended = bool(seen) and self.costs.observe(seen)
-        if mended or self.blocks.left or self.tries.on_trial_here or not self.costs.as_expected:
+        if mended or self.blocks.left or not self.costs.as_expected:
             self.batch.restart()
         else:
             self.batch.grow(self.plain_s)
@@ -432,8 +433,6 @@ class GoodputLength(LengthPolicy):
             self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
         self.this_answer = 0
         self.tries.answer()
-        if self.tries.on_trial_here:
-            self.batch.restart()
         self.blocks.answer()
         self.asked = None
         if self.meter is not None and self.meter.read() is not None:
@@ -447,4 +446,5 @@ class GoodputLength(LengthPolicy):
         self.calibration.swapped()
         self.recent.forget()
         self.tries.swapped()
+        self.batch.restart()
         self.blocks.hurry()  # drafted rounds in a row, in the next answer
