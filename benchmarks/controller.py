@@ -104,7 +104,7 @@ class Recorded:
     def __init__(self, log: Path, costs: CostTable) -> None:
         with contextlib.closing(sqlite3.connect(f"file:{log}?mode=ro", uri=True)) as connection:
             rows = connection.execute(
-                "SELECT drafted, verify_s FROM rounds WHERE verify_s > 0 ORDER BY generation, rowid"
+                "SELECT drafted, verify_s FROM rounds WHERE verify_s > 0 ORDER BY generation, idx"
             ).fetchall()
         seconds = np.array([seen for _, seen in rows])
         drafted = np.minimum([drafted for drafted, _ in rows], DEPTH)

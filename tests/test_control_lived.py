@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
+from controller import Recorded
+from records_factory import generation
 from test_control import TABLE, Clock, World
 
 from adaptive.control.acceptance import by_position
@@ -18,6 +20,7 @@ from adaptive.control.memory import DAY, Memory, keeping, load, remembered, save
 from adaptive.control.policy import Scope
 from adaptive.control.rate import SeenTimes
 from adaptive.control.tries import ON_TRIAL, ON_TRIAL_HERE
+from adaptive.records.writer import LogWriter
 from adaptive.types import Round
 
 GOOD, USELESS = [0.8] * LONGEST, [0.02] * LONGEST
@@ -300,3 +303,13 @@ def test_one_process_of_a_pair_keeps_what_the_controller_learned(tmp_path: Path)
             assert not second
     with keeping(tmp_path / "controller.json") as third:
         assert third
+
+
+def test_a_machine_is_replayed_from_the_log_of_a_session_that_was_lived_on_it(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    rounds = tuple(Round("none", 0, 0, 0.0, 0.002 if number % 2 else 0.001) for number in range(40))
+    with LogWriter(path) as log:
+        log.write(generation(rounds=rounds))
+    machine = Recorded(path, TABLE)
+    assert machine.at(0.0) == pytest.approx(1.0, rel=0.01)
+    assert machine.at(1.5 * TABLE.plain_step_s) == pytest.approx(2.0, rel=0.01)
