@@ -13,7 +13,7 @@ in which the rounds behind would say them. Grafts are not considered, nor tries 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from adaptive.control.acceptance import Acceptance
@@ -172,13 +172,12 @@ class GoodputBeside(Beside):
 class BesideWithHistory(GoodputBeside):
     """The same where there is history to draft from."""
 
-    def __init__(self, known: Known, scope: Scope, ahead: Ahead, looks: Looks, clock: Callable[[], float]) -> None:
+    def __init__(self, known: Known, scope: Scope, ahead: Ahead, looks: Looks) -> None:
         """Of all answers that share rounds: ``ahead`` is at what rate they go on, in units of their plain rounds, and
-        ``looks`` what looking for what may follow takes and saves, by this ``clock``."""
+        ``looks`` what looking for what may follow takes and saves."""
         super().__init__(known, scope)
         self._ahead = ahead
         self._looking, self._passed_s = Looking(looks), 0.0  # this answer's, and its share of the time
-        self.clock = clock
         self._steps: list[float] = []  # of what a verification takes, known anew with every decision
         self._found = False  # for the round that was asked for last
         self._after: bool | None = None  # for the one before it

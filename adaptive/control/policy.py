@@ -64,7 +64,6 @@ class Beside:
     """
 
     expected: float = 0.0
-    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     @property
     def adviser(self) -> Adviser | None:

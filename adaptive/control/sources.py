@@ -384,7 +384,7 @@ class GoodputWithHistory(GoodputLength):
 
     def among(self, scope: Scope) -> Beside:
         """See ``GoodputLength``."""
-        return BesideWithHistory(self, scope, self.together, self.looks_together, self.clock)
+        return BesideWithHistory(self, scope, self.together, self.looks_together)
 
     def settle(self) -> None:
         """Learn from all rounds seen since the last time."""
