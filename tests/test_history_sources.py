@@ -18,7 +18,7 @@ from adaptive.control.goodput import GoodputLength
 from adaptive.control.matches import ANEW_EVERY, Matches
 from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import FixedLength, Scope
-from adaptive.control.prices import best_length, pays, steps
+from adaptive.control.prices import best_length, pays
 from adaptive.control.sources import GoodputWithHistory
 from adaptive.control.tries import ON_TRIAL, ON_TRIAL_HERE, RIVAL_SHARE, Rival
 from adaptive.drafting.archive import Archive, History
@@ -56,7 +56,7 @@ def test_no_other_length_promises_more(reach: list[float], more: list[float], ra
         return tokens - rate * (seconds[k] + token_s * tokens)
 
     nothing = gain(0)
-    best, gained = best_length(reach, seconds, steps(seconds), rate, token_s, nothing)
+    best, gained = best_length(reach, seconds, rate, token_s, nothing)
     possible = [gain(k) for k in range(1, min(len(reach), LONGEST) + 1)]
     if best:
         assert gained == pytest.approx(gain(best)) == pytest.approx(max(possible))
@@ -64,7 +64,7 @@ def test_no_other_length_promises_more(reach: list[float], more: list[float], ra
     assert (best > 0) == (most > nothing) or abs(most - nothing) < 1e-9  # rounding
     lengths = range(1, min(len(reach), LONGEST) + 1)
     most = max((1 + sum(reach[:k]) - seconds[k] for k in lengths), default=0.0)
-    assert pays(reach, seconds, steps(seconds)) == (most > 0) or abs(most) < 1e-9
+    assert pays(reach, seconds) == (most > 0) or abs(most) < 1e-9
 
 
 def run(
@@ -172,7 +172,14 @@ def test_by_how_much_the_model_guesses_repeated_text_better_outlives_the_model()
     accepted, seconds = rival.usual(0.8, 1.0)
     assert 1.4 < accepted < 1.6
     assert 1.15 < seconds < 1.2
-    assert rival.usual(0.0, 1.0)[0] == 0.0
+
+
+def test_a_model_that_is_useless_elsewhere_is_known_by_what_it_does_in_historys_place() -> None:
+    rival = Rival()
+    for number in range(200):
+        rival.observe(0.3, 1.0, -0.02 if number % 2 else 0.02, 1.0)  # estimates, of which some are below nothing
+    for others in (-0.02, 0.0, 0.01):
+        assert rival.usual(others, 1.0)[0] == pytest.approx(0.2, abs=0.11)
 
 
 @pytest.mark.parametrize(("by_model", "drafts"), [(0, False), (3, True)])

@@ -34,11 +34,6 @@ class Discounted:
         """Tokens per second, with so many imaginary seconds at the ``usual`` rate."""
         return (self.tokens + usual * seconds) / (self.seconds + seconds)
 
-    def mean(self, tokens: float, seconds: float, weight: float) -> tuple[float, float]:
-        """Tokens and seconds of a round, with ``weight`` imaginary rounds of so many."""
-        rounds = self.rounds + weight
-        return (self.tokens + weight * tokens) / rounds, (self.seconds + weight * seconds) / rounds
-
 
 class Ahead:
     """The rates, and how much of the text is left to rounds for which nothing was found. All seconds are of one unit,

@@ -13,7 +13,7 @@ in which the rounds behind would say them. Grafts are not considered, nor tries 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from adaptive.control.acceptance import Acceptance
@@ -22,7 +22,7 @@ from adaptive.control.confidence import Calibration
 from adaptive.control.costs import SPEED_STEP, CostModel, Steps
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
-from adaptive.control.prices import best_length, pays, prices, steps
+from adaptive.control.prices import best_length, pays, prices
 from adaptive.control.stopping import Stopping
 from adaptive.types import Round
 
@@ -172,19 +172,15 @@ class GoodputBeside(Beside):
 class BesideWithHistory(GoodputBeside):
     """The same where there is history to draft from."""
 
-    def __init__(self, known: Known, scope: Scope, ahead: Ahead, looks: Looks) -> None:
+    def __init__(self, known: Known, scope: Scope, ahead: Ahead, looks: Looks, clock: Callable[[], float]) -> None:
         """Of all answers that share rounds: ``ahead`` is at what rate they go on, in units of their plain rounds, and
-        ``looks`` what looking for what may follow takes and saves."""
+        ``looks`` what looking for what may follow takes and saves, by this ``clock``."""
         super().__init__(known, scope)
         self._ahead = ahead
         self._looking, self._passed_s = Looking(looks), 0.0  # this answer's, and its share of the time
-        self._steps: list[float] = []  # of what a verification takes, known anew with every decision
+        self.clock = clock
         self._found = False  # for the round that was asked for last
         self._after: bool | None = None  # for the one before it
-
-    def _decide(self, answers: int) -> None:
-        super()._decide(answers)
-        self._steps = steps(self._verify)
 
     def _best_of(self, rounds: Sequence[tuple[float, float]]) -> tuple[int, float]:
         rate = self._rate_behind(False)
@@ -206,7 +202,7 @@ class BesideWithHistory(GoodputBeside):
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """See ``LengthPolicy``."""
         verify = self._verify
-        self._found = pays(reach, verify, self._steps)
+        self._found = pays(reach, verify)
         if not self._found:
             return Lead(0, length)
         rate = self._rate_behind(True)
@@ -214,7 +210,7 @@ class BesideWithHistory(GoodputBeside):
         # The draft is fed later what it did not draft.
         fed_s = self._share * self._known.costs.draft(0, 1) if self.best else 0.0
         otherwise = tokens - rate * seconds
-        most, gain = best_length(reach[: max(0, limit)], verify, self._steps, rate, fed_s, otherwise)
+        most, gain = best_length(reach[: max(0, limit)], verify, rate, fed_s, otherwise)
         self._looking.found((gain - otherwise) / rate)
         return Lead(most, 0) if most else Lead(0, length)
 

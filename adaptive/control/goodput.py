@@ -93,8 +93,7 @@ class GoodputLength(LengthPolicy):
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
         self.times = SeenTimes()
         self.joint = JointCosts()
-        self.answer_tokens = ANSWER_TOKENS
-        self.this_answer = 0
+        self.answer_tokens, self.this_answer = ANSWER_TOKENS, 0
         self.tries, self.trying = Tries(), False  # whether what is drafted now is a try
         self.blocks = Blocks()
         # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
@@ -104,7 +103,8 @@ class GoodputLength(LengthPolicy):
         self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
         # Since it was last asked: when that was, in this answer; rounds, their seconds and their tokens.
         self.asked: float | None = None
-        self.rounds, self.rounds_s, self.committed, self.decided, self.waiting = 0, 0.0, 0, False, 0
+        self.rounds, self.rounds_s, self.committed = 0, 0.0, 0
+        self.decided, self.waiting = False, 0
         self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
         self.batch = Batch()
         self.stopping = Stopping(self.longest, LONGEST_BATCH)
@@ -148,7 +148,7 @@ class GoodputLength(LengthPolicy):
             self.trying = True  # else nothing would ever be seen of a draft that answers are too short for
         elif self.speculating or block:
             self.steady = min(self.batch.rounds - len(self.seen), block or self.batch.rounds)
-        else:  # on trial, in a row
+        else:  # tries are learned from one by one, but those on trial together
             self.steady = max(1, self.tries.on_trial_here - len(self.seen))
         self.expected = self.expected_speculative
         return min(limit, self.longest if self.attentive else self.best)

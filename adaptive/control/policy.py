@@ -64,6 +64,7 @@ class Beside:
     """
 
     expected: float = 0.0
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     @property
     def adviser(self) -> Adviser | None:

@@ -58,31 +58,17 @@ class Terms:
     tries: float
 
 
-def steps(seconds: Sequence[float]) -> list[float]:
-    """Of each token from the first the seconds that it and any number of those behind it take at least, each. One that
-    is not worth these ends a proposal, since it is likelier than those behind it."""
-    longest = len(seconds)
-    return [min((seconds[j] - seconds[k - 1]) / (j - k + 1) for j in range(k, longest)) for k in range(1, longest)]
-
-
 def best_length(
-    reach: Sequence[float],
-    seconds: Sequence[float],
-    steps: Sequence[float],
-    rate: float,
-    token_s: float,
-    least: float,
+    reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float = 0.0, least: float = 0.0
 ) -> tuple[int, float]:
     """How many tokens of a proposal to verify, 0 for none, and how many tokens more that brings than its time otherwise
     would. ``reach`` is of each the probability that all up to it are accepted, ``seconds[k]`` what a round takes that
-    verifies k, of which ``steps`` are known, and ``token_s`` what each of its tokens takes later; ``rate`` tokens per
-    second otherwise. What brings no more than ``least``, which is what plain decoding does or more, is left alone."""
-    best, most, tokens, net = 0, least, 1.0, 1.0 - rate * token_s
-    for k, (sure, step) in enumerate(zip(reach, steps, strict=False), 1):
-        if sure * net < rate * step:
-            break
+    verifies k, and ``token_s`` what each of its tokens takes later; ``rate`` tokens per second otherwise. What brings
+    no more than ``least`` is left alone."""
+    best, most, tokens = 0, least, 1.0
+    for k, sure in enumerate(reach[: len(seconds) - 1], 1):
         tokens += sure
-        gain = tokens * net - rate * seconds[k]
+        gain = tokens - rate * (seconds[k] + token_s * tokens)
         if gain > most:
             best, most = k, gain
     return best, most
@@ -118,14 +104,12 @@ def best_tail(
     return best, most
 
 
-def pays(reach: Sequence[float], seconds: Sequence[float], steps: Sequence[float]) -> bool:
+def pays(reach: Sequence[float], seconds: Sequence[float]) -> bool:
     """Whether verifying some of a proposal says more in its time than plain decoding, whose rounds take
     ``seconds[0]``; else as ``best_length``."""
     tokens, plain_s = 1.0, seconds[0]
-    for k, (sure, step) in enumerate(zip(reach, steps, strict=False), 1):
-        if sure * plain_s < step:
-            return False
+    for sure, whole in zip(reach, seconds[1:], strict=False):
         tokens += sure
-        if tokens * plain_s > seconds[k]:
+        if tokens * plain_s > whole:
             return True
     return False

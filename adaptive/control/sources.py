@@ -37,7 +37,7 @@ from adaptive.control.costs import LONGEST, CostTable, Timed
 from adaptive.control.goodput import FEW_WAITING, RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
-from adaptive.control.prices import Terms, best_front, best_length, best_tail, pays, steps
+from adaptive.control.prices import Terms, best_front, best_length, best_tail, pays
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, Rival
 from adaptive.types import FREE, MODEL, Round
@@ -82,7 +82,6 @@ class GoodputWithHistory(GoodputLength):
         # and what rounds are judged by for which something was found.
         self.rates: dict[bool, float] = {}
         self.history_s: list[float] | None = None
-        self.steps: list[float] = []  # of those seconds
         self.hope: list[float] | None = None
         self.terms: Terms | None = None
         super().__init__(*args, **kwargs)
@@ -131,8 +130,8 @@ class GoodputWithHistory(GoodputLength):
         return lead
 
     def _lead(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> Lead:
-        seconds = self.history_s or self._seconds()
-        self.now = found = bool(reach) and pays(reach, seconds, self.steps)
+        seconds = self._seconds()
+        self.now = found = bool(reach) and pays(reach, seconds)
         passed = len(self.found)  # rounds since ``next_length``, of a token each
         self.found.append(found)
         self.gains.append(None)
@@ -140,8 +139,7 @@ class GoodputWithHistory(GoodputLength):
             return Lead(0, length)
         terms = self.terms or self._terms()
         token_s = terms.token_s if self.room else 0.0
-        reach = reach if len(reach) <= limit else reach[: max(0, limit)]
-        alone, gain = best_length(reach, seconds, self.steps, terms.rate, token_s, terms.plain)
+        alone, gain = best_length(reach[: max(0, limit)], seconds, terms.rate, token_s, terms.plain)
         if not alone:
             return Lead(0, length)
         lead = Lead(alone, 0)
@@ -384,7 +382,7 @@ class GoodputWithHistory(GoodputLength):
 
     def among(self, scope: Scope) -> Beside:
         """See ``GoodputLength``."""
-        return BesideWithHistory(self, scope, self.together, self.looks_together)
+        return BesideWithHistory(self, scope, self.together, self.looks_together, self.clock)
 
     def settle(self) -> None:
         """Learn from all rounds seen since the last time."""
@@ -421,8 +419,7 @@ class GoodputWithHistory(GoodputLength):
         if self.history_s is None:
             # As they were seen: by how much the model's take longer than is believed is another matter, and known from
             # few of them where history leads.
-            seconds = self.history_s = [self.plain_s, *map(self.costs.beside_drafting, range(1, LONGEST + 1))]
-            self.steps = steps(seconds)
+            self.history_s = [self.plain_s, *map(self.costs.beside_drafting, range(1, LONGEST + 1))]
         return self.history_s
 
     def _hope(self) -> list[float]:

@@ -31,6 +31,8 @@ ON_TRIAL, ON_TRIAL_HERE = 160, 6
 # Of the model's rounds where history would have drafted: what is left of one after a later one, and imaginary ones of
 # what its others bring.
 KEEP_RIVAL, RIVAL_WEIGHT = 0.998, 8.0
+# Accepted tokens that the model's other rounds count for at least, or those in history's place would be no multiple.
+LEAST_OTHERS = 0.01
 # Weight of one round in the mean of what such a round of the model's loses.
 LOSS_STEP = 0.05
 # Share of the time of history's rounds that such tries may lose. More is lost for as long as history does better, less
@@ -114,12 +116,13 @@ class Rival:
     def observe(self, accepted: float, seconds: float, others: float, others_s: float) -> None:
         """Such a round, where others of the model's have so many accepted tokens and take so long."""
         self.seen.observe(accepted, seconds)
-        self.others.observe(others, others_s)
+        self.others.observe(max(others, LEAST_OTHERS), others_s)
 
     def usual(self, others: float, others_s: float) -> tuple[float, float]:
         """Accepted tokens and seconds of such a round, where others of the model's have so many."""
+        others = max(others, LEAST_OTHERS)
         tokens, seconds = RIVAL_WEIGHT * others, RIVAL_WEIGHT * others_s
-        more = (self.seen.tokens + tokens) / max(self.others.tokens + tokens, 1e-9)
+        more = (self.seen.tokens + tokens) / (self.others.tokens + tokens)
         longer = (self.seen.seconds + seconds) / (self.others.seconds + seconds)
         return more * others, longer * others_s
 

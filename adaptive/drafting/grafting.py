@@ -8,8 +8,6 @@ them, never on what is drawn in their own place (``protocol.py``).
 
 from __future__ import annotations
 
-from time import perf_counter
-
 from adaptive.control.policy import Adviser, Beside, Lead, LengthPolicy
 from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal, grafted
@@ -19,10 +17,7 @@ from adaptive.types import HISTORY, MODEL, Round
 
 
 class Grafting:
-    """Proposes for one answer what a ``policy`` decides of the ``model``'s draft, if there is one, and ``history``.
-
-    What looks take is by the time on the wall: the clock that rounds are compared by takes longer to ask.
-    """
+    """Proposes for one answer what a ``policy`` decides of the ``model``'s draft, if there is one, and ``history``."""
 
     name = HISTORY
 
@@ -48,10 +43,10 @@ class Grafting:
             policy.leave_alone()
             return None
         if policy.worth_looking():
-            began = perf_counter()
+            began = policy.clock()
             self._reach = history.look(committed)
             lead = policy.lead(self._reach, length, limit, self._singly)
-            self._look_s = perf_counter() - began
+            self._look_s = policy.clock() - began
         elif length and policy.worth_looking(behind=True):
             self._reach = history.look_away()
             lead = policy.lead(self._reach, length, limit, self._singly)
@@ -105,12 +100,12 @@ class Grafting:
         if draft is None:  # there it was looked already
             most = policy.tail(0, 1.0, self._reach, room)
             return self.history.propose(committed, most) if most else None
-        began, tokens = perf_counter(), as_list(draft.tokens)
+        began, tokens = policy.clock(), as_list(draft.tokens)
         sure = policy.sure_of_draft(drafted, self.history.agreed(tokens))
         if not policy.tail_may_pay(drafted, sure):
             return draft
         most = policy.tail(drafted, sure, self.history.look_behind(committed, tokens), room)
-        self._look_behind_s = perf_counter() - began
+        self._look_behind_s = policy.clock() - began
         return grafted(draft, self.history.propose_behind(most)) if most else draft
 
     def observe(self, outcome: Round, said: list[int]) -> None:
@@ -121,9 +116,9 @@ class Grafting:
             self.history.observe(said)
             return
         self._look_s = self._look_behind_s = None
-        began = perf_counter()
+        began = policy.clock()
         self.history.observe(said)
-        learned_s = perf_counter() - began
+        learned_s = policy.clock() - began
         if before_s is not None:
             policy.look_took(before_s + learned_s)
             learned_s = 0.0

@@ -26,8 +26,8 @@ it brings the next trial on.
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass, field
-from time import perf_counter, thread_time
 
 from adaptive.machine import LoadMeter
 
@@ -310,8 +310,6 @@ class WorkClock:
     pass may be a trial's: with these it looked a quarter dearer than it is, and went on being seldom used.
     """
 
-    __slots__ = ("_alone", "_first", "_offset", "_second")
-
     def __init__(self, first: ThreadChoice, second: ThreadChoice) -> None:
         self._first, self._second = first, second
         self._alone, self._offset = False, 0.0  # which clock was asked last, and what to add to it
@@ -319,14 +317,13 @@ class WorkClock:
     def __call__(self) -> float:
         """Seconds since some moment."""
         first, second = self._first, self._second
-        if first.alone or second.alone:
-            if not self._alone:  # what passed until now is by the clock of until now
-                self._offset += perf_counter() - thread_time()
-                self._alone = True
-            now = thread_time()
-        else:
-            now = perf_counter()
-            if self._alone:
-                self._offset += thread_time() - now
-                self._alone = False
-        return now + self._offset - first.trials_s - second.trials_s
+        alone = first.alone or second.alone
+        if alone is not self._alone:  # what passed until now is by the clock of until now
+            now = _seconds(self._alone)
+            self._offset += now - _seconds(alone)
+            self._alone = alone
+        return _seconds(alone) + self._offset - first.trials_s - second.trials_s
+
+
+def _seconds(alone: bool) -> float:
+    return time.thread_time() if alone else time.perf_counter()
