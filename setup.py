@@ -1,8 +1,8 @@
-"""What pyproject.toml cannot say: what is compiled. The kernels, one module for each instruction set, and the index of
-history drafting.
+"""The part of the build that pyproject.toml cannot express: the compiled modules. These are the kernels, one module for
+each instruction set, and the index of history drafting.
 
-They are left out where there is no C++ compiler, or it does not know the instructions; torch's operations, and Python,
-are used then.
+Without a C++ compiler, or one that supports the instructions, they are left out; the program then uses torch's
+operations, and Python.
 """
 
 import hashlib
@@ -26,8 +26,9 @@ FLAGS = {
 
 
 class Build(build_ext):
-    """nanobind reads memory as other types than were written, and is compiled so that this is right. The kernels do
-    not, and the flag would cost them a fifth to a third of a pass over several tokens (AVX2)."""
+    """Compiles nanobind, but not the kernels, with ``-fno-strict-aliasing``: nanobind reads memory as other types than
+    were written. The kernels do not, and the flag would cost a fifth to a third of a pass over several tokens (AVX2).
+    """
 
     def build_extensions(self) -> None:
         """Compile all modules."""
@@ -44,12 +45,12 @@ class Build(build_ext):
 
 
 def sources(folder: Path) -> list[Path]:
-    """Everything that is compiled, in the order in which it is hashed."""
+    """All compiled files, in the order in which they are hashed."""
     return sorted(file for file in folder.iterdir() if file.suffix in (".h", ".cpp", ".map"))
 
 
 def fingerprint(folder: Path) -> str:
-    """Of the sources; ``adaptive/compiled.py`` compares it when it loads a module beside them."""
+    """A hash of the sources, with which ``adaptive/compiled.py`` checks a module beside them when it is loaded."""
     digest = hashlib.sha256()
     for file in sources(folder):
         digest.update(file.name.encode() + b"\0" + file.read_bytes().replace(b"\r\n", b"\n"))
@@ -57,7 +58,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def module(folder: Path, name: str, source: str, flags: str = "") -> Extension:
-    """A module of what is in ``folder``, with a copy of nanobind that shares nothing with the others'."""
+    """A module of the sources in ``folder``, with its own copy of nanobind that shares nothing with other modules."""
     beside = Path(nanobind.include_dir()).parent
     return Extension(
         f"{'.'.join(folder.parts)}.{name}",
@@ -66,7 +67,7 @@ def module(folder: Path, name: str, source: str, flags: str = "") -> Extension:
         include_dirs=[str(beside / part) for part in ("include", "src", "ext/robin_map/include")],
         define_macros=[("ADAPTIVE_SOURCES", f'"{fingerprint(folder)}"'), ("NB_DOMAIN", name), ("NDEBUG", None)],
         extra_compile_args=[*COMMON.split(), *flags.split()],
-        extra_link_args=[f"-Wl,--version-script={FOLDER / 'exports.map'}"],  # nothing but what Python looks for
+        extra_link_args=[f"-Wl,--version-script={FOLDER / 'exports.map'}"],  # export only the name that Python needs
         optional=True,
     )
 

@@ -1,1 +1,1 @@
-"""Our own forward on a CPU, for the architectures that are known."""
+"""Our own forward on a CPU, for the architectures that ``families.py`` recognises."""

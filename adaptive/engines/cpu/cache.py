@@ -1,9 +1,9 @@
-"""The key-value cache of our forward: one buffer for all layers with heads of one kind, and a length.
+"""The KV cache of our forward: one buffer for all layers whose heads have the same shape, and a length.
 
-Keys lie there as the rotary embedding writes them: every pair of numbers is one complex number; or where attention is
-native, in panels of several keys (``native/attention.h``). A step writes its own tokens in place, a rollback
-is an assignment, and the views that all layers need are taken in one call. Layers with a recurrent state have
-``States`` instead (``delta.py``).
+Keys are stored as the rotary embedding writes them, each pair of numbers as one complex number, or in panels of several
+keys where attention is native (``native/attention.h``). A pass writes its tokens in place, a rollback assigns the
+length, and one call takes the views that all layers need. Layers with a recurrent state use ``States`` instead
+(``delta.py``).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from adaptive.engines.cpu.delta import States
 from adaptive.engines.protocol import Memory
 from adaptive.tokens import on_one_thread
 
-# Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats. A multiple of any panel of keys.
+# Tokens of which the capacity is a multiple; itself a multiple of any panel of keys. Too low: the cache grows (and
+# copies) more often. Too high: short chats waste memory.
 GROWTH = 512
 
-# Memory of this process alone, where it has to be said.
+# Flags for memory that no other process shares, on systems where ``mmap`` takes flags.
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 
 
 def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, which on the processor the system gives page by page as they are written: most answers are shorter than
-    what is reserved for them, and filling it would take as long as some ten tokens. Raises MemoryError."""
+    """Zeros of this shape. On the CPU the system provides each page when it is first written: most answers are shorter
+    than their reservation, and filling all of it would take as long as some ten tokens. Raises MemoryError."""
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not nbytes:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -41,10 +42,10 @@ def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class CpuCache:
-    """Keys and values of one text, (2, heads, capacity, head size) for each of ``shapes`` (heads, head size), and with
-    a ``width`` the hidden states (capacity, kept * width) of its tokens, float32, those before each of the layers
-    ``kept`` side by side. ``panel``: keys that lie in a panel, 1 where each lies by itself; ``states``: what the other
-    layers remember, if there are others."""
+    """Keys and values of one text: caches numbered as in ``Layer.cache``, each (2, heads, capacity, head size) by
+    ``shapes`` (heads, head size). With a ``width`` also the hidden states (capacity, kept * width) of its tokens,
+    float32: those before each of the layers ``kept``, side by side. ``panel``: keys in a panel, 1 for keys stored one
+    by one. ``states``: the recurrent states of the other layers, if there are any."""
 
     def __init__(
         self,
@@ -59,10 +60,10 @@ class CpuCache:
         self.panel, self.states, self._kept = panel, states, kept
         self.length = 0
         self.capacity = 0
-        # Where keys and values lie in memory, and where that is written.
+        # The address of each cache, by number, and the address of this array.
         self.addresses = array("Q")
         self.table = 0
-        # By shape, the numbers of those that have it, and a buffer (them, 2, heads, capacity, size).
+        # By shape: the numbers of the caches that have it, and their buffer (caches, 2, heads, capacity, size).
         self._groups = {
             shape: [i for i, other in enumerate(shapes) if other == shape] for shape in dict.fromkeys(shapes)
         }
@@ -77,23 +78,23 @@ class CpuCache:
         self.hidden_address = 0  # 0 for none
 
     def reserve(self, length: int) -> None:
-        """Have capacity for ``length`` tokens; what is held stays, also where memory is short."""
+        """Reserve capacity for ``length`` tokens. Raises MemoryError; the held tokens stay in any case."""
         if length > self.capacity:
             self._grow(-(-length // GROWTH) * GROWTH)
 
     def ensure_capacity(self, length: int) -> None:
-        """``reserve`` for a pass that nobody reserved for: half as much again, so that few passes copy."""
+        """``reserve`` for a pass without a reservation: grows by half at least, so that few passes copy."""
         if length > self.capacity:
             self.reserve(max(length, self.capacity * 3 // 2))
 
     @torch.inference_mode()
     def _grow(self, capacity: int) -> None:
-        # Zeros, not garbage: attention may multiply what a mask hides, and garbage may be nan.
+        # Zeros, not garbage: attention may multiply masked values by zero, and garbage may be nan.
         hidden = self.hidden
         buffers = [blank((*b.shape[:3], capacity, b.shape[4]), b.dtype, b.device) for b in self._buffers]
         if hidden is not None:
             hidden = blank((capacity, hidden.shape[1]), hidden.dtype, hidden.device)
-        if self.capacity:  # all of it: a tree may lie behind what is held
+        if self.capacity:  # copy the whole capacity: a tree may lie behind the held tokens
             with on_one_thread():
                 for buffer, before in zip(buffers, self._buffers, strict=True):
                     buffer[:, :, :, : self.capacity] = before
@@ -108,7 +109,7 @@ class CpuCache:
         self.capacity = capacity
 
     def _each(self, groups: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """What lies in tensors by group, by number."""
+        """The parts of tensors that have one part for each cache of a group, in the order of cache numbers."""
         numbers = [number for group in self._groups.values() for number in group]
         parts = [part for group in groups for part in group.unbind(0)]
         if len(self._groups) < 2:
@@ -116,8 +117,8 @@ class CpuCache:
         return [part for _, part in sorted(zip(numbers, parts, strict=True), key=lambda pair: pair[0])]
 
     def views(self, begin: int, end: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Of all in turn: keys and values (1, heads, end, size) of the first ``end`` tokens, and the complex
-        place (2, heads, end - begin, size / 2) that those of the tokens from ``begin`` on are written to."""
+        """For each cache: the keys and the values (1, heads, end, size) of the first ``end`` tokens, and the complex
+        view (2, heads, end - begin, size / 2) into which the tokens from ``begin`` on are written."""
         self.ensure_capacity(end)
         held = [buffer.narrow(3, 0, end) for buffer in self._buffers]
         return (
@@ -127,7 +128,7 @@ class CpuCache:
         )
 
     def hold(self, layer: int, begin: int, x: torch.Tensor) -> None:
-        """Hold the residual stream x (n, width) before a layer, of tokens ``begin`` on, if it is to be kept."""
+        """Store the residual stream x (n, width) before a layer, of tokens ``begin`` on, if that layer is ``kept``."""
         if self.hidden is not None and layer in self._kept:
             rows = self.hidden[begin : begin + len(x)].unflatten(1, (len(self._kept), -1))
             for place, kept in enumerate(self._kept):
@@ -135,36 +136,36 @@ class CpuCache:
                     rows[:, place] = x
 
     def features(self, begin: int, end: int) -> torch.Tensor:
-        """The hidden states (end - begin, width) of these tokens, where they are kept."""
+        """The hidden states (end - begin, kept * width) of these tokens; the cache must keep them."""
         assert self.hidden is not None
         return self.hidden[begin:end]
 
     def begin(self, count: int, steps: int = 0) -> Any:
-        """What the kernels are told of a pass with recurrent layers, see ``States.begin``; None without any."""
+        """The kernels' ``Recall`` for a pass, see ``States.begin``; None without recurrent layers."""
         return None if self.states is None else self.states.begin(count, steps)
 
     def end(self, count: int) -> None:
-        """A pass that has begun appended so many tokens."""
+        """Finish the pass that has begun: it appended ``count`` tokens."""
         self.length += count
         if self.states is not None:
             self.states.end(count)
 
     def undo(self, whole: bool) -> None:
-        """A pass that has begun was interrupted, see ``States.undo``: fewer tokens may be held."""
+        """Handle the interruption of a pass that has begun, see ``States.undo``: fewer tokens may be held after it."""
         if self.states is not None:
             self.states.undo(whole)
             self.length = self.states.length
 
     def rollback(self, length: int) -> None:
-        """Forget all tokens after the first ``length``. Recurrent states may not reach back so far: ``length`` then
-        says how many are held."""
+        """Forget all tokens after the first ``length``, or more where recurrent states cannot go back to exactly
+        there; the attribute ``length`` is the number of held tokens."""
         self.length = min(length, self.length)
         if self.states is not None:
             self.length = self.states.rollback(self.length)
 
     @torch.inference_mode()
     def keep_path(self, path: list[int]) -> None:
-        """Hold the nodes ``path`` of a tree, which lies behind what is held, and nothing else of it."""
+        """Append the nodes ``path`` of the tree that lies behind the held tokens; drop its other nodes."""
         moved = next((i for i, node in enumerate(path) if node != i), len(path))
         if moved < len(path):
             to = torch.arange(self.length + moved, self.length + len(path), device=self._device)
@@ -181,7 +182,7 @@ class CpuCache:
 
     @torch.inference_mode()
     def copy_prefix(self, other: CpuCache, length: int) -> None:
-        """Hold the first ``length`` tokens of ``other``, or fewer as after a rollback; the capacity suffices."""
+        """Hold the first ``length`` tokens of ``other``, or fewer as after a rollback. The capacity must suffice."""
         if self.states is not None and other.states is not None:
             length = self.states.copy(other.states, length)
         whole = min(-(-length // GROWTH) * GROWTH, other.capacity)  # whole panels
@@ -192,7 +193,7 @@ class CpuCache:
         self.length = length
 
     def stored(self) -> dict[str, torch.Tensor] | None:
-        """What is held, in whole panels; None with recurrent states."""
+        """The held keys, values and hidden states by name, in whole panels; None with recurrent states or no tokens."""
         if self.states is not None or not self.length:
             return None
         whole = min(-(-self.length // GROWTH) * GROWTH, self.capacity)
@@ -203,12 +204,12 @@ class CpuCache:
 
     @property
     def _names(self) -> list[str]:
-        """Of the buffers where they are stored."""
+        """The names under which the buffers are stored."""
         return [f"keys_values_{number}" for number in range(len(self._buffers))]
 
     @torch.inference_mode()
     def restore(self, stored: dict[str, torch.Tensor], length: int) -> None:
-        """Hold the first ``length`` tokens of what was ``stored``. Raises ValueError for what does not fit."""
+        """Hold the first ``length`` tokens of a ``stored`` cache. Raises ValueError if it does not fit this one."""
         hidden = stored.get("hidden")
         given = [stored[name] for name in self._names]
         capacity = given[0].shape[3] if given and given[0].ndim > 3 else 0
@@ -229,7 +230,7 @@ class CpuCache:
 
     @property
     def memory(self) -> Memory:
-        """Of the buffers, and of states with their checkpoints."""
+        """Bytes of the buffers, and of recurrent states and their checkpoints."""
         states, checkpoints = (0, 0) if self.states is None else (self.states.nbytes, self.states.checkpoint_nbytes)
         held = sum(buffer.nbytes for buffer in self._buffers)
         return Memory(held, states, checkpoints, 0 if self.hidden is None else self.hidden.nbytes)

@@ -1,11 +1,11 @@
-"""Gated delta nets of our forward, and what a text's layers remember of them.
+"""Gated delta nets of our forward, and their recurrent states of a text.
 
-A text's state is not written by the pass that may be taken back: ``native/delta.h``. Each layer has a ``base``, the
-state of some tokens ago, and a log of what its convolution was given since; what follows a rollback applies the logged
-tokens that stand, in the one pass over the state that it makes anyway. So a rollback is an assignment, as of keys and
-values, and no weight is read for it. Passes of single tokens, a draft's, keep the state of now beside the base.
+A pass that may be rolled back does not overwrite a text's state (``native/delta.h``). Each layer has a base, the state
+some tokens ago, and a log of the inputs since. The pass after a rollback applies the logged tokens that remain while it
+reads the state, which it does anyway. So a rollback is an assignment, as for keys and values, and reads no weights.
+Passes over single tokens, as a draft makes them, also store the current state beside the base.
 
-Further back there are a few checkpoints, as in ``engines/hf/recurrent.py``.
+For going back further there are a few checkpoints, as in ``engines/hf/recurrent.py``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import nn
 from adaptive.engines.checkpoints import crowded
 from adaptive.engines.cpu.kernels import library
 
-# Tokens of a pass that are logged, and the most that the log holds. A longer pass is a prompt's, of which no part is
-# taken back. Smaller than a proposal, and a rejection computes the text anew.
+# The longest pass that is logged, and the most tokens that a log holds. A longer pass is a prompt's, and no part of it
+# is rolled back. Too low (fewer than a round's tokens): a rejection computes the text again.
 LOGGED = 80
-# Logged tokens, none of which will be taken back, from which a single step moves the base. Fewer write the state twice
-# more often; more are computed again after the next rollback.
+# Logged tokens, none of which will be rolled back, from which a pass over one token moves the base. Too low: more
+# passes write the base as well as the current state. Too high: more tokens are applied again after the next rollback.
 SETTLED = 16
-# Rows of a log at first; it grows to twice as many where they are needed.
+# Rows of a new log; it at least doubles when it has to grow.
 ROOM = 16
 
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """Of every gated delta net of a model. ``kernel``: tokens that its convolution sees."""
+    """The sizes of every gated delta net of a model. ``kernel``: tokens that its convolution sees."""
 
     key_heads: int
     value_heads: int
@@ -43,13 +43,13 @@ class DeltaSizes:
 
     @classmethod
     def of(cls, config: Any) -> DeltaSizes:
-        """Those of a model's config."""
+        """The sizes in a model's config."""
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         return cls(*(getattr(config, f"linear_{name}") for name in names))
 
     @property
     def computed(self) -> bool:
-        """Whether there are kernels for them."""
+        """Whether there are kernels for these sizes."""
         found = library()
         return (
             found is not None
@@ -60,16 +60,17 @@ class DeltaSizes:
 
     @property
     def state(self) -> int:
-        """Numbers of a layer's state."""
+        """How many numbers a layer's state has."""
         return self.value_heads * self.key_size * self.value_size
 
     @property
     def row(self) -> int:
-        """Numbers that are logged of a token: what the convolution is given, and two of each value head."""
+        """How many numbers are logged for a token: the convolution's inputs, and two for each value head."""
         return 2 * self.key_heads * self.key_size + self.value_heads * (self.value_size + 2)
 
     def by_key_head(self) -> torch.Tensor:
-        """Where projections that go by key head (Qwen 3-Next) have the outputs as ``native/delta.h`` takes them."""
+        """The order (see ``stacked``) that brings the outputs of projections grouped by key head (Qwen 3-Next) into
+        the order of ``native/delta.h``."""
         group, heads = self.value_heads // self.key_heads, self.key_heads
         parts = [self.key_size, self.key_size, group * self.value_size, group * self.value_size]
         mixed = torch.arange(heads * sum(parts)).view(heads, -1)
@@ -78,11 +79,11 @@ class DeltaSizes:
 
 
 class DeltaNet:
-    """What a gated delta net computes between its projections; ``native`` is the same for the kernels, and stands as
-    long as this does."""
+    """The computation of a gated delta net between its projections. ``native`` is the same object for the kernels,
+    valid as long as this one lives."""
 
     def __init__(self, module: Any, sizes: DeltaSizes) -> None:
-        """``module`` is transformers': its convolution, decays and norm are read, and not followed."""
+        """Read the convolution, decays and norm of transformers' ``module`` once; later changes are not followed."""
         found = library()
         assert found is not None
         norm: nn.Module = module.norm
@@ -105,14 +106,16 @@ class DeltaNet:
         )
 
     def __call__(self, projected: torch.Tensor, out: torch.Tensor, layer: int, count: int, recall: Any) -> None:
-        """The first ``count`` rows of ``projected`` (n, outputs) to those of ``out`` (n, value heads * value size), of
-        the model's delta net number ``layer``; ``recall`` as from ``States.begin``."""
+        """Compute the first ``count`` rows of ``out`` (n, value heads * value size) from those of ``projected``
+        (n, outputs). ``layer`` is this net's number among the model's delta nets; ``recall`` as from ``States.begin``.
+        """
         self.native(projected.data_ptr(), out.data_ptr(), layer, count, recall, torch.get_num_threads())
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The ``states`` (layers, numbers) after ``length`` tokens, and the ``inputs`` (layers, kernel - 1, row) before."""
+    """The ``states`` (layers, numbers) after ``length`` tokens, and the log rows ``inputs`` (layers, kernel - 1, row)
+    of the last of these tokens."""
 
     length: int
     states: torch.Tensor
@@ -120,12 +123,12 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of the checkpoint."""
         return self.states.nbytes + self.inputs.nbytes
 
 
 class Pass(NamedTuple):
-    """What a pass does with the states, as in ``Recall`` of ``native/delta.h``."""
+    """How a pass uses the states, as in ``Recall`` of ``native/delta.h``."""
 
     commit: bool
     store: bool
@@ -133,10 +136,10 @@ class Pass(NamedTuple):
 
 
 class States:
-    """What the delta nets of a model remember of one text of ``length`` tokens.
+    """The recurrent states of a model's delta nets for one text of ``length`` tokens.
 
-    The base is the state after ``_base`` tokens (None where it is none that is of use), the log has what came since;
-    ``_current`` says whether the state of now is held, too. One of the two always is.
+    The base is the state after ``_base`` tokens (None: the base is unusable), and the log has the tokens since.
+    ``_current``: whether the current state is stored too. One of the two is always valid.
     """
 
     def __init__(self, sizes: DeltaSizes, nets: list[DeltaNet]) -> None:
@@ -146,23 +149,23 @@ class States:
         none = torch.empty(0)
         self._bases, self._now, self._log = none, none, none  # (layers, state), the same, (layers, rows, row)
         self._table = array("Q")
-        self._pass: Pass | None = None  # that has begun
+        self._pass: Pass | None = None  # the pass that has begun
         self.clear()
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Hold nothing of the text but its checkpoints."""
+        """Forget the text, except for its checkpoints."""
         self.length = 0
         self._base: int | None = 0
         self._current = False
-        self._stands = True  # nothing that is held will be taken back
+        self._stands = True  # no held token will be rolled back
         if self._log.numel():
             self._bases.zero_()
             self._log[:, : self.sizes.kernel - 1] = 0
 
     @torch.inference_mode()
     def _reserve(self, rows: int) -> None:
-        """Have a log for so many tokens."""
+        """Make room in the log for ``rows`` tokens."""
         layers, before = len(self._nets), self.sizes.kernel - 1
         room = self._log.shape[1] - before if self._log.numel() else 0
         if rows <= room:
@@ -178,8 +181,8 @@ class States:
         self._table = array("Q", [part[layer].data_ptr() for layer in range(layers) for part in parts])
 
     def begin(self, count: int, steps: int = 0) -> Any:
-        """What the kernels are told of a pass over ``count`` tokens, behind which come at most so many single ``steps``
-        in the same call. Before anything else is asked, ``end`` or ``undo``."""
+        """The kernels' ``Recall`` for a pass over ``count`` tokens, followed in the same call by at most ``steps``
+        passes over one token. Call ``end`` or ``undo`` before any other method."""
         held = 0 if self._base is None else self.length - self._base
         logged = count <= LOGGED
         lost = self._base is None or held + count + steps > LOGGED
@@ -191,7 +194,7 @@ class States:
         return self._recall(held, self._pass)
 
     def end(self, count: int) -> None:
-        """The pass, and what came behind it, appended so many tokens."""
+        """Finish the pass and the single steps behind it: together they appended ``count`` tokens."""
         done = self._pass
         assert done is not None
         if done.commit or not done.log:
@@ -200,10 +203,10 @@ class States:
         self.length += count
 
     def undo(self, whole: bool) -> None:
-        """The pass was interrupted. What was held before is held, or less; all of it where each layer came as far as
-        the others (``whole``), and where the pass was logged."""
+        """Handle an interrupted pass. All tokens from before it stay held if the layers cannot differ in how far they
+        came (``whole``) and the pass was logged; otherwise only those of the last checkpoint."""
         broken, self._pass = self._pass, None
-        if broken is None:  # nothing has begun
+        if broken is None:  # no pass has begun
             return
         self._current = False
         if not whole or not broken.log:
@@ -217,12 +220,12 @@ class States:
         return found.module.Recall(self._table.buffer_info()[0], held, self._current, *what)
 
     def reaches(self, length: int) -> bool:
-        """Whether it can go back to so many tokens without a checkpoint."""
+        """Whether a rollback to ``length`` tokens needs no checkpoint."""
         return (length == self.length and self._current) or (self._base is not None and self._base <= length)
 
     def rollback(self, length: int) -> int:
-        """Forget what was after ``length`` tokens. Where that is not reached the last checkpoint before it is taken, or
-        the beginning: so many tokens are held then."""
+        """Forget all tokens after the first ``length``; returns how many are held then. Where the base is too recent,
+        that is the length of the last checkpoint up to there, or 0."""
         if length >= self.length:
             self._stands = True
             return self.length
@@ -246,7 +249,7 @@ class States:
 
     @torch.inference_mode()
     def checkpoint(self) -> None:
-        """Remember how it is now; of too many the one between the nearest two is forgotten."""
+        """Store a checkpoint of the current state. If there are too many, drop the one between the nearest two."""
         lengths = [kept.length for kept in self._checkpoints]
         if not self.length or self.length in lengths:
             return
@@ -258,18 +261,18 @@ class States:
             del self._checkpoints[forgotten]
 
     def _settle(self) -> None:
-        """Put the base where the text ends."""
+        """Move the base to the end of the text."""
         if self._base == self.length:
             return
         held = 0 if self._base is None else self.length - self._base
         recall = self._recall(held, Pass(commit=True, store=False, log=True))
         for number, net in enumerate(self._nets):
-            net(self._log, self._log, number, 0, recall)  # no tokens: neither is looked at
+            net(self._log, self._log, number, 0, recall)  # no tokens: neither tensor is used
         self._base = self.length
 
     @torch.inference_mode()
     def copy(self, other: States, length: int) -> int:
-        """Hold at most the first ``length`` tokens of ``other``; how many they are."""
+        """Hold at most the first ``length`` tokens of ``other``; returns how many."""
         self._checkpoints = [kept for kept in other._checkpoints if kept.length <= length]
         if not other.reaches(length):
             self._restore(length)

@@ -1,5 +1,7 @@
-"""The dtype in which a CPU decodes fastest, found by trying once and kept: another one rounds otherwise, so that greedy
-text would change from run to run where a busy moment decides."""
+"""The dtype in which a CPU decodes fastest, measured once and kept in a file.
+
+Another dtype rounds differently: if each run measured again, a busy moment could change greedy text from run to run.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,20 @@ from adaptive.engines.cpu.weights import PackedLinear, packs
 from adaptive.machine import processor_name
 from checkpoints.files import replace_text
 
-# Bytes of float32 weights that are timed: beyond the caches of most processors, so that what is measured
-# is a model's pass over memory and not one matrix's in cache.
+# Bytes of float32 weights that are timed: more than the caches of most processors hold, so that the trial measures
+# reading from memory, as a model's pass does, and not one matrix in a cache.
 DTYPE_TRIAL = 64 << 20
-# Seconds after which the trial ends with what it has.
+# Seconds after which the trial ends with the measurements so far.
 DTYPE_PATIENCE = 0.3
 
 
-# What was found, in the state folder: names of dtypes by machine, software and width.
+# The file in the state folder: names of dtypes by machine, software and width.
 FILE = "dtypes.json"
 
 
 def kept_dtype(width: int, folder: Path) -> torch.dtype:
-    """What ``fastest_dtype`` found when it was first asked for this width on this machine; kept in ``folder``, where
-    there is such a folder and it can be written."""
+    """The result of the first ``fastest_dtype`` for this width on this machine and software. It is kept in ``folder``
+    if that exists and can be written."""
     compiled = kernels.library()
     name = "no kernels" if compiled is None else compiled.name
     here = f"{processor_name()}; torch {torch.__version__}; {name}; width {width}"
@@ -54,10 +56,10 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def fastest_dtype(width: int) -> torch.dtype:
-    """float32 or bfloat16, whichever runs layers of this width faster over one and five tokens together.
+    """float32 or bfloat16, whichever takes less time for layers of this width over one plus over five tokens.
 
-    Depends on the processor's instructions and memory, so it is measured (some 100 ms), on layers
-    prepacked as they will be, the two kinds in turn.
+    That depends on the processor's instructions and memory, so it is measured (some 100 ms), on layers packed as in a
+    model, the two dtypes alternating.
     """
 
     def layers(dtype: torch.dtype) -> list[PackedLinear]:
@@ -75,11 +77,11 @@ def fastest_dtype(width: int) -> torch.dtype:
             total += time.perf_counter() - began
         return total
 
-    native = multiplies(torch.bfloat16, torch.device("cpu"))  # these take float32
+    native = multiplies(torch.bfloat16, torch.device("cpu"))  # native kernels take float32 inputs
     if not native and not packs(torch.bfloat16, torch.device("cpu")):
         return torch.float32
     given = torch.get_num_threads()
-    # One thread: beside another busy program, threads wait for each other and drown what is measured.
+    # One thread: beside another busy program, threads wait for each other, and the waits hide the difference.
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():

@@ -1,7 +1,7 @@
-"""What our forward has to compute, read from a transformers model.
+"""Reads from a transformers model what our forward has to compute.
 
 In: a loaded model. Out: a ``Plan`` of packed linear layers, norms, rotary embeddings and windows, or None
-for anything that is not known to be computed right: another architecture, quantised or offloaded
+for a model that our forward may not compute correctly: another architecture, quantised or offloaded
 weights, a rotary embedding whose frequencies change with the length of the text.
 """
 
@@ -28,20 +28,20 @@ from adaptive.engines.cpu.plan import Heads, Layer, Plan
 from adaptive.engines.cpu.rotary import Rotation, known_ropes, pair_order, read_ropes
 from adaptive.engines.cpu.weights import packs, packs_int8
 
-# Of the memory that is free once the model is loaded, the share that a second, packed copy of its weights
-# may take. Higher leaves too little for caches and the trainer, lower gives up speed that there is room for.
+# The share of the memory free after loading the model that a second, packed copy of its weights may take. Too
+# high: too little is left for caches and the trainer. Too low: models run slower although there is room for the copy.
 PACKED_SHARE = 0.7
 
 
-# Which of our forwards runs: a pass in one native call, layer by layer on native linear layers, or torch's operations.
+# How our forward runs: a pass in one native call, layer by layer on native linear layers, or on torch's operations.
 Kind = Literal["fused", "native", "torch"]
 
 
 def forward_kind(
     architecture: str, config: Any, dtype: torch.dtype, device: torch.device, int8: bool = False
 ) -> Kind | None:
-    """Which of our forwards computes a checkpoint of this class with weights of this dtype (or ``int8``) on this
-    device; None for none of them. No weights are needed to tell."""
+    """How our forward runs a checkpoint of this class with weights of this dtype (or ``int8``) on this device; None if
+    it does not. Needs only the config, no weights."""
     if architecture not in FAMILIES or device.type != "cpu" or (int8 and not packs_int8(device)):
         return None
     if dtype != torch.float64 and not packs(dtype, device) and not multiplies(dtype, device):
@@ -65,8 +65,8 @@ def forward_kind(
 
 
 def read_plan(model: PreTrainedModel, int8: bool = False, packed: Iterable[Packed] = ()) -> Plan | None:
-    """The plan of ``model``, or None where it is to be run by its own forward; ``int8`` as in ``PackedLinear``. Weights
-    that are ``packed`` already, in the same way and from the same memory, are not packed again."""
+    """The plan of ``model``, or None if the model has to run its own forward. ``int8`` as in ``PackedLinear``. Weights
+    that are already in ``packed``, in the same way and from the same memory, are not packed again."""
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models.") or not _plain(model):
         return None
@@ -76,7 +76,8 @@ def read_plan(model: PreTrainedModel, int8: bool = False, packed: Iterable[Packe
 
 
 def _recurs(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether gated delta nets of this config and the attention between them are computed: natively, or not at all."""
+    """Whether the native kernels compute this config's gated delta nets and the attention between them. There is no
+    other implementation here."""
     if set(config.layer_types) - {"linear_attention", "full_attention"}:
         return False
     silu = native_gate(ACT2FN[config.hidden_act]) is Prologue.SILU_GATE
@@ -84,7 +85,7 @@ def _recurs(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _heads(config: Any, gated: bool = False) -> list[Heads]:
-    """Of each layer; some of Gemma 4's are of another size, or see the keys of an earlier one."""
+    """The heads of each layer. In Gemma 4 some layers have heads of another size, or reuse an earlier layer's keys."""
     each = [config] * config.num_hidden_layers
     if getattr(config, "is_heterogeneous", False):
         each = list(config.per_layer_config)
@@ -102,8 +103,8 @@ def _heads(config: Any, gated: bool = False) -> list[Heads]:
 
 
 def _caches(config: Any, heads: list[Heads]) -> list[int]:
-    """By layer, which of a text's keys and values it attends over: with ``reused`` heads those of the last layer of its
-    kind that has some."""
+    """By layer, the number of the text's cache that it attends over: its own, or with ``reused`` heads that of the last
+    layer before it of the same kind that has one."""
     found: list[int] = []
     last: dict[str, int] = {}
     kinds = getattr(config, "layer_types", None) or [""] * len(heads)
@@ -115,12 +116,13 @@ def _caches(config: Any, heads: list[Heads]) -> list[int]:
 
 
 def _attention_softcap(config: Any) -> float | None:
-    """Gemma 3 has the setting too, and its attention does not use it."""
+    """The cap of attention scores, or None. Gemma 3 has the setting too, but its attention does not use it."""
     return config.attn_logit_softcapping if config.model_type == "gemma2" else None
 
 
 def _plain(model: PreTrainedModel) -> bool:
-    """Whether the model's weights are what they seem: one dtype, in memory, nothing hooked or replaced."""
+    """Whether the weights are of one dtype, on one device, not adapted, quantised, sharded, hooked or replaced, and
+    memory has room for a packed copy."""
     weights = list(model.parameters())
     kinds = {(weight.dtype, weight.device) for weight in weights}
     if len(kinds) != 1 or getattr(model, "peft_config", None):
@@ -140,9 +142,9 @@ def _plain(model: PreTrainedModel) -> bool:
 
 
 def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype]:
-    """Of activations, and of the linear layers' inputs."""
+    """The dtypes of activations and of the linear layers' inputs."""
     kind = next(model.parameters()).dtype
-    exact = int8 or multiplies(kind, model.device)  # these take float32
+    exact = int8 or multiplies(kind, model.device)  # such layers take float32
     return torch.promote_types(kind, torch.float32), torch.float32 if exact else kind
 
 
@@ -151,7 +153,7 @@ def _names(model: PreTrainedModel) -> dict[nn.Module, str]:
 
 
 def _window(config: Any, layer: int) -> int:
-    """Tokens that a query of a layer sees, 0 for all."""
+    """How many tokens a query of a layer sees, 0 for all."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds is None or config.model_type in ONE_WINDOW:
@@ -159,15 +161,15 @@ def _window(config: Any, layer: int) -> int:
     return window if kinds[layer] == "sliding_attention" else 0
 
 
-# What is said of attention that sees nothing behind it, in a text.
+# Values of ``use_bidirectional_attention`` with which attention over text is causal.
 CAUSAL = (None, False, "vision")
-# Types whose window is that of every layer.
+# Model types in which every layer has the same window.
 ONE_WINDOW = {"mistral", "ministral3", "phi3"}
 
 
 class Norms(NamedTuple):
-    """The names of a layer's norms: of what its attention reads and of what that adds, of what its feed-forward part
-    reads and adds. Empty where there is none."""
+    """The names of a layer's norms: of the attention's input and output, and of the feed-forward part's input and
+    output. Empty for none."""
 
     attention: str = "input_layernorm"
     after_attention: str = ""
@@ -188,15 +190,16 @@ def _llama_like(
     plus_one: bool = False,
     side_by_side: bool = False,
 ) -> Plan:
-    """Llama and what is made of the same parts: RMS norms, whose weights may be stored less one; attention whose rotary
-    embedding may turn numbers that lie ``side_by_side``; a feed-forward part."""
+    """The plan of Llama and of models with the same parts: RMS norms, whose weights may be stored minus one
+    (``plus_one``); attention, whose rotary embedding may pair adjacent numbers (``side_by_side``); a feed-forward part.
+    """
     config = model.config
     base: Any = model.model
     dtype, kind = _dtypes(model, pack.int8)
     heads = _heads(config)
     ropes = read_ropes(model, [one.size for one in heads], dtype)
     residual = getattr(config, "residual_multiplier", 1.0)
-    order_of = cache(partial(_order, side_by_side=side_by_side))  # that most layers share
+    order_of = cache(partial(_order, side_by_side=side_by_side))  # most layers share one
 
     def norm(module: nn.Module, out: torch.dtype = kind, size: int = 0) -> RmsNorm:
         return RmsNorm(module, dtype, out, plus_one, size)
@@ -256,14 +259,15 @@ def _llama_like(
 
 
 def _order(heads: Heads, rotated: int, side_by_side: bool) -> torch.Tensor:
-    """Where the projection of queries, keys and values has the outputs as our layers take them."""
+    """The order (see ``stacked``) of a projection's queries, keys and values in which our layers take them."""
     values = 0 if heads.reused else heads.keys * heads.size
     turned = pair_order(heads.queries + (0 if heads.reused else heads.keys), heads.size, rotated, side_by_side)
     return torch.cat([turned, torch.arange(turned.numel(), turned.numel() + values)])
 
 
 def _projections(attention: Any) -> tuple[nn.Linear, ...]:
-    """Those of queries, keys and values; the keys' also gives values where they have none of their own (Gemma 4)."""
+    """The projections to queries, keys and values. The keys' projection also gives the values if these have none of
+    their own (Gemma 4)."""
     if hasattr(attention, "qkv_proj"):
         return (attention.qkv_proj,)
     if not hasattr(attention, "k_proj"):
@@ -274,21 +278,21 @@ def _projections(attention: Any) -> tuple[nn.Linear, ...]:
 def _head_norms(
     attention: Any, norm: Callable[..., RmsNorm], order: torch.Tensor, heads: Heads
 ) -> tuple[HeadNorms | None, torch.Tensor | None]:
-    """Those of an attention whose queries, and behind them keys, are ordered as ``order``, None where it has none; and
-    a layer's ``query_weight``."""
+    """The head norms of an attention, or None, and the layer's ``query_weight``. ``order`` is that of the queries and
+    the keys behind them."""
     size, weight, value = heads.size, None, None
     key: RmsNorm | None
     if hasattr(attention, "q_norm"):
         query, key = norm(attention.q_norm), None if heads.reused else norm(attention.k_norm)
-        # Heads are ordered alike, so that the first of them say the order of a head or of all.
+        # All heads have the same order, so a prefix of ``order`` is the order of one head, or of all of them.
         for one in (query, key):
             if one is not None:
                 one.weight = one.weight[order[: len(one.weight)]]
         if hasattr(attention, "v_norm"):
             value = norm(attention.v_norm, size=size)
     elif hasattr(attention, "query_layernorm"):
-        # Hunyuan's stand behind the rotation. That leaves lengths alone, so that what they divide by is the same before
-        # it; of their weights a score has the product.
+        # Hunyuan's norms come after the rotation. A rotation keeps lengths, so the norms can divide before it. Only the
+        # product of the two weights matters for a score: it becomes ``query_weight``.
         query, key = norm(attention.query_layernorm), norm(attention.key_layernorm)
         weight = (query.weight * key.weight / size)[order[:size]].contiguous()
         for one in (query, key):
@@ -299,8 +303,8 @@ def _head_norms(
 
 
 def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
-    """Gated delta nets, and between them attention whose queries have a gate, rotated in a part of each head: Qwen 3.5
-    and Qwen 3-Next, dense or mixtures."""
+    """The plan of Qwen 3.5 and Qwen 3-Next, dense or mixtures: gated delta nets, and between them attention with a gate
+    for each query, whose rotary embedding rotates a part of each head."""
     config = model.config
     base: Any = model.model
     dtype, kind = _dtypes(model, pack.int8)
@@ -309,7 +313,7 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
     heads, key_heads, size = own.queries, own.keys, own.size
     ropes = read_ropes(model, [one.size for one in all_heads], dtype)
     turned = pair_order(heads + key_heads, size, ropes.rotated[0])
-    # The projection of queries gives each head's query, and then its gate.
+    # The projection of queries gives, head after head, the query and then its gate.
     queries = torch.arange(heads)[:, None] * 2 * size
     keys = 2 * heads * size + turned[: key_heads * size]
     values = 2 * heads * size + key_heads * size + torch.arange(key_heads * size)
@@ -376,7 +380,7 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
 
 
 RECURRENT = {"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"}
-# Those whose feed-forward part has no gate.
+# Architectures whose feed-forward part has no gate.
 UNGATED = {"ArceeForCausalLM"}
 FAMILIES: dict[str, Callable[[PreTrainedModel, Packing], Plan]] = {
     "ArceeForCausalLM": _llama_like,

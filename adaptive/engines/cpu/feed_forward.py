@@ -1,8 +1,8 @@
-"""The feed-forward parts of our forward, dense and mixtures of experts, read from transformers' modules; and mixtures
-computed where a pass goes by layers.
+"""The feed-forward parts of our forward, dense or mixtures of experts, and their computation in passes by layers.
 
-In: a layer's module of a loaded model. Out: an ``Mlp``, or a ``Mixture`` of packed linear layers, two for each expert,
-of which a pass reads those that its tokens choose. In one native call that is ``native/mixture.h``.
+In: a layer's module of a loaded transformers model. Out: an ``Mlp``, a ``Mixture`` of packed linear layers, two for
+each expert, or both (``Beside``). A pass reads only the experts that its tokens choose. A pass in one native call
+computes mixtures by ``native/mixture.h``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from adaptive.engines.cpu.weights import PackedLinear, native_linear
 
 @dataclass(frozen=True)
 class Mlp:
-    """The dense part, down(gate(gate_up(x))): the gate's, if it has one, and the up projection are one linear layer."""
+    """A dense part, down(gate(gate_up(x))). The gate projection, if there is one, and the up projection are one linear
+    layer."""
 
     gate_up: PackedLinear
     gate: Gate
@@ -29,15 +30,15 @@ class Mlp:
 
     @property
     def linears(self) -> list[Packed]:
-        """All that is packed."""
+        """All packed linear layers."""
         return [self.gate_up, self.down]
 
     def __call__(self, x: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
-        """What it makes of x (n, width) behind the norm."""
+        """The result (n, width) for x (n, width), which is normalised first."""
         return self.down(self.gate_up(x, norm), self.gate)
 
     def add_to(self, x: torch.Tensor, norm: RmsNorm | None, after: RmsNorm | None) -> None:
-        """Add to x (n, width) what comes of it between the norms."""
+        """Add to x (n, width) the result for it; ``norm`` applies to the input, ``after`` to the result."""
         add(x, self.down, self.gate_up(x, norm), self.gate, after)
 
 
@@ -52,7 +53,7 @@ def add(
 
 
 class ClampedGate(Gate):
-    """That of gpt-oss: ``CLAMPED_GATE`` of ``native/linear.h``."""
+    """The gate of gpt-oss: ``CLAMPED_GATE`` of ``native/linear.h``."""
 
     def __init__(self, alpha: float, limit: float) -> None:
         self.prologue, self.limits, self.gated = Prologue.CLAMPED_GATE, torch.tensor([alpha, limit]), True
@@ -65,17 +66,17 @@ class ClampedGate(Gate):
 
 
 class Mixture:
-    """A router's choice among experts, and an expert that all tokens have, if there is one: ``Mixture`` of
-    ``native/mixture.h``. The router computes in the activations' dtype, whatever the weights are: a rounded score is
-    another expert."""
+    """Experts, of which a router chooses some for each token, and at most one shared expert, which all tokens have:
+    ``Mixture`` of ``native/mixture.h``. The router computes in the activations' dtype, whatever the dtype of the
+    weights: a rounded score may choose another expert."""
 
     def __init__(self, module: Any, pack: Packing, factor: float = 1.0) -> None:
-        """``module`` is transformers'; what comes of it is multiplied by ``factor``."""
+        """``module`` is transformers'; ``factor`` multiplies the result."""
         router = module.gate if hasattr(module, "gate") else module.router
         scored = getattr(router, "proj", router)
         self.top_k: int = router.top_k if hasattr(router, "top_k") else router.config.top_k_experts
         self.normalised = bool(getattr(router, "norm_topk_prob", True))
-        # What is added to sigmoids to choose by them; a softmax has none.
+        # Added to the sigmoids for the choice only. A router with a softmax has no bias.
         holder = module if hasattr(module, "e_score_correction_bias") else router
         bias = getattr(holder, "e_score_correction_bias", None)
         self.bias: torch.Tensor | None = None if bias is None else bias.float()
@@ -89,19 +90,20 @@ class Mixture:
             assert factor == 1, "no architecture here has both"
             self.shared = pack(shared.gate_proj, shared.up_proj), pack(shared.down_proj)
         self.gate = _gate(module.experts)
-        # A norm of the router's own, of what the experts read through theirs, and factors of the experts' shares.
+        # The router may have a norm of its own for the input that the experts read through theirs, and a factor for
+        # each expert's share.
         self.router_norm: RmsNorm | None = _router_norm(router) if hasattr(router, "norm") else None
         scales = getattr(router, "per_expert_scale", None)
         self.scales: torch.Tensor | None = None if scales is None else scales.to(self.router.dtype)
 
     @property
     def linears(self) -> list[Packed]:
-        """All that is packed."""
+        """All packed linear layers."""
         return [self.router, self.experts, *(self.shared or ())]
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of normalised x (n, width) the experts of each token, their shares, (n, top_k) both, and that of the shared
-        one (n, 1), or (n, 0) where it is 1."""
+        """For normalised x (n, width): the experts of each token and their shares, both (n, top_k), and the shared
+        expert's share (n, 1), or (n, 0) if that is 1."""
         scores = self.router(x.to(self.router.dtype))
         count = len(self.experts.up)
         if self.bias is None:
@@ -117,7 +119,7 @@ class Mixture:
         return chosen, shares * self.factor, scores[:, count:].sigmoid()
 
     def __call__(self, x: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
-        """What the experts make of x (n, width) behind the norm, in the dtype of the router."""
+        """The result (n, width) for x (n, width), which is normalised first; in the router's dtype."""
         given, x = x, x if norm is None else norm(x)
         chosen, shares, of_shared = self.choose(x if self.router_norm is None else self.router_norm(given))
         y = torch.zeros(len(x), x.shape[1], dtype=shares.dtype)
@@ -131,7 +133,7 @@ class Mixture:
         return y
 
     def add_to(self, x: torch.Tensor, norm: RmsNorm | None, after: RmsNorm | None) -> None:
-        """As of an ``Mlp``."""
+        """See ``Mlp.add_to``."""
         y = self(x, norm)
         x += y if after is None else after(y)
 
@@ -140,8 +142,8 @@ class Mixture:
 
     @property
     def native(self) -> Any:
-        """The same for the kernels, where all of it is native, as its linear layers are now; stands as long as they and
-        the gate do."""
+        """The mixture for the kernels, with its linear layers as they are now, all of which must be native. Valid while
+        this object lives and none of its linear layers is refreshed."""
         found = library()
         assert found is not None
         up, down = [*self.experts.up], [*self.experts.down]
@@ -172,7 +174,7 @@ def _gate(experts: Any) -> Gate:
 
 
 def _router_norm(router: Any) -> RmsNorm:
-    """That of a router of Gemma 4, with its scales."""
+    """The norm of a Gemma 4 router, with its scales."""
     dtype = torch.promote_types(router.scale.dtype, torch.float32)
     norm = RmsNorm(router.norm, dtype, dtype, size=len(router.scale))
     norm.weight = norm.weight * router.scale.to(dtype) * router.scalar_root_size
@@ -180,7 +182,7 @@ def _router_norm(router: Any) -> RmsNorm:
 
 
 def native_norm(norm: RmsNorm | None) -> Any:
-    """A norm for the kernels, which stands as long as this does; that of none for None."""
+    """A norm for the kernels, valid as long as ``norm`` lives; for None one that the kernels take as none."""
     found = library()
     assert found is not None
     kind = found.module.Norm
@@ -189,8 +191,8 @@ def native_norm(norm: RmsNorm | None) -> Any:
 
 @dataclass(frozen=True)
 class Beside:
-    """A dense part and a mixture on the same input, added up (Gemma 4); ``before`` is the norm of what the mixture
-    reads, ``after`` of what it makes, ``after_dense`` of what the dense part makes."""
+    """The sum of a dense part and a mixture on the same input (Gemma 4). ``before`` is the norm of the mixture's input,
+    ``after`` of its result, ``after_dense`` of the dense part's result."""
 
     dense: Mlp
     mixture: Mixture
@@ -200,22 +202,22 @@ class Beside:
 
     @property
     def gate(self) -> Gate:
-        """Of both."""
+        """The gate of both parts."""
         return self.dense.gate
 
     @property
     def linears(self) -> list[Packed]:
-        """All that is packed."""
+        """All packed linear layers."""
         return [*self.dense.linears, *self.mixture.linears]
 
     def add_to(self, x: torch.Tensor, norm: RmsNorm | None, after: RmsNorm | None) -> None:
-        """As of an ``Mlp``."""
+        """See ``Mlp.add_to``."""
         y = self.after_dense(self.dense(x, norm)) + self.after(self.mixture(x, self.before))
         x += y if after is None else after(y)
 
     @property
     def native(self) -> Any:
-        """The norms for the kernels, as of a ``Mixture``."""
+        """The three norms for the kernels, valid as long as this object lives."""
         found = library()
         assert found is not None
         return found.module.Beside(*(native_norm(norm) for norm in (self.before, self.after, self.after_dense)))
@@ -224,8 +226,8 @@ class Beside:
 def feed_forward(
     block: Any, pack: Packing, norm: Callable[..., RmsNorm], dtype: torch.dtype, factor: float = 1.0
 ) -> Mlp | Mixture | Beside:
-    """What the feed-forward module of a layer of transformers computes, times a ``factor``; ``norm`` reads one of the
-    norms within it, which gives numbers of a ``dtype`` if that is said."""
+    """The feed-forward part of a transformers layer; ``factor`` multiplies its result. ``norm`` reads a norm within the
+    part; its second argument is the dtype of that norm's results."""
     module = block.mlp if hasattr(block, "mlp") else block.block_sparse_moe
     if hasattr(module, "experts"):
         return Mixture(module, pack, factor)
@@ -245,5 +247,5 @@ def feed_forward(
 
 
 def known_router(config: Any) -> bool:
-    """Whether a router, if there is one, chooses among all experts at once, and not among groups of them first."""
+    """Whether a router, if there is one, chooses among all experts at once, without choosing groups of them first."""
     return (getattr(config, "topk_group", None) or 1) >= (getattr(config, "n_group", None) or 1)

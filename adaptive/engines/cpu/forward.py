@@ -1,13 +1,12 @@
-"""A forward pass of our own over a transformers model's weights.
+"""Our own forward pass over a transformers model's weights.
 
-transformers' modules spend more time in Python and in small operations than in arithmetic when one
-or a few tokens pass through. Here the same function is computed with weights packed once, buffers
-and views made once per number of tokens, and no wrapper in the loop. It equals the model's own
-forward to rounding (``tests/test_cpu_forward.py`` holds it to that for every architecture that
-``families.py`` recognises); models that it does not recognise keep their own forward.
+For one or a few tokens, transformers' modules spend more time in Python and in small operations than in arithmetic.
+This forward computes the same function with weights packed once, buffers and views made once for each number of tokens,
+and no wrapper in the loop. It equals the model's own forward up to rounding (``tests/test_cpu_forward.py`` checks that
+for every architecture that ``families.py`` recognises). Other models keep their own forward.
 
-Activations between matrix products are float32 (float64 for a float64 model) also where the weights
-are bfloat16: attention over a float32 cache is several times faster on a CPU, and closer to the truth.
+Activations between matrix products are float32 (float64 for a float64 model) even with bfloat16 weights: attention over
+a float32 cache is several times faster on a CPU, and more accurate.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from adaptive.engines.tree import TokenTree
 from adaptive.machine import LoadMeter
 from adaptive.tokens import Rows, address, width
 
-# Tokens in one native call. More reads the weights less often, which arithmetic hides from some twenty on; fewer needs
-# less memory for activations, and looks for ctrl-C more often.
+# Tokens in one native call. Too high: activations need more memory, and ctrl-C takes effect later. Too low: the weights
+# are read more often, which costs time below some twenty tokens, where arithmetic takes less time than reading.
 MANY = 128
-# The same where layers are read from disk, which hides the arithmetic of some hundred tokens. More need more memory for
-# activations, of which these take 100 MB in a model of 14B parameters.
+# The same where layers are read from disk, which takes as long as the arithmetic of some hundred tokens. Too high:
+# activations need more memory; at this value they take 100 MB in a model of 14B parameters.
 MANY_STREAMED = 512
-# Where linear layers are oneDNN's, a prompt is filled up to a multiple of so many tokens: oneDNN makes a kernel for
-# every number of rows and keeps it, on the bundled target 1.6 MB a number and 250 MB after 160 prompts. Higher
-# computes more rows for nothing.
+# Where oneDNN computes the linear layers, a prompt is padded to a multiple of this number of tokens: oneDNN makes and
+# keeps a kernel for every number of rows, with the bundled target 1.6 MB each and 250 MB after 160 prompts. Too high:
+# more rows are computed for nothing.
 STEP = 16
 
 
 class Given(NamedTuple):
-    """Features that a head reads: the address of those (known, width) of the first ``known`` tokens, float32."""
+    """Features that a head reads: the address of the first ``known`` tokens' features (known, width), float32."""
 
     address: int = 0
     known: int = 0
@@ -61,7 +60,7 @@ NOTHING = Given()
 
 
 class CpuForward:
-    """The forward pass of one model. Not for several threads at once: its buffers are shared."""
+    """The forward pass of one model. Not thread-safe: all passes share its buffers."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -75,19 +74,20 @@ class CpuForward:
             found = library()
             assert found is not None
             self.sampling = CpuSampling(found)
-        self._feature_layers: tuple[int, ...] | None = None  # before which hidden states are kept, None for the last
+        # The hidden states before these layers are kept; None: those behind the last layer.
+        self._feature_layers: tuple[int, ...] | None = None
         self._thresholds: WeakKeyDictionary[Thresholds, Any] = WeakKeyDictionary()
-        self._decoder: Any = None  # made anew when a linear layer is
-        # Of a pass over a few tokens. A prompt is arithmetic, which all that torch was given share well.
+        self._decoder: Any = None  # made again after linear layers change
+        # For passes over a few tokens. A prompt is mostly arithmetic, which gains from all of torch's threads.
         self.threads = ThreadChoice(torch.get_num_threads(), LoadMeter())
 
     @property
     def kind(self) -> Kind:
-        """What passes are made of."""
+        """How passes run."""
         return "fused" if self.fused else "native" if self.plan.lm_head.native else "torch"
 
     def cache(self, features: bool = False) -> CpuCache:
-        """An empty cache for one text, which keeps the ``features`` of its tokens if that is asked."""
+        """An empty cache for one text. With ``features`` it keeps the hidden states of its tokens."""
         p = self.plan
         found = library() if self._attentions is not None else None
         panel, width = 1 if found is None else found.panel, p.width if features else 0
@@ -97,15 +97,15 @@ class CpuForward:
         return CpuCache(p.cache_shapes, p.dtype, p.device, width, panel, states, kept)
 
     def give_features_before(self, layers: tuple[int, ...]) -> None:
-        """From now on caches keep the residual stream before these layers, side by side; passes are never one call."""
+        """Make caches keep the residual stream before these layers, side by side. Passes are no longer ``fused``."""
         self._feature_layers, self.fused = layers, False
 
     def use(self, plan: Plan) -> None:
-        """Follow a change of any weights: ``plan`` is of the same model, read again."""
+        """Take over changed weights: ``plan`` is of the same model, read again."""
         self.plan, self._decoder, self._attentions = plan, None, attentions(plan)
 
     def refresh(self, modules: frozenset[str]) -> None:
-        """Follow a change of the weights of these modules (their names in the model)."""
+        """Take over changed weights of these modules (their names in the model)."""
         for linear in self.plan.linears:
             if any(self.plan.names.get(module) in modules for module in linear.modules):
                 linear.refresh()
@@ -113,7 +113,7 @@ class CpuForward:
 
     @torch.inference_mode()
     def __call__(self, tokens: torch.Tensor, rows: int, cache: CpuCache) -> torch.Tensor:
-        """Append tokens (n,) to the cache; logits (rows, vocab) of the last ``rows`` of them."""
+        """Append tokens (n,) to the cache; returns the logits (rows, vocab) of the last ``rows`` of them."""
         if self.fused:
             return self.one_call(tokens.tolist(), torch.empty(rows, self.plan.lm_head.outputs), cache)
         return self.by_layers(tokens, rows, cache)
@@ -122,8 +122,8 @@ class CpuForward:
     def by_layers(
         self, tokens: torch.Tensor, rows: int, cache: CpuCache, tree: TokenTree | None = None
     ) -> torch.Tensor:
-        """The same, but never in one native call. With a ``tree`` the tokens are its last n nodes, which lie behind
-        what the cache holds and are not counted in its length."""
+        """Append tokens as ``__call__`` does, but never in one native call. With a ``tree`` the tokens are its last n
+        nodes, which lie behind the held tokens and are not counted in the cache's length."""
         given, threads = torch.get_num_threads(), self.threads_for(len(tokens))
         if threads != given:
             torch.set_num_threads(threads)  # a fraction of a microsecond
@@ -136,7 +136,7 @@ class CpuForward:
         finally:
             if threads != given:
                 torch.set_num_threads(given)
-            if len(tokens) > FEW:  # buffers of few are kept
+            if len(tokens) > FEW:  # keep only buffers for few tokens
                 self._spaces = {kind: space for kind, space in self._spaces.items() if kind[1] <= FEW}
         self.took(len(tokens), time.perf_counter() - began)
         return logits
@@ -144,8 +144,9 @@ class CpuForward:
     def one_call(
         self, tokens: list[int], logits: torch.Tensor, cache: CpuCache, given: Given = NOTHING
     ) -> torch.Tensor:
-        """The same into ``logits`` (rows, vocab), float32, where passes are ``fused``; no tensor is made. A head reads
-        what is ``given``, and its own features behind that, of which the first token's is held."""
+        """Append tokens where passes are ``fused``, and write into ``logits`` (rows, vocab), float32; makes no tensor
+        where all fit into one call. A head reads the ``given`` features. Only its first token may need a feature behind
+        these, which is then in ``cache``."""
         self.check(tokens)
         count, rows, start = len(tokens), len(logits), cache.length
         rope, decoder = self.prepare(start + count, cache), self.native_pass()
@@ -153,7 +154,7 @@ class CpuForward:
         size = -(-count // parts) if parts else 1
         for begin in range(0, count, size):
             end = min(begin + size, count)
-            # The rows of logits that are of this part's tokens.
+            # The rows of logits that belong to this part's tokens.
             wanted = logits[max(0, begin - count + rows) : max(0, end - count + rows)] if parts > 1 else logits
             rope_at, threads = rope + begin * self._rope_bytes, self.threads_for(end - begin)
             recall, began = cache.begin(end - begin), time.perf_counter()
@@ -181,8 +182,8 @@ class CpuForward:
         return logits
 
     def propose(self, call: ProposalCall, probs: Rows, cache: CpuCache, given: Given = NOTHING) -> Proposed:
-        """Where passes are ``fused``, see ``FusedCalls``; what tokens are drawn from is left in ``probs``. ``given`` as
-        in ``one_call``."""
+        """See ``FusedCalls``; passes must be ``fused``. Writes the distributions that tokens are drawn from into
+        ``probs``. ``given`` as in ``one_call``."""
         tokens = self.few(call, cache, given)
         threads, decoder, wanted = (
             self.threads_for(1),
@@ -200,7 +201,8 @@ class CpuForward:
         return Proposed(drafted, probs(0, len(drafted)) if call.uniform else None)
 
     def few(self, call: ProposalCall, cache: CpuCache, given: Given = NOTHING) -> list[int]:
-        """What a proposal feeds first, and room for all of it: few tokens, of more those before the last are fed."""
+        """The tokens that a proposal feeds first, at most ``FEW``: of more, all but the last are fed here. Reserves
+        room for the whole proposal."""
         tokens = call.tokens
         if len(tokens) > FEW:
             self.one_call(tokens[:-1], torch.empty(0, self.plan.lm_head.outputs), cache, given)
@@ -212,7 +214,7 @@ class CpuForward:
     def wanted(
         self, call: ProposalCall, tokens: list[int], probs: Rows, cache: CpuCache, given: Given = NOTHING
     ) -> tuple[Any, ...]:
-        """A proposal that feeds such ``tokens`` first, as the kernels take it. The cache begins a pass."""
+        """The kernels' arguments for a proposal that feeds ``tokens`` first. Begins a pass of the cache."""
         thresholds, adviser = None, call.advise
         if isinstance(adviser, Thresholds):
             thresholds, adviser = self._native_thresholds(adviser), None
@@ -243,7 +245,7 @@ class CpuForward:
         return native
 
     def verify(self, call: VerificationCall, logits: torch.Tensor, cache: CpuCache) -> Judgement:
-        """Where passes are ``fused``, one over a few tokens into ``logits``, and what stands; see ``FusedCalls``."""
+        """See ``FusedCalls``; passes must be ``fused``. Writes the logits of the pass into ``logits``."""
         tokens, q = [*call.fed, *call.drafted], call.q
         self.check(tokens)
         start, size = cache.length, len(tokens)
@@ -276,34 +278,35 @@ class CpuForward:
         return Judgement(*found)
 
     def check(self, tokens: list[int]) -> None:
-        """Raises IndexError for a token beyond the vocabulary, before a pass begins to change recurrent states."""
+        """Raises IndexError for a token beyond the vocabulary, before a pass begins to change recurrent states. Without
+        recurrent states the pass itself checks."""
         if self.plan.delta is not None and tokens and not 0 <= min(tokens) <= max(tokens) < len(self.plan.embed.weight):
             raise IndexError("a token is not of the model's vocabulary")
 
     def prepare(self, end: int, cache: CpuCache) -> int:
-        """Reserve for so many tokens in all; the address of the next one's cos and sin."""
+        """Reserve capacity for ``end`` tokens in all; returns the address of the next token's cos and sin."""
         if end > self._table_length:
             self._extend_tables(end)
         cache.ensure_capacity(end)
         return self._rope_address + cache.length * self._rope_bytes
 
     def rope_at(self, position: int) -> int:
-        """The address of a position's cos and sin, which stand until the next ``prepare``."""
+        """The address of a position's cos and sin, valid until the next ``prepare``."""
         return self._rope_address + position * self._rope_bytes
 
     def threads_for(self, count: int) -> int:
-        """Threads of the next pass, over so many tokens."""
+        """The number of threads for the next pass, which is over ``count`` tokens."""
         given = torch.get_num_threads()
         chosen = min(given, self.threads.choose(count))
         return given if count > TIMED and not self.threads.crowded else chosen
 
     def took(self, count: int, seconds: float) -> None:
-        """The pass over so many tokens, on the threads that were last asked for."""
+        """Record the time of a pass over ``count`` tokens on the threads that ``threads_for`` returned last."""
         if count <= TIMED:
             self.threads.observe(count, seconds)
 
     def native_pass(self) -> Any:
-        """The plan as it is now, for the kernels, where passes are ``fused``."""
+        """The native ``Decoder`` of the plan as it is now; passes must be ``fused``."""
         if self._decoder is None:
             assert self._attentions is not None
             self._decoder = decoder(self.plan, self._attentions)
@@ -312,7 +315,7 @@ class CpuForward:
     def _pass(self, tokens: torch.Tensor, rows: int, cache: CpuCache, tree: TokenTree | None) -> torch.Tensor:
         plan, given, start = self.plan, len(tokens), cache.length
         place = start if tree is None else start + len(tree) - given
-        # What is filled up is seen by nothing before it, and the next pass writes over it.
+        # No token before the padding sees it, and the next pass overwrites it.
         if given > FEW and not plan.lm_head.native:
             tokens = nn.functional.pad(tokens, (0, -given % STEP))
             tree = None if tree is None else tree.grown([-1] * (-given % STEP))
@@ -346,8 +349,9 @@ class CpuForward:
         tree: TokenTree | None,
         attentions: Sequence[Attention | None],
     ) -> None:
-        """All layers, added into the residual stream x (n, width), of tokens from ``begin`` on, the first ``given`` of
-        which are the text's; ``inputs`` (n, layers, size) are the layers' own."""
+        """Run all layers on native attention, adding to the residual stream x (n, width) of the tokens from ``begin``
+        on. The first ``given`` tokens are the text's, the others padding. ``inputs`` (n, layers, size) are the
+        per-layer inputs."""
         start = cache.length
         cache.ensure_capacity(begin + len(x))
         shape = None if tree is None else native_tree(tree)
@@ -375,7 +379,7 @@ class CpuForward:
         begin: int,
         tree: TokenTree | None,
     ) -> None:
-        """The same for any dtype."""
+        """Run all layers on torch's attention, for any dtype; parameters as in ``_native_layers``."""
         count, start = len(x), cache.length
         keys, values, places = cache.views(begin, begin + count)
         kinds = {(layer.window, self._space(layer.heads, count).repeats) for layer in self.plan.layers}
@@ -408,7 +412,7 @@ class CpuForward:
             layer.add_to(x, space.attended_rows, None if inputs is None else inputs[:, number])
 
     def _projected(self, x: torch.Tensor, layer: Layer) -> Workspace:
-        """Queries, keys and values of a layer, in the buffers of its heads."""
+        """The buffers of a layer's heads, filled with its queries, keys and values."""
         space = self._space(layer.heads, len(x))
         layer.qkv(x, layer.attention_norm, space.qkv)
         if layer.head_norms is not None:
@@ -416,27 +420,27 @@ class CpuForward:
         return space
 
     def _space(self, heads: Heads, count: int) -> Workspace:
-        """Buffers for so many tokens, which layers with the same heads share."""
+        """The buffers for ``count`` tokens, which layers with the same heads share."""
         if (heads, count) not in self._spaces:
             self._spaces[heads, count] = make_workspace(self.plan, heads, count)
         return self._spaces[heads, count]
 
     @torch.inference_mode()
     def _extend_tables(self, length: int) -> None:
-        """Cos and sin of the rotary embeddings for positions up to at least ``length``, each as complex numbers
-        (q (n, 1, 1, size / 2), kv (2, 1, n, size / 2)); values are multiplied by one, which leaves them alone."""
+        """Compute cos and sin of the rotary embeddings for at least ``length`` positions, for each embedding as complex
+        numbers q (n, 1, 1, size / 2) and kv (2, 1, n, size / 2). The values' factor in kv is 1."""
         self._table_length = min(max(2 * length, 2048), max(self.plan.context_length, length))
         positions = torch.arange(self._table_length, device=self.plan.device)[None]
         ropes = [rope.at(positions) for rope in self.plan.ropes]
         self._rope_tables = [(r[:, None, None], torch.stack([r, torch.ones_like(r)])[:, None]) for r in ropes]
-        # The same as the native kernels read it: of a token (size / 2, 2) of one after the other; its address, and the
-        # bytes of a token's.
+        # The same for the native kernels: for each token the numbers (size / 2, 2) of every embedding in turn. Their
+        # address, and the bytes of one token.
         self._cos_sin = torch.cat([torch.view_as_real(r).flatten(1) for r in ropes], 1)
         self._rope_address, self._rope_bytes = self._cos_sin.data_ptr(), self._cos_sin[0].nbytes
 
 
 def cpu_forward(model: PreTrainedModel, int8: bool = False) -> CpuForward | None:
-    """Our forward of a model, with ``int8`` weights, or None where the model's own is to be used."""
+    """Our forward of a model, if asked with ``int8`` weights; None if the model has to use its own."""
     with torch.inference_mode():
         plan = read_plan(model, int8)
         return None if plan is None else CpuForward(plan)

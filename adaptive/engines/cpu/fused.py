@@ -1,4 +1,4 @@
-"""Our forward's plan as one native call, for models that are made of the usual parts."""
+"""Translates a plan of our forward for the kernels, so that a pass is one native call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from adaptive.engines.cpu.weights import native_linear
 
 
 def attentions(plan: Plan) -> list[Attention | None] | None:
-    """Native attention of every layer, None for one that does not attend; None where not all of it is native."""
+    """The native attention of every layer, None for a layer with a delta net; None if any attention is not native."""
     sizes = {layer.heads.size for layer in plan.layers}
     if not all(Attention.supports(size, plan.dtype, plan.device) for size in sizes):
         return None
@@ -40,7 +40,7 @@ def attentions(plan: Plan) -> list[Attention | None] | None:
 
 
 def fits(plan: Plan) -> bool:
-    """Whether a ``Decoder`` computes all that the plan says on native kernels."""
+    """Whether a native ``Decoder`` can compute the whole plan."""
     embeds = [plan.embed.weight, *(() if plan.inputs is None else (plan.inputs.embed.weight,))]
     return (
         all(Attention.supports(layer.heads.size, plan.dtype, plan.device) for layer in plan.layers)
@@ -56,7 +56,7 @@ def _gate(layer: Layer) -> Prologue | None:
 
 
 def decoder(plan: Plan, attentions: Sequence[Attention | None]) -> Any:
-    """The plan with its linear layers as they are now, for the kernels; it ``fits``, and outlives this."""
+    """The native ``Decoder`` of a plan that ``fits``, with its current linear layers. The plan must outlive it."""
     found = library()
     assert found is not None
     native, fuse = found.module, plan.fuse

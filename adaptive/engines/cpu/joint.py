@@ -1,12 +1,13 @@
 """Our forward over tokens of several texts in one native call, which reads every weight once for all of them.
 
-Linear layers take the rows of all texts together; rotation and attention are each text's own, over its own cache. No
-row's result depends on how many others it is computed with (``native/linear.h``, ``native/attention.h``), so that each
-text has the logits of a lone pass, bit for bit, whatever the dtype of the weights.
+Linear layers take the rows of all texts together; rotation and attention run for each text over its own cache. The
+result of a row does not depend on the number of rows (``native/linear.h``, ``native/attention.h``), so each text gets
+the logits of a pass of its own, bit for bit, whatever the dtype of the weights.
 
-What is appended to a text may be a tree. Its nodes lie one after the other behind what the cache holds, rotated by
-depth, and see only what they follow. A softmax adds up vectors of neighbours, so that a node has the logits of a text
-with its path to rounding; bit for bit where its path are the first nodes, if no window reaches into the tree.
+The tokens appended to a text may be a tree. Its nodes lie one after the other behind the held tokens, are rotated by
+their depth, and see only the held tokens and their ancestors. A softmax adds vectors of neighbouring keys, so a node's
+logits equal those of a text with its path only up to rounding. They are equal bit for bit if the path consists of the
+first nodes and no window reaches into the tree.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from adaptive.tokens import Rows, address
 
 
 class Part(NamedTuple):
-    """Tokens to append to a text, and of how many of the last the logits are wanted. With a ``tree`` they are its last
-    nodes, and not counted in the cache's length."""
+    """Tokens to append to a text; logits are wanted of the last ``rows``. With a ``tree`` the tokens are its last
+    nodes, which are not counted in the cache's length."""
 
     tokens: list[int]
     rows: int
@@ -36,20 +37,20 @@ class Part(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """Where they lie."""
+        """Where the first of the tokens lies in the cache."""
         return self.cache.length + (0 if self.tree is None else len(self.tree) - len(self.tokens))
 
 
 def is_part(forward: CpuForward, count: int) -> bool:
-    """Whether so many tokens of a text can be part of a joint pass: those whose lone pass is one call of its own."""
+    """Whether ``count`` tokens of a text can be part of a joint pass: a pass over them alone is one native call."""
     return 0 < count <= MANY and forward.fused
 
 
 def extend_together(forward: CpuForward, parts: Sequence[Part], logits: Rows) -> list[torch.Tensor]:
-    """Append to each text its tokens, in native calls over at most ``MANY`` tokens or one tree; the logits (rows,
-    vocab) of each, written into ``logits``. Every part is a tree, or one by ``is_part``. Raises IndexError for a token
-    beyond the vocabulary."""
-    logits(0, sum(part.rows for part in parts))  # so that no view is of a buffer that is given up
+    """Append its tokens to each text, in native calls over at most ``MANY`` tokens or one tree. Returns the logits
+    (rows, vocab) of each, written into ``logits``. Every part must be a tree or satisfy ``is_part``. Raises IndexError
+    for a token beyond the vocabulary."""
+    logits(0, sum(part.rows for part in parts))  # grow the buffer now: growing later would orphan earlier views
     found: list[torch.Tensor] = []
     begin = first = 0
     while begin < len(parts):
@@ -68,7 +69,7 @@ def extend_together(forward: CpuForward, parts: Sequence[Part], logits: Rows) ->
 
 
 class Draft(NamedTuple):
-    """A proposal for a text, and where what its tokens are drawn from is left."""
+    """A proposal for a text; the distributions that its tokens are drawn from are written into ``probs``."""
 
     call: ProposalCall
     probs: Rows
@@ -76,8 +77,8 @@ class Draft(NamedTuple):
 
 
 def propose_together(forward: CpuForward, drafts: Sequence[Draft]) -> list[Proposed]:
-    """The proposals that ``CpuForward.propose`` makes for one text after the other, bit for bit, in one native call
-    that reads the weights once for a token of each."""
+    """The same proposals, bit for bit, as ``CpuForward.propose`` for one text after the other, in one native call that
+    reads the weights once for one token of each text."""
     kernels = library()
     assert kernels is not None
     fed = [forward.few(draft.call, draft.cache) for draft in drafts]
@@ -101,12 +102,12 @@ def propose_together(forward: CpuForward, drafts: Sequence[Draft]) -> list[Propo
 
 
 def _pass(forward: CpuForward, parts: Sequence[Part], count: int, logits: int) -> None:
-    """One native call over ``count`` tokens in all; ``logits`` is the address of the rows."""
+    """Make one native call over ``count`` tokens in all; ``logits`` is the address of the rows."""
     kernels = library()
     assert kernels is not None
     tokens = [token for part in parts for token in part.tokens]
     forward.check(tokens)
-    for part in parts:  # before any is asked where it lies: the tables of cos and sin may move
+    for part in parts:  # before taking any address: the tables of cos and sin may move
         forward.prepare(part.begin + len(part.tokens), part.cache)
     texts = []
     for part in parts:

@@ -1,8 +1,8 @@
 """The compiled kernels (``native/``): which of them this processor runs, and linear layers and attention on them.
 
-Decoding reads every weight once for a token, so its time is the memory's; torch's GEMMs (oneDNN's) reached half
-of the memory's speed where this was measured, these reach all of it, and a pass is one call instead of some
-twenty operations a layer (``docs/performance.md``). Its threads are our own (``native/pool.h``).
+Decoding reads every weight once for a token, so memory speed limits it. Torch's GEMMs (oneDNN's) reached half of the
+memory's speed where this was measured; these kernels reach all of it, and a pass is one call instead of some twenty
+operations a layer (``docs/performance.md``). The kernels have their own threads (``native/pool.h``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from adaptive.errors import first_line
 from adaptive.installation import build_advice, install_command
 
 NATIVE = Path(__file__).parent / "native"
-# By instruction set, the better first: the flags of a processor that runs it, as Linux names them.
+# By instruction set, best first: the processor flags that it needs, as Linux names them.
 AVX512BF16 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}
 LIBRARIES = {
     "amx": AVX512BF16 | {"amx_tile", "amx_bf16"},
@@ -36,7 +36,7 @@ LIBRARIES = {
 
 
 class Prologue(IntEnum):
-    """What a linear layer does to a row of x before it multiplies; ``Prologue`` of ``native/linear.h``."""
+    """The operation of a linear layer on a row of x before the product; ``Prologue`` of ``native/linear.h``."""
 
     NONE = 0
     RMS_NORM = 1
@@ -51,16 +51,16 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class UnusableError(Exception):
-    """A library that cannot be used. Says why, and what to do."""
+    """A library cannot be used. The message gives the reason and the remedy."""
 
 
 class NotBuiltError(UnusableError):
-    """There is no such library."""
+    """The library does not exist."""
 
 
 class Library:
-    """One compiled library, by the name of its instruction set. ``panel``: outputs that lie side by side in its layout
-    of weights; ``module`` has what ``native/module.h`` declares."""
+    """One compiled library, named after its instruction set. ``panel``: outputs side by side in its layout of weights.
+    ``module``: the Python module that ``native/module.h`` declares."""
 
     def __init__(self, name: str) -> None:
         """Raises UnusableError."""
@@ -84,7 +84,7 @@ class Library:
 
 
 def built(name: str) -> Path | None:
-    """The file of a library, if there is one."""
+    """The file of a library, or None."""
     files = (NATIVE / (name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return next((file for file in files if file.is_file()), None)
 
@@ -100,13 +100,13 @@ def _loaded(name: str, file: Path) -> Any:
 
 
 def rebuild() -> str:
-    """What to do where the libraries are not those of the sources."""
+    """The advice to rebuild, for libraries that do not match the sources."""
     return f"torch's operations are used until you run: {install_command(again=True)}"
 
 
 @cache
 def library() -> Library | None:
-    """The best of the libraries that were built and that this processor runs, or None."""
+    """The best usable library for this processor, or None."""
     for name in runnable():
         try:
             return Library(name)
@@ -117,7 +117,7 @@ def library() -> Library | None:
 
 @cache
 def problem() -> str | None:
-    """Why ``library`` is None although this processor would run one, and what to do, in a line."""
+    """Why ``library`` is None although this processor could run one, and the remedy, in one line; None if neither."""
     if library() is not None or not runnable():
         return None
     reasons: list[UnusableError] = []
@@ -126,13 +126,13 @@ def problem() -> str | None:
             Library(name)
         except UnusableError as error:
             reasons.append(error)
-    reasons.sort(key=lambda error: isinstance(error, NotBuiltError))  # stable: the best library's before the others'
+    reasons.sort(key=lambda error: isinstance(error, NotBuiltError))  # stable: keeps the best library's first
     return str(reasons[0]) if reasons else None
 
 
 @cache
 def runnable() -> tuple[str, ...]:
-    """The libraries that this processor would run, the best first."""
+    """The names of the libraries that this processor could run, best first."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -147,8 +147,8 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def packed(weight: torch.Tensor, library: Library) -> torch.Tensor:
-    """Weight (out, in) as (panels, in, panel); bfloat16 as pairs of inputs, (panels, in / 2, panel, 2) seen as int32,
-    int8 as groups of four; filled up with zeros."""
+    """A weight (out, in) in the kernels' order, padded with zeros: (panels, words, panel), int32. A word is one float32
+    input, a pair of bfloat16 inputs or four int8 inputs of an output."""
     step = library.module.filled_to(weight.itemsize)
     fill = (0, -weight.shape[1] % step, 0, -len(weight) % library.panel)
     words = (nn.functional.pad(weight, fill) if any(fill) else weight).contiguous().view(torch.int32)
@@ -158,19 +158,19 @@ def packed(weight: torch.Tensor, library: Library) -> torch.Tensor:
 
 
 def native_tree(tree: TokenTree) -> Any:
-    """A tree as the kernels take it."""
+    """A tree for the kernels."""
     found = library()
     assert found is not None
     return found.module.Tree(list(tree.parents))
 
 
 class NativeLinear:
-    """x (rows, in) to (x @ weight.T + bias) * factor (rows, out), float32 both; the weight's dtype ``multiplies``.
+    """Maps x (rows, in) to (x @ weight.T + bias) * factor (rows, out), both float32; the weight's dtype ``multiplies``.
 
-    With bfloat16 weights x may be rounded to bfloat16 (as torch's GEMMs would have it), sums not. int8 weights
-    are multiples of ``scales`` (out,); x is rounded to 127 steps up to the largest of its row. ``parts`` are the packed
-    weight, bias, scales and sums of an output's int8 weights, None for what it has not. ``native`` is the same for the
-    kernels, and stands as long as this does.
+    With bfloat16 weights x may be rounded to bfloat16 (as for torch's GEMMs), but sums are not. int8 weights are
+    multiples of ``scales`` (out,); x is then rounded to 127 steps up to the largest magnitude of its row. ``parts`` are
+    the packed weight, the bias, the scales and the sums of each output's int8 weights, None for a missing one.
+    ``native`` is the same layer for the kernels, valid as long as this object lives.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class NativeLinear:
     def at(
         cls, addresses: Sequence[int], shape: tuple[int, int], dtype: torch.dtype, factor: float = 1.0
     ) -> NativeLinear:
-        """The same of a weight (out, in) that was packed before: its ``parts`` lie at these addresses, 0 for none, in
-        memory of the caller's."""
+        """The layer of a weight (out, in) that was packed before: its ``parts`` lie at these addresses (0 for none) in
+        the caller's memory."""
         self = cls.__new__(cls)
         self.parts = []
         self._lies(addresses, shape, dtype, factor)
@@ -217,9 +217,9 @@ class NativeLinear:
         norm: torch.Tensor | None = None,
         eps: float = 0.0,
     ) -> torch.Tensor:
-        """Into ``out``, contiguous, or added to it, of what ``prologue`` makes of x: a row divided by
-        sqrt(sum(x ** 2) + ``eps``) and multiplied by ``norm`` (in,) float32; or of a row twice as long
-        silu(first half) * second. ``norm`` is also what else a gate has to be told."""
+        """Compute the layer of ``prologue(x)`` into ``out``, contiguous, or ``add`` it to ``out``. RMS_NORM divides a
+        row by sqrt(sum(x ** 2) + ``eps``) and multiplies it by ``norm`` (in,) float32. A gate takes rows twice as long
+        and computes, for example, silu(first half) * second. For CLAMPED_GATE ``norm`` has its parameters."""
         x = x.contiguous()
         if out is None:
             out = torch.empty(len(x), self.outputs)
@@ -237,9 +237,9 @@ class NativeLinear:
 
 
 class Attention:
-    """How a layer attends to new tokens: ``Heads`` and ``Layer`` of the plan say what the parameters mean. A token's
-    rotations are ``stride`` numbers, among which those of this layer's keys and queries begin at ``key_rope`` and
-    ``query_rope``; 0 is no ``window`` and no ``softcap``. ``native`` as of a ``NativeLinear``."""
+    """The attention of a layer over new tokens; parameters as in ``Heads`` and ``Layer`` of the plan. A token's
+    rotations are ``stride`` numbers: those for this layer's keys begin at ``key_rope``, those for its queries at
+    ``query_rope``. 0 means no ``window``, or no ``softcap``. ``native`` as in ``NativeLinear``."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class Attention:
     ) -> None:
         found = library()
         assert found is not None
-        self._read = query_weight, sinks  # by their addresses
+        self._read = query_weight, sinks  # kept: the kernels read them by address
         places = (0 if part is None else part.data_ptr() for part in self._read)
         self.native = found.module.Attention(
             queries, keys, size, gated, reused, stride, key_rope, query_rope, window, scale, softcap, *places
@@ -268,7 +268,7 @@ class Attention:
 
     @staticmethod
     def supports(size: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether heads of so many numbers of this dtype on this device are attended."""
+        """Whether there is native attention for heads of ``size`` numbers of this dtype on this device."""
         found = library()
         if found is None or dtype != torch.float32 or device.type != "cpu":
             return False
@@ -284,10 +284,11 @@ class Attention:
         out: torch.Tensor,
         tree: Any = None,
     ) -> None:
-        """qkv (n, numbers): queries, keys and values of tokens ``start`` on (and gates), numbers to rotate in pairs.
-        Writes the keys and values into ``cache`` (2, keys, capacity, size), the keys in panels (of which the capacity
-        is a multiple), and what the queries see of it into out (n, queries * size). ``cos_sin`` (n, stride) and the
-        cache are addresses. ``tree`` is the module's, where the tokens are its last n nodes. All float32 and
-        contiguous."""
+        """Write the tokens' keys and values into ``cache`` and the attention of their queries into ``out``.
+
+        qkv (n, numbers) has the queries, keys and values (and gates) of tokens ``start`` on; numbers to rotate lie in
+        pairs. ``cache`` is (2, keys, capacity, size), its keys in panels (the capacity is a multiple of a panel);
+        ``out`` is (n, queries * size). ``cos_sin`` (n, stride) and the cache are addresses. With a ``tree``, made by
+        ``native_tree``, the tokens are its last n nodes. All numbers are float32 and contiguous."""
         threads = torch.get_num_threads()
         self.native(qkv.data_ptr(), cos_sin, cache, out.data_ptr(), capacity, start, len(qkv), tree, threads)

@@ -1,6 +1,6 @@
-"""Per-layer inputs: what a layer is given of a token beside the residual stream (Gemma 4 E2B and E4B).
+"""Per-layer inputs: numbers of a token that a layer reads beside the residual stream (Gemma 4 E2B and E4B).
 
-In: transformers' modules. Out: what makes the inputs of all layers, and what a layer makes of its own.
+In: transformers' modules. Out: the computation of all layers' inputs, and that of a layer's addition from its input.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from adaptive.engines.cpu.weights import PackedLinear
 
 @dataclass(frozen=True)
 class PerLayerInputs:
-    """The inputs of a model's layers, (layers, size) numbers of a token: (norm(projection(its embedding)) + a row of
-    another one, ``embed``) * ``factor``."""
+    """Computes the inputs of a model's layers, (layers, size) numbers for a token: (norm(projection(its embedding)) +
+    its row of another embedding, ``embed``) * ``factor``."""
 
     projection: PackedLinear
     norm: RmsNorm
@@ -28,7 +28,7 @@ class PerLayerInputs:
     factor: float
 
     def __call__(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Of tokens (n,) whose embeddings are x (n, width): (n, layers, size)."""
+        """The inputs (n, layers, size) of tokens (n,) with embeddings x (n, width)."""
         size = len(self.norm.weight)
         inputs: torch.Tensor = self.norm(self.projection(x).unflatten(1, (-1, size)))
         inputs += self.embed(tokens).unflatten(1, (-1, size))
@@ -37,7 +37,7 @@ class PerLayerInputs:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer adds of its input: norm(projection(act(gate(x)) * input))."""
+    """A layer's addition from its input: norm(projection(act(gate(x)) * input))."""
 
     gate: PackedLinear
     act: Gate
@@ -46,16 +46,16 @@ class LayerInput:
 
     @property
     def linears(self) -> list[Packed]:
-        """All that is packed."""
+        """All packed linear layers."""
         return [self.gate, self.projection]
 
     def add_to(self, x: torch.Tensor, given: torch.Tensor) -> None:
-        """Add to x (n, width) what comes of the inputs ``given`` (n, size)."""
+        """Add to x (n, width) the result for the inputs ``given`` (n, size)."""
         add(x, self.projection, torch.cat([self.gate(x).to(given.dtype), given], dim=1), self.act, self.norm)
 
 
 def known_inputs(config: Any) -> bool:
-    """Whether every token of a vocabulary has a row in the embedding of the layers' inputs, if there is one."""
+    """Whether every token of the vocabulary has a row in the embedding of the layers' inputs, if there is one."""
     if not getattr(config, "hidden_size_per_layer_input", None):
         return True
     return bool(config.vocab_size_per_layer_input >= config.vocab_size)
@@ -64,7 +64,7 @@ def known_inputs(config: Any) -> bool:
 def per_layer_inputs(
     base: Any, pack: Packing, norm: Callable[..., RmsNorm], dtype: torch.dtype
 ) -> PerLayerInputs | None:
-    """Those of a model of transformers, or None where there are none."""
+    """The per-layer inputs of a transformers model, or None if it has none."""
     if not getattr(base, "hidden_size_per_layer_input", None):
         return None
     return PerLayerInputs(
@@ -76,7 +76,7 @@ def per_layer_inputs(
 
 
 def layer_input(block: Any, pack: Packing, norm: Callable[..., RmsNorm], dtype: torch.dtype) -> LayerInput | None:
-    """What a layer of transformers makes of its input, or None where it has none."""
+    """The use of its input in a transformers layer, or None if it has none."""
     if not getattr(block, "hidden_size_per_layer_input", None):
         return None
     gate, projection = pack(block.per_layer_input_gate), pack(block.per_layer_projection)

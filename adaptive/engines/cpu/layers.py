@@ -1,4 +1,5 @@
-"""What the forward does between its linear layers, in the activations' dtype: RMS norms and gated activations."""
+"""The parts of the forward beside its packed linear layers, in the activations' dtype: RMS norms, gated activations,
+embeddings, and attention that torch has no operation for."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import nn
 from adaptive.engines.cpu.kernels import Prologue
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
-# Activations that the native linear layers compute, by the names of their classes: of a gate, and of what has none.
+# Activations that the native linear layers compute, by the names of their classes: with a gate, and without.
 GATES = {
     "SiLUActivation": Prologue.SILU_GATE,
     "SiLU": Prologue.SILU_GATE,
@@ -23,7 +24,8 @@ ACTIVATIONS = {"ReLUSquaredActivation": Prologue.SQUARED_RELU}
 
 class RmsNorm:
     """x / sqrt(mean(x ** 2) + eps) * weight over rows of d numbers, in four operations: the divisor is
-    hypot(|x|, sqrt(eps * d)) / sqrt(d), and sqrt(d) is in ``weight``. ``eps_sum`` is eps * d, ``eps_root`` its root."""
+    hypot(|x|, sqrt(eps * d)) / sqrt(d), and ``weight`` includes sqrt(d). ``eps_sum`` is eps * d, ``eps_root`` its root.
+    """
 
     def __init__(
         self, module: nn.Module, dtype: torch.dtype, out: torch.dtype, plus_one: bool = False, size: int = 0
@@ -47,9 +49,9 @@ class RmsNorm:
 
 
 class HeadNorms:
-    """RMS norms of queries, keys and values (n, heads, size) in a row, in place: of each head by itself or, where they
-    have as many weights, of all a token's queries and all its keys. Their weights are ordered as what they are given
-    is. A layer may have none of its keys and values."""
+    """RMS norms, in place, of tokens' queries, keys and values in a row (n, heads, size). A norm is over each head by
+    itself or, if it has that many weights, over all queries or all keys of a token. Weights are in the order of the
+    numbers. Keys and values may have no norm."""
 
     def __init__(
         self, query: RmsNorm, key: RmsNorm | None, value: RmsNorm | None, heads: int, key_heads: int, size: int
@@ -74,8 +76,8 @@ class HeadNorms:
 
 
 class Gate:
-    """act(gate) * up of (n, 2 * size), gate and up in a row; where it is not ``gated``, act(up) of (n, size).
-    ``limits``: what else the kernels are told of it."""
+    """act(gate) * up of (n, 2 * size), gate and up in a row; if not ``gated``, act(up) of (n, size). ``limits``: its
+    further parameters for the kernels."""
 
     limits: torch.Tensor | None = None
 
@@ -92,23 +94,22 @@ class Gate:
 
 
 def native_gate(activation: nn.Module, gated: bool = True) -> Prologue | None:
-    """What the native linear layers call this activation of a gate, or of what is not ``gated``; None for one that they
-    do not compute."""
+    """The prologue of native linear layers with this activation, of a gate or not ``gated``; None if there is none."""
     return (GATES if gated else ACTIVATIONS).get(type(activation).__name__)
 
 
 def _without_module(activation: nn.Module) -> TensorFunction:
-    """The activation without its module's wrapper, where it is a single operation. Never returns its input."""
+    """The activation without its module's wrapper, if it is a single operation. Never returns its input."""
     if native_gate(activation) is Prologue.SILU_GATE:
         return torch.ops.aten.silu.default  # type: ignore[no-any-return]
     return activation
 
 
 class Embedding:
-    """Tokens (n,) to (n, width) in the activations' dtype, times a ``factor``, rounded as transformers does."""
+    """Maps tokens (n,) to (n, width) in the activations' dtype, times a ``factor``, rounded as in transformers."""
 
     def __init__(self, module: nn.Embedding, dtype: torch.dtype, multiplier: float = 1.0) -> None:
-        """``multiplier`` is what the model multiplies by; Gemma's module does it itself, by a number of its dtype."""
+        """``multiplier`` is the model's factor. Gemma's module has its own instead, rounded to the weights' dtype."""
         self.weight, self.dtype, self.multiplier = module.weight, dtype, multiplier
         scale = getattr(module, "embed_scale", None)
         self.factor = multiplier if scale is None else float(scale.to(self.weight.dtype))
@@ -143,8 +144,8 @@ def sunk_attention(
     scale: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of which a sink takes a share (gpt-oss). ``sinks`` (heads,) are scores, of queries that lie grouped:
-    rows (1, key heads, n * group, size)."""
+    """Attention in which a sink takes a share of the softmax (gpt-oss). ``sinks`` (heads,) are the sinks' scores. The
+    queries are grouped: ``rows`` (1, key heads, n * group, size)."""
     scores = rows @ keys.transpose(-1, -2) * scale
     if mask is not None:
         scores += mask

@@ -1,4 +1,4 @@
-"""The masks of our forward where attention is torch's."""
+"""Attention masks for our forward on torch's attention."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 
 from adaptive.engines.tree import TokenTree
 
-# Tokens in one pass up to which buffers are kept and queries of one key head are stacked as rows of one
-# product (which needs a mask of tokens times queries a head). Beyond, a pass is a prompt's: its buffers
-# are made anew and forgotten.
+# The most tokens of a pass whose buffers are kept, and in which the queries of one key head are rows of one product
+# (that needs a mask row for each token and query of the head). A longer pass is a prompt's: its buffers are made for it
+# and dropped.
 FEW = 32
 
 
 class MaskTable:
-    """Which keys a query may see, by kind of layer: its window (0 for none), and how many rows a token has. Slices of
-    one table for each kind.
+    """Masks of the keys that each query sees, by kind of layer: (its window or 0 for none, mask rows of a token). They
+    are slices of one table for each kind.
 
-    Row i of a table is the i-th new token; column ``reach`` + j the key j places after the first new
-    one. The mask of any pass over at most ``FEW`` tokens is then a rectangle of it.
+    A table's rows are the new tokens in turn; column ``reach`` + j is the key j places after the first new
+    one. The mask of any pass over at most ``FEW`` tokens is then a rectangle of the table.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class MaskTable:
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
 
     def of(self, start: int, count: int, kinds: set[tuple[int, int]]) -> dict[tuple[int, int], torch.Tensor | None]:
-        """By kind: the additive mask of a pass, or None where every key is seen."""
+        """The additive masks of a pass, by kind; None if every key is seen."""
         masks: dict[tuple[int, int], torch.Tensor | None] = {}
         for window, repeats in kinds:
             kind = window, repeats
@@ -42,12 +42,12 @@ class MaskTable:
     def of_tree(
         self, start: int, count: int, tree: TokenTree, kinds: set[tuple[int, int]]
     ) -> dict[tuple[int, int], torch.Tensor]:
-        """The same of the last ``count`` nodes of a tree behind ``start`` tokens."""
+        """The additive masks for the last ``count`` nodes of a tree behind ``start`` tokens, by kind."""
         query, key, others = tree.view(start, count, self.device)
         return {(w, n): self._additive((others | (key <= query - w)) if w else others, n) for w, n in kinds}
 
     def _table(self, start: int, kind: tuple[int, int]) -> torch.Tensor:
-        """That of a kind, which reaches ``start`` tokens back."""
+        """The table of a kind, which reaches at least ``start`` tokens back."""
         if start > self._reach:
             self._reach, self._tables = max(2 * start, 2048), {}
         if kind not in self._tables:
@@ -56,7 +56,7 @@ class MaskTable:
         return self._tables[kind]
 
     def _rows(self, window: int, start: int, count: int, repeats: int) -> torch.Tensor:
-        """(count * repeats, start + count): 0 where seen, -inf where not; every token's row ``repeats`` times."""
+        """A mask (count * repeats, start + count): 0 where seen, else -inf; every token's row ``repeats`` times."""
         query = torch.arange(start, start + count, device=self.device)[:, None]
         key = torch.arange(start + count, device=self.device)[None]
         return self._additive((key > query) | (key <= query - window) if window else key > query, repeats)

@@ -1,8 +1,8 @@
-"""Memory for packed weights in pages of 2 MB, where the system has such.
+"""Memory for packed weights in pages of 2 MB, where the system supports them.
 
-A pass reads all weights once. In pages of 4 kB a model of 25 MB is 6,400 of them, of which a processor remembers one to
-two thousand: it looks up each anew in every pass, and everything that comes between two passes is looked up anew as
-well. Most systems give large pages only to those who ask for them.
+A pass reads all weights once. A model of 25 MB has 6,400 pages of 4 kB, but a processor caches only one to two thousand
+page translations: it looks up every page again in every pass, and also those of the code and data between two passes.
+Most systems give large pages only on request.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import threading
 
 import torch
 
-# Bytes that are asked for at once; a larger weight has its own. Less leaves more of a model outside of large pages,
-# which begin at multiples of 2 MB; more stays taken while a little of it is in use.
+# Bytes of one allocation; a larger weight has its own. Too low: more of a model lies outside large pages, which begin
+# at multiples of 2 MB. Too high: more memory stays allocated while only a little of it is in use.
 CHUNK = 1 << 25
-# Bytes at whose multiples weights begin: a line of the processor's caches, and what its vectors are read by. And large
-# pages, which an older system does not begin memory at by itself.
+# Bytes. Weights begin at multiples of ALIGNED: a line of the processor's caches, and a vector. Allocations begin at
+# multiples of LARGE, the size of a large page; an older system does not align them by itself.
 ALIGNED, LARGE = 64, 1 << 21
 
 
 class LargePages:
-    """Hands out pieces of such memory, one behind the other. A piece is a tensor, which keeps all that was asked for
-    with it: what was packed together is given up together."""
+    """Hands out pieces of memory in large pages, one behind the other. A piece is a tensor that keeps its whole
+    allocation alive: weights that were packed together are freed together."""
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self._size = chunk
-        self._left = torch.empty(0, dtype=torch.uint8)  # of what was asked for last
+        self._left = torch.empty(0, dtype=torch.uint8)  # the rest of the last allocation
         self._lock = threading.Lock()
 
     def words(self, *shape: int) -> torch.Tensor:
-        """An int32 tensor of this shape, of any content."""
+        """An uninitialised int32 tensor of this shape."""
         size = 4 * math.prod(shape)
         if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=torch.int32)
@@ -47,16 +47,16 @@ class LargePages:
 
 
 def asked_for(size: int) -> mmap.mmap:
-    """Memory of so many bytes, in large pages where there are some."""
+    """Memory of ``size`` bytes, in large pages where the system has them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without them
+        with contextlib.suppress(OSError):  # a system without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _aligned(size: int) -> torch.Tensor:
-    """So many bytes, which begin where a large page does."""
+    """A tensor of ``size`` bytes that begins at a multiple of a large page."""
     whole = torch.frombuffer(asked_for(size + LARGE), dtype=torch.uint8)
     begin = -whole.data_ptr() % LARGE
     return whole[begin : begin + size]

@@ -1,7 +1,7 @@
-"""Which modules of a model are packed as one linear layer, and experts that lie in one parameter.
+"""Packs a model's modules as linear layers, several together or the experts within one parameter.
 
-In: transformers' modules. Out: ``PackedLinear`` and ``PackedExperts``, made once: those that are packed already, of the
-same memory and in the same way, are found again.
+In: transformers' modules. Out: ``PackedLinear`` and ``PackedExperts``. Layers that were already packed from the same
+memory in the same way are reused.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from adaptive.engines.cpu.weights import PackedLinear, Weights, of_module, stack
 
 
 class PackedExperts:
-    """The experts that one ``module`` of transformers holds in a few parameters: by expert, ``up`` (gate and up
-    projection in a row) and ``down``. They are packed one at a time, which takes an expert's memory beside the result.
-    """
+    """The experts that one transformers ``module`` holds in a few parameters: for each expert ``up`` (gate and up
+    projection in a row) and ``down``. Packing one at a time needs the memory of one expert beside the result."""
 
     def __init__(self, module: nn.Module, int8: bool) -> None:
         self.modules, self.int8 = (module,), int8
@@ -36,7 +35,7 @@ class PackedExperts:
 
     @property
     def native(self) -> bool:
-        """Whether the native kernels compute them."""
+        """Whether the native kernels compute the experts."""
         return self.down[0].native
 
 
@@ -48,7 +47,7 @@ def _as_it_is(module: nn.Module, name: str, number: int) -> Callable[[], Weights
 
 
 def _transposed(module: nn.Module, name: str, number: int) -> Callable[[], Weights]:
-    """gpt-oss: weights are (in, out), with biases, and gates and what they gate take turns."""
+    """For gpt-oss: weights are (in, out), with biases; outputs of gate and up projection alternate."""
 
     def assemble() -> Weights:
         weight, bias = module.get_parameter(name)[number].T, module.get_parameter(f"{name}_bias")[number]
@@ -61,14 +60,14 @@ def _transposed(module: nn.Module, name: str, number: int) -> Callable[[], Weigh
 
 
 class Packing:
-    """Packs linear layers, or finds those that are packed already."""
+    """Packs linear layers, or returns those that are already in ``packed``."""
 
     def __init__(self, int8: bool, packed: Iterable[Packed] = ()) -> None:
         self.int8 = int8
         self._packed = {(linear.int8, _memory(linear.modules)): linear for linear in packed}
 
     def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None, factor: float = 1.0) -> PackedLinear:
-        """Modules on the same input as one linear layer, see ``stacked``; or one, times a ``factor``."""
+        """Several modules on the same input as one linear layer, see ``stacked``, or one module times a ``factor``."""
         found = self._packed.get((self.int8, _memory(modules)))
         if isinstance(found, PackedLinear):
             return found
@@ -77,7 +76,7 @@ class Packing:
         return stacked(modules, order, self.int8)
 
     def exact(self, *modules: nn.Module) -> PackedLinear:
-        """A mixture's router; see ``exact_router``."""
+        """A mixture's router, see ``exact_router``."""
         found = self._packed.get((False, _memory(modules)))
         return found if isinstance(found, PackedLinear) else exact_router(modules)
 
@@ -88,12 +87,13 @@ class Packing:
 
 
 def _memory(modules: Iterable[nn.Module]) -> tuple[int, ...]:
-    """Where the first parameter of each lies: a linear layer's weight."""
+    """The address of each module's first parameter, in a linear layer its weight."""
     return tuple(next(module.parameters(recurse=False)).data_ptr() for module in modules)
 
 
 def exact_router(modules: tuple[Any, ...]) -> PackedLinear:
-    """The routers' scores in a row, of weights in float32 (float64 for such a model)."""
+    """Modules on the same input as one linear layer in float32 (float64 for a float64 model), never int8. A bias is
+    that of the first module."""
 
     def assemble() -> Weights:
         weight = torch.cat([module.weight for module in modules])

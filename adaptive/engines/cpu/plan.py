@@ -1,4 +1,4 @@
-"""What our forward computes: a model as packed linear layers, norms, rotations and windows.
+"""The plan that our forward computes: a model as packed linear layers, norms, rotations and windows.
 
 ``families.py`` reads it from a transformers model.
 """
@@ -22,9 +22,9 @@ from adaptive.engines.cpu.weights import PackedLinear
 
 
 class Heads(NamedTuple):
-    """A layer's heads: those of its ``queries`` and of its ``keys``, of ``size`` numbers each. ``gated``: the
-    projection gives a gate for each query behind the values, of what it sees. ``reused``: it gives queries alone, which
-    see the keys and values of an earlier layer."""
+    """How many heads a layer has for its ``queries`` and for its ``keys``, of ``size`` numbers each. ``gated``: behind
+    the values the projection gives a gate for each query's result. ``reused``: the projection gives queries only, which
+    attend over the keys and values of an earlier layer."""
 
     queries: int
     keys: int
@@ -34,7 +34,7 @@ class Heads(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Queries of a key head."""
+        """Query heads for each key head."""
         return self.queries // self.keys
 
 
@@ -42,14 +42,14 @@ class Heads(NamedTuple):
 class Layer:
     """One decoder layer.
 
-    ``qkv`` gives queries, keys and values in a row, each head's numbers in the pairs that the rotary embedding turns;
-    they attend over number ``cache`` of a text's keys and values. ``rope`` says which of the model's rotary embeddings,
-    ``window`` how many tokens a query sees (0: all). A part reads through its norm, if there is one; that ``after_`` it
-    is of what it adds to the residual stream, and ``head_norms`` are of queries, keys and values. ``query_weight``
-    (size,) multiplies rotated queries; ``softcap`` bounds attention scores; ``sinks`` (heads,) are scores that take
-    their share and have no value. With a ``delta`` net the layer does not attend: ``qkv`` is the net's projection
-    (``native/delta.h``). ``input`` is what it adds of its own input of a token; the residual stream is multiplied by
-    ``factor`` where it leaves the layer.
+    ``qkv`` gives queries, keys and values in a row, each head's numbers in the pairs that the rotary embedding rotates.
+    ``cache`` is the number of the text's cache that the layer attends over, ``rope`` selects among the model's rotary
+    embeddings, ``window`` is how many tokens a query sees (0: all). A part's norm applies to its input, its ``after_``
+    norm to what it adds to the residual stream, ``head_norms`` to queries, keys and values; each may be None.
+    ``query_weight`` (size,) multiplies rotated queries; ``softcap`` bounds attention scores; ``sinks`` (heads,) are
+    scores that take a share of the softmax and have no value. With a ``delta`` net the layer does not attend: ``qkv``
+    is the net's projection (``native/delta.h``). ``input`` adds the part of the per-layer inputs, if there is one.
+    ``factor`` multiplies the residual stream at the end of the layer.
     """
 
     attention_norm: RmsNorm | None
@@ -78,8 +78,8 @@ class Layer:
         return self.softcap is not None or self.sinks is not None
 
     def add_to(self, x: torch.Tensor, attended: torch.Tensor, given: torch.Tensor | None) -> None:
-        """Add to x (n, width) the output projection of what was ``attended`` (n, heads * size), then what the
-        feed-forward part makes, and what comes of the layer's input ``given`` (n, size), if it has one."""
+        """Add to x (n, width) the output projection of the attention's result ``attended`` (n, heads * size), then the
+        feed-forward part, then the part of the layer's input ``given`` (n, size), if it has one."""
         add(x, self.attention_output, attended, None, self.after_attention_norm)
         self.mlp.add_to(x, self.mlp_norm, self.after_mlp_norm)
         if self.input is not None and given is not None:
@@ -90,7 +90,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Fuse:
-    """How a head reads a token and the feature of the one before it: linear([token_norm(embedding),
+    """How a head reads a token and the feature of the token before it: linear([token_norm(embedding),
     feature_norm(feature)])."""
 
     linear: PackedLinear
@@ -100,12 +100,12 @@ class Fuse:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole model. ``dtype`` is that of activations and cache, ``weight_dtype`` that of the linear layers' inputs;
-    ``ropes`` are the rotary embeddings of its layers; ``softcap`` bounds the logits; ``names`` gives a module's name in
-    the model, for following adapters; ``fuse`` is how a head reads, None for a model that embeds its tokens. ``delta``:
-    of the layers that do not attend. ``inputs`` are those of the layers that have one. ``stream``
-    (``native/stream.h``) reads weights that do not stay. ``ids`` (outputs of ``lm_head``,), int64, increasing, are
-    the tokens that logits are of, None for all of them."""
+    """A whole model. ``dtype`` is that of activations and cache, ``weight_dtype`` that of the linear layers' inputs.
+    ``ropes`` are the rotary embeddings of the layers; ``softcap`` bounds the logits; ``names`` gives a module's name in
+    the model, for following adapters. ``fuse`` is the input of a head, None for a model that embeds its tokens.
+    ``delta``: the sizes of the delta nets, if there are any. ``inputs`` computes the per-layer inputs, if there are
+    any. ``stream`` (``native/stream.h``) reads weights that do not stay in memory. ``ids`` (outputs of ``lm_head``,),
+    int64, increasing, are the tokens of the logits, None if these are of the whole vocabulary."""
 
     layers: tuple[Layer, ...]
     linears: tuple[Packed, ...]
@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Numbers of a hidden state."""
+        """How many numbers a hidden state has."""
         return self.lm_head.inputs
 
     @property
@@ -137,11 +137,11 @@ class Plan:
 
     @property
     def rope_places(self) -> list[int]:
-        """Where the numbers of each rotary embedding begin among those of a token; the last is how many there are."""
+        """Where each rotary embedding's numbers begin among those of a token, and last how many numbers a token has."""
         return list(accumulate((table.size for table in self.ropes), initial=0))
 
     @property
     def cache_shapes(self) -> list[tuple[int, int]]:
-        """Of each of a text's keys and values, how many heads and of what size."""
+        """(key heads, head size) of each of a text's caches."""
         own = {layer.cache: layer.heads for layer in self.attending if not layer.heads.reused}
         return [(own[number].keys, own[number].size) for number in range(len(own))]

@@ -1,6 +1,6 @@
-"""Rotary embeddings of our forward: which are computed, in what order a head's numbers are turned, and by what.
+"""Rotary embeddings of our forward: which ones it supports, their tables, and the order of a head's numbers.
 
-In: a transformers model or its config. Out: tables of cosines and sines by position, and which of them turn the keys
+In: a transformers model or its config. Out: tables of cosines and sines by position, and which of them rotate the keys
 and the queries of each layer.
 """
 
@@ -14,20 +14,20 @@ from torch import nn
 
 from adaptive.engines.cpu.layers import TensorFunction
 
-# Frequencies of these are fixed at load; those of others ("dynamic", "longrope") depend on the text.
+# Types with frequencies that are fixed at load. Those of others ("dynamic", "longrope") depend on the text.
 FIXED = {"default", "linear", "llama3", "yarn", "proportional"}
 
 
 class Rotation(NamedTuple):
-    """Which of a model's tables turns a layer's keys, and which its queries."""
+    """The numbers of the tables that rotate a layer's keys and its queries."""
 
     keys: int = 0
     queries: int = 0
 
 
 class Table(NamedTuple):
-    """A rotary embedding of heads of ``size`` numbers; ``at`` maps positions (1, n) to cos + i sin (n, size / 2), 1
-    where nothing is turned."""
+    """A rotary embedding for heads of ``size`` numbers. ``at`` maps positions (1, n) to cos + i sin (n, size / 2), 1
+    for pairs that are not rotated."""
 
     size: int
     at: TensorFunction
@@ -35,8 +35,8 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Ropes:
-    """A model's rotary embeddings: ``tables``, and by layer which it uses (``layers``), and how many numbers of a head,
-    the first, are turned (``rotated``)."""
+    """A model's rotary embeddings: the ``tables``, and by layer which of them it uses (``layers``) and how many of the
+    first numbers of a head are rotated (``rotated``)."""
 
     tables: tuple[Table, ...]
     layers: tuple[Rotation, ...]
@@ -44,25 +44,25 @@ class Ropes:
 
 
 def known_ropes(config: Any) -> bool:
-    """Whether a config's rotary embeddings are computed."""
+    """Whether our forward computes a config's rotary embeddings."""
     kinds = set(_kinds(config))
     parameters = [config.rope_parameters if kind is None else config.rope_parameters[kind] for kind in kinds]
     if config.model_type == "hunyuan_v1_dense":
-        return all(_keeps_lengths(one) for one in parameters)  # its norms stand behind the rotation
+        return all(_keeps_lengths(one) for one in parameters)  # its norms come after the rotation
     if config.model_type == "ministral3" and None in _ministral_scaling(config):
         return False
     return all(one.get("rope_type") in FIXED for one in parameters)
 
 
 def _keeps_lengths(parameters: dict[str, Any]) -> bool:
-    """Whether Hunyuan's embedding is fixed and multiplies nothing. Its checkpoints say "dynamic" of a base that
-    ``alpha`` stretches once for all texts."""
+    """Whether Hunyuan's embedding is fixed and does not scale. Its checkpoints call "dynamic" a base that ``alpha``
+    stretches once, the same for all texts."""
     kind = parameters.get("rope_type")
     return kind == "default" or (kind == "dynamic" and bool(parameters.get("alpha")))
 
 
 def read_ropes(model: Any, sizes: list[int], dtype: torch.dtype) -> Ropes:
-    """Those of a model whose layers have heads of these ``sizes``. Tables are of this ``dtype``."""
+    """The rotary embeddings of a model whose layers have heads of these ``sizes``, with tables of this ``dtype``."""
     config, module, blocks = model.config, model.model.rotary_emb, model.model.layers
     turned = [_turns(getattr(block, "self_attn", None)) for block in blocks]
     used = list(zip(_kinds(config), turned, sizes, strict=True))
@@ -82,11 +82,11 @@ def read_ropes(model: Any, sizes: list[int], dtype: torch.dtype) -> Ropes:
 
 
 def pair_order(heads: int, size: int, rotated: int, side_by_side: bool = False) -> torch.Tensor:
-    """Where each output of ``heads`` projected heads comes from, (heads * size,) int64.
+    """The order (see ``stacked``) of the outputs of ``heads`` projected heads, (heads * size,) int64.
 
-    Most checkpoints rotate number i of a head together with number i + rotated / 2, of the first ``rotated``. Here the
-    two stand ``side_by_side``, as in other checkpoints, so that a rotation is one complex multiplication. Scores do not
-    change: queries and keys move alike.
+    Most checkpoints rotate number i of a head together with number i + rotated / 2, among the first ``rotated``. Here
+    the two are adjacent, as other checkpoints have them already (``side_by_side``), so that a rotation is one complex
+    multiplication. Scores do not change: queries and keys are reordered in the same way.
     """
     inside = torch.arange(size)
     if not side_by_side:
@@ -95,7 +95,7 @@ def pair_order(heads: int, size: int, rotated: int, side_by_side: bool = False) 
 
 
 def _kinds(config: Any) -> list[str | None]:
-    """By layer, the name of its rotary embedding where the model has one for each kind of layer (Gemma 3, OLMo 3)."""
+    """By layer, its kind if the model has a rotary embedding for each kind of layer (Gemma 3, OLMo 3), else None."""
     kinds = getattr(config, "layer_types", None) or []
     if kinds and all(isinstance(config.rope_parameters.get(kind), dict) for kind in kinds):
         return list(kinds)
@@ -103,7 +103,7 @@ def _kinds(config: Any) -> list[str | None]:
 
 
 def _turns(attention: Any) -> bool:
-    """Whether a layer's attention turns anything: not all do in SmolLM 3 and EXAONE 4."""
+    """Whether a layer's attention uses rotation; in SmolLM 3 and EXAONE 4 some layers do not."""
     if hasattr(attention, "use_rope"):
         return bool(attention.use_rope)
     if hasattr(attention, "sliding_window_pattern"):
@@ -114,16 +114,16 @@ def _turns(attention: Any) -> bool:
 def _cos_sin(
     module: nn.Module, dtype: torch.dtype, positions: torch.Tensor, kind: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As transformers has them: (1, n, rotated) both, the second half like the first."""
+    """Cosines and sines as transformers has them: both (1, n, rotated), the second half equal to the first."""
     like = torch.empty(1, dtype=dtype, device=positions.device)
     cos, sin = module(like, positions) if kind is None else module(like, positions, kind)
-    if type(module).__name__ == "GptOssRotaryEmbedding":  # which says the first half alone
+    if type(module).__name__ == "GptOssRotaryEmbedding":  # gives the first half only
         cos, sin = (torch.cat([part, part], dim=-1) for part in (cos, sin))
     return cos.to(dtype), sin.to(dtype)
 
 
 def _turning(module: nn.Module, dtype: torch.dtype, size: int, kind: str | None) -> TensorFunction:
-    """The model's own rotary embedding, 1 for the numbers of a head behind those that it turns."""
+    """The model's own rotary embedding, with 1 for the numbers of a head behind those that it rotates."""
 
     def turn(positions: torch.Tensor) -> torch.Tensor:
         cos, sin = _cos_sin(module, dtype, positions, kind)
@@ -135,12 +135,12 @@ def _turning(module: nn.Module, dtype: torch.dtype, size: int, kind: str | None)
 
 
 def _still(dtype: torch.dtype, size: int) -> TensorFunction:
-    """One that turns nothing."""
+    """An embedding that rotates nothing."""
     return lambda positions: torch.ones(positions.numel(), size // 2, dtype=dtype.to_complex(), device=positions.device)
 
 
 def _scaled(table: TensorFunction, factor: TensorFunction) -> TensorFunction:
-    """One that also multiplies by a factor of the position."""
+    """The embedding ``table`` multiplied by a ``factor`` that depends on the position."""
     return lambda positions: table(positions) * factor(positions[0])[:, None]
 
 
@@ -150,8 +150,8 @@ def _ministral_scaling(config: Any) -> tuple[float | None, int | None]:
 
 
 def _query_factor(beta: float | None, length: int | None) -> TensorFunction:
-    """What queries of Ministral 3 are multiplied by, a little more behind every ``length`` tokens; (n,) float32, as
-    transformers computes it."""
+    """The factor of Ministral 3's queries by position, which grows a little after every ``length`` tokens; (n,)
+    float32, as transformers computes it."""
     assert beta is not None
     assert length is not None
     return lambda positions: 1 + beta * torch.log(1 + torch.floor(positions / length))

@@ -1,4 +1,4 @@
-"""Choosing tokens with the compiled kernels, from logits on the processor whatever engine they come from."""
+"""Chooses tokens with the compiled kernels, from logits in the CPU's memory; any engine may have computed them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from adaptive.types import SamplingParams
 
 
 class CpuSampling:
-    """``SamplingKernels`` of one library."""
+    """``SamplingKernels`` on one library."""
 
     def __init__(self, library: Library) -> None:
         self._module = library.module
         self._known: tuple[SamplingParams | None, Any] = None, None  # one tuple, so that threads see both or neither
 
     def native(self, params: SamplingParams) -> Any:
-        """The parameters as the kernels take them; kept for the next call, which mostly has the same."""
+        """The parameters for the kernels. They are kept for the next call, which mostly has the same ones."""
         known, native = self._known
         if known is not params:
             factor = 0.0 if params.greedy else 1 / params.temperature
@@ -32,7 +32,7 @@ class CpuSampling:
         return native
 
     def thresholds(self, given: Thresholds) -> Any:
-        """Thresholds as the kernels read and write them, over the same arrays."""
+        """Thresholds for the kernels, which read and write the same arrays."""
         return self._module.Thresholds(
             given.edges,
             given.accepted,
@@ -91,5 +91,5 @@ class CpuSampling:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """As the kernels read it: float32, row after row. Those made for them are known to be."""
+    """The tensor as contiguous float32. One with an ``address`` (see ``of_array``) is that already."""
     return tensor if hasattr(tensor, "address") else tensor.float().contiguous()

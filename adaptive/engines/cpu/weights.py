@@ -1,12 +1,11 @@
-"""Linear layers whose weight is laid out for the processor once, instead of at every call.
+"""Linear layers whose weights are packed for the processor once, instead of at every call.
 
-On a CPU, torch's own ``linear`` hands oneDNN a plain weight, which oneDNN reorders whenever it is
-called; the copy made here is already in the order of the GEMM that reads it: the native one
-(``kernels.py``) where it was built, else oneDNN's. A module's own weight stays what it was: it is
-what an adapter merges into, and ``refresh`` makes the copy follow it.
+On a CPU, torch's own ``linear`` passes oneDNN a plain weight, which oneDNN reorders in every call. The copy made here
+already has the order of the GEMM that reads it: the native one (``kernels.py``) where it was built, else oneDNN's. The
+module's own weight stays as it is; adapters merge into it, and ``refresh`` updates the copy.
 
-The copy may also be int8, for a draft: it reads half the bytes of bfloat16 and multiplies integers;
-its rounding can cost an accepted token and nothing else.
+The copy may also be int8, for a draft: it has half the bytes of bfloat16 and multiplies integers. Its rounding can cost
+an accepted token, but nothing else.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from torch import nn
 from adaptive.engines.cpu.kernels import NativeLinear, Prologue, multiplies
 from adaptive.engines.cpu.layers import Gate, RmsNorm, TensorFunction
 
-# Rows (tokens) that the packed order is chosen for: a verification of a few drafted tokens. One row and
-# a long prompt run at full speed in the same order; a packing for one row is twice as slow at five.
+# Rows (tokens) for which oneDNN chooses the packed order: a verification of a few drafted tokens. One row and a long
+# prompt run at full speed in this order; the order for one row is half as fast at five.
 PACKED_ROWS = 4
 
-# Rows of a weight that are rounded at once. All of a vocabulary projection would for a moment take four times its
-# memory; with fewer rows than these nothing more is gained.
+# Rows of a weight that are rounded at once. Too high: a vocabulary projection takes up to four times its memory for a
+# moment. Below this value nothing more is gained.
 ROUNDED_ROWS = 4096
 
 Weights = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this dtype can be prepacked on this device."""
+    """Whether oneDNN can prepack weights of this dtype on this device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -54,8 +53,8 @@ def packs_int8(device: torch.device) -> bool:
 
 
 def fast_int8() -> bool:
-    """Whether int8 is faster for a draft on this processor: on the native kernels, or, where it multiplies such vectors
-    in one instruction, on torch's."""
+    """Whether int8 is faster for a draft on this processor: with the native kernels, or with torch's if the processor
+    multiplies int8 vectors in one instruction."""
     return multiplies(torch.int8, torch.device("cpu")) or has_vnni()
 
 
@@ -66,12 +65,12 @@ def has_vnni() -> bool:
 
 
 class PackedLinear:
-    """One or several linear modules as a single linear layer, prepacked where the machine can.
+    """One or several linear modules as a single linear layer, prepacked where the machine supports it.
 
-    ``assemble`` returns the weight (out, in) and bias (out,) or None from the modules as they are now;
-    ``modules`` are those it reads, so that a change of one of them can be followed. ``int8``
-    keeps the weight as int8, a scale for every output. ``factor`` multiplies what comes out. Gives float32 if ``int8``
-    or where it is native, else the weight's dtype, and takes that or what is rounded to it.
+    ``assemble`` returns the weight (out, in) and bias (out,) or None from the modules' current weights; ``modules`` are
+    the modules that it reads, for following their changes. ``int8`` keeps the weight as int8, with a scale for each
+    output. ``factor`` multiplies the results. Results are float32 with ``int8`` or if ``native``, else in the weight's
+    dtype, to which inputs are then rounded.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class PackedLinear:
             self.kernel = NativeLinear(*_rounded(weight, self.bias), self.factor)
         elif self.int8:
             self._weight = _int8(weight, self.bias)
-            self._narrow = not has_vnni()  # sums of pairs would overflow there: inputs take seven bits
+            self._narrow = not has_vnni()  # without VNNI sums of pairs could overflow, so inputs use seven bits
         elif multiplies(weight.dtype, weight.device):
             self.kernel = NativeLinear(weight, self.bias, factor=self.factor)
         elif packs(weight.dtype, weight.device):
@@ -108,7 +107,7 @@ class PackedLinear:
 
     @property
     def native(self) -> bool:
-        """Whether the native kernels compute it."""
+        """Whether the native kernels compute the layer."""
         return self.kernel is not None
 
     def __call__(
@@ -118,7 +117,7 @@ class PackedLinear:
         out: torch.Tensor | None = None,
         add: bool = False,
     ) -> torch.Tensor:
-        """``prologue(x)`` (rows, in) to (rows, out): a new tensor, or written into ``out``, or added to it."""
+        """Map ``prologue(x)`` (rows, in) to (rows, out): a new tensor, or written into ``out``, or added to it."""
         if self.kernel is not None:
             if isinstance(prologue, RmsNorm):
                 return self.kernel(x, out, add, Prologue.RMS_NORM, prologue.weight, prologue.eps_sum)
@@ -143,7 +142,7 @@ class PackedLinear:
 
 
 def native_linear(linear: PackedLinear) -> Any:
-    """A native linear layer as it is now, for the kernels."""
+    """The kernels' object of a native linear layer as it is now."""
     assert linear.kernel is not None
     return linear.kernel.native
 
@@ -160,17 +159,17 @@ def _rounded(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Ten
     for begin in range(0, len(weight), ROUNDED_ROWS):
         some = slice(begin, begin + ROUNDED_ROWS)
         rows = weight[some].float()
-        # A row of zeros has no scale of its own; any will do.
+        # For a row of zeros any positive scale will do.
         scales[some] = (rows.abs().amax(1) / 127).clamp_(min=1e-12)
         whole[some] = (rows / scales[some, None]).round_()
     return whole, bias, scales
 
 
 def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    """The same in the order of torch's int8 linear layer."""
+    """A weight and bias in the order of torch's int8 linear layer."""
     whole, _, scales = _rounded(weight, bias)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this function will move to another package
+        warnings.simplefilter("ignore")  # the warning that this function will move to another package
         given = torch._make_per_channel_quantized_tensor(whole, scales, torch.zeros(len(whole), dtype=torch.long), 0)
     return torch.ops.quantized.linear_prepack(given, None if bias is None else bias.float())
 
@@ -183,7 +182,7 @@ def of_module(module: nn.Linear, int8: bool = False, factor: float = 1.0) -> Pac
 def stacked(modules: tuple[nn.Linear, ...], order: torch.Tensor | None = None, int8: bool = False) -> PackedLinear:
     """Several modules on the same input as one linear layer, their outputs in a row.
 
-    ``order`` (out,) int64 permutes the outputs: output i is number ``order[i]`` of the plain ones.
+    ``order`` (out,) int64 permutes the outputs: output i is output ``order[i]`` of the modules.
     """
 
     def assemble() -> Weights:

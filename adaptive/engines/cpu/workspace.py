@@ -1,4 +1,4 @@
-"""The buffers of a pass that goes layer by layer."""
+"""The buffers of a pass that runs layer by layer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from adaptive.engines.cpu.plan import Heads, Plan
 
 @dataclass
 class Workspace:
-    """Buffers for a pass over n tokens, and the views of them that every layer with such heads uses.
+    """Buffers for a pass over n tokens, and their views, for all layers with the same heads.
 
-    ``qkv`` (n, outputs of the projection) takes its result, ``by_head`` (n, -1, size) is its numbers by head.
-    ``queries`` (n, key heads, group, size / 2) and ``keys_values`` (2, key heads, n, size / 2) are complex views of it,
-    the second None where keys and values are another layer's. ``rotated`` and ``query_rows`` are two views of the
-    rotated queries, the second as attention wants them. ``attended`` and ``attended_rows`` are two views of attention's
-    result, the second as the next linear layer wants it. ``grouped``: the queries of one key head are rows of one
-    matrix, so that a mask has ``repeats`` rows of a token.
+    ``qkv`` (n, outputs of the projection) takes the projection's result; ``by_head`` (n, -1, size) is a view by head.
+    ``queries`` (n, key heads, group, size / 2) and ``keys_values`` (2, key heads, n, size / 2) are complex views of
+    ``qkv``, the second None if the layers reuse keys and values. ``rotated`` and ``query_rows`` are two views of the
+    rotated queries, the second for attention. ``attended`` and ``attended_rows`` are two views of attention's result,
+    the second for the next linear layer. ``grouped``: the queries of one key head are rows of one matrix, so a mask has
+    ``repeats`` rows for each token.
     """
 
     qkv: torch.Tensor
@@ -35,9 +35,9 @@ class Workspace:
 
 
 def make_workspace(p: Plan, heads: Heads, count: int) -> Workspace:
-    """For a pass of the model over so many tokens, and layers with such heads."""
+    """The buffers for a pass of the model over ``count`` tokens, for layers with these ``heads``."""
     size, group, key_heads = heads.size, heads.group, heads.keys
-    # A key head's queries are the rows of one product; for many tokens the mask would be too large.
+    # Grouped, a key head's queries are the rows of one product; for many tokens the mask would be too large.
     grouped = count <= FEW or group == 1 or any(layer.odd for layer in p.layers)
     several = heads.queries * (2 if heads.gated else 1) + (0 if heads.reused else 2 * key_heads)
     qkv = torch.empty(count, several * size, dtype=p.dtype, device=p.device)

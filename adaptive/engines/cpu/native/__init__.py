@@ -1,4 +1,4 @@
-"""Products and attention for a few tokens in C++, one library for each instruction set; see ``kernels.py``.
+"""Kernels for passes over a few tokens in C++, one library for each instruction set; see ``kernels.py``.
 
-They are built where the package is installed and there is a C++ compiler; without them, torch's are used.
+They are built when the package is installed and a C++ compiler exists; without them torch's operations are used.
 """

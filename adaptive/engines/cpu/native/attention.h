@@ -1,9 +1,10 @@
-// Attention of a few new tokens: rotate queries and keys, write keys and values into the cache, and weigh its values.
+// Attention of a few new tokens: rotates queries and keys, writes keys and values into the cache, and sums its values
+// by weight.
 //
-// A key head is one thread's: it writes that head's new keys and reads the head's keys and values once for all queries
-// that share it. Both are GEMMs: of queries by keys, which therefore lie in panels of PANEL keys as a linear layer's weights
-// do, and of what comes of that by values. A query's result does not depend on how many others it is computed with, as
-// long as their values are numbers: what a query must not see is multiplied by zero.
+// One thread computes a key head: it writes the head's new keys and values, and reads the head's keys and values once
+// for all queries that share the head. Both products are GEMMs: queries by keys, which therefore lie in panels of PANEL
+// keys like a linear layer's weights, and the resulting weights by values. A query's result does not depend on the
+// number of other queries, provided that all values are finite: hidden values are multiplied by zero.
 
 #pragma once
 
@@ -11,27 +12,27 @@
 
 namespace {
 
-// Numbers of values that many queries of a key head read while they are in the first cache, and how many queries.
+// A block of values (in floats) stays in the first-level cache while a block of QUERIES queries of a key head reads it.
 constexpr int VALUES = 4096, QUERIES = 64;
 
-// How a layer attends.
+// The attention of a layer.
 struct Attention {
   int32_t heads, key_heads, size;
-  bool gated;   // a token's row ends with a gate for every query, of what it sees
-  bool reused;  // keys and values are those that another layer has written: a row has none
-  // Numbers from a token's rotations to the next token's, and where among them those of keys and of queries begin.
+  bool gated;   // a token's row ends with a gate for every query's result
+  bool reused;  // another layer has written the keys and values: a row has none
+  // Numbers from one token's rotations to the next token's, and where those for keys and for queries begin in them.
   int32_t stride, key_rope, query_rope;
-  int32_t window;  // a query sees the last so many (0: all)
+  int32_t window;  // how many of the last tokens a query sees (0: all)
   float scale;
-  float softcap;              // scores are within plus and minus this (0: they are what they are)
-  const float* query_weight;  // (size,): of rotated queries; or null
-  const float* sinks;         // (heads,): a score of each that takes its share and has no value; or null
+  float softcap;              // bounds the scores to plus and minus this (0: no bound)
+  const float* query_weight;  // (size,), multiplies rotated queries; or null
+  const float* sinks;         // (heads,), a score for each head that takes a share and has no value; or null
 
   int row() const { return (heads * (gated ? 2 : 1) + (reused ? 0 : 2 * key_heads)) * size; }
 };
 
-// Tokens that are a tree, the nodes of earlier passes first: which node each follows (-1: what the cache holds), and how many
-// it lies behind.
+// Tokens that form a tree, the nodes of earlier passes first: the parent of each node (-1: the last token held), and
+// the number of its ancestors.
 struct Tree {
   std::vector<int32_t> parents, depths;
 };
@@ -44,13 +45,13 @@ struct Pass {
   float* cache;          // (2, key_heads, capacity, size): keys, in panels, and values; capacity a multiple of PANEL
   float* out;            // (count, heads, size)
   int64_t capacity;
-  int start, count;  // tokens before the first new one
-  const Tree* tree;  // whose last `count` nodes are the new tokens, or null where each follows the one before it
+  int start, count;  // tokens held before the new ones (and before a tree); new tokens
+  const Tree* tree;  // its last `count` nodes are the new tokens; null if each token follows the one before it
 
-  int before() const { return tree ? int(tree->parents.size()) - count : 0; }  // nodes that lie between `start` and the new ones
+  int before() const { return tree ? int(tree->parents.size()) - count : 0; }  // nodes of earlier passes
 };
 
-// Pairs of numbers as complex ones, times cosines and sines, times a factor.
+// Multiplies pairs of numbers, as complex numbers, by cosines and sines and by a factor.
 inline void rotate(const float* x, const float* cos_sin, int size, float factor, float* out) {
   for (int i = 0; i < size; i += 2) {
     const float a = x[i], b = x[i + 1];
@@ -59,7 +60,7 @@ inline void rotate(const float* x, const float* cos_sin, int size, float factor,
   }
 }
 
-// All rows multiplied by WIDTH vectors of outputs, as in multiply.
+// Multiplies all rows by WIDTH vectors of outputs; parameters as in `multiply`.
 template <int WIDTH>
 void multiply_all(int rows, const float* w, int step, const float* x, int stride, int inputs, bool first, float* sums, int apart) {
   int row = tile_of<TILE>(rows, [&](auto n) { multiply<n, WIDTH, true>(w, step, x, stride, inputs, first, sums, apart); });
@@ -69,10 +70,10 @@ void multiply_all(int rows, const float* w, int step, const float* x, int stride
     });
 }
 
-// Scores of the keys from `from` to `until` to weights that add up to 1, with that of a sink if there is one, and to zero for all
-// others that have a place in w (end,), which has room for a vector more.
+// Turns the scores w of the keys from `from` to `until` into weights that add up to 1, including that of the sink, if
+// any. The other weights from `low` to `end` become zero. w must have room for a vector behind `end`.
 void softmax(float* w, int low, int from, int until, int end, const float* sink) {
-  for (int lane = 0; lane < LANES; lane++) w[until + lane] = -INFINITY;  // so that whole vectors can be taken
+  for (int lane = 0; lane < LANES; lane++) w[until + lane] = -INFINITY;  // allows the loops to use whole vectors
   Vector most = Vector{} - INFINITY, sum = {};
   for (int key = from; key < until; key += LANES) most = higher(most, at(w + key));
   float top = most[0];
@@ -89,7 +90,7 @@ void softmax(float* w, int low, int from, int until, int end, const float* sink)
   if (until < end) std::fill(w + until, w + end, 0.0f);
 }
 
-// Of a node's scores w, by node, leaves those of itself and of the nodes that it follows, as far as its window reaches.
+// Hides all of a node's scores w of nodes, except those of itself and of its ancestors within its window.
 void hide_others(const Tree& tree, int node, int window, float* w) {
   const auto followed = [&](const auto& each) {
     for (int at = node; at >= 0 && (!window || tree.depths[node] - tree.depths[at] < window); at = tree.parents[at]) each(at);
@@ -102,15 +103,15 @@ void hide_others(const Tree& tree, int node, int window, float* w) {
   followed([&](int at) { w[at] = seen[count++]; });
 }
 
-// What `count` queries of a key head see, of which the first is `row`; one after the other, each (size,). `sinks` are those of
-// its queries, if there are any.
+// Computes the results `sums` (count, size) of `count` queries of a key head, the first of them number `row`. `sinks`
+// are those of the head's queries, or null.
 void see(const Pass& p, int row, int count, const float* sinks, const float* queries, const float* keys, const float* values,
          float* sums) {
   const Attention& m = *p.layer;
   const int size = m.size, group = m.heads / m.key_heads, window = m.window, before = p.before();
   const auto node = [&](int i) { return before + (row + i) / group; };
   const auto last = [&](int i) { return p.start + node(i) + 1; };
-  // Nodes do not lie where they stand: of them a tree hides what a window does.
+  // A node's place in the cache is not its position, so `hide_others` applies the window to nodes.
   const auto first = [&](int i) {
     if (!window) return 0;
     return std::max(0, p.tree ? std::min(p.start, p.start + p.tree->depths[node(i)] + 1 - window) : last(i) - window);
@@ -141,7 +142,7 @@ void see(const Pass& p, int row, int count, const float* sinks, const float* que
   }
 }
 
-// Rotates a token's keys and values of a head into the cache, at a `place` of its own.
+// Writes a token's rotated key and its value of a head into the cache at `place`.
 void write_key(const Pass& p, int head, const float* qkv, const float* cos_sin, int place) {
   const Attention& m = *p.layer;
   const int size = m.size;
@@ -183,10 +184,10 @@ void key_head(const Pass& p, int head) {
   }
 }
 
-// Whether there is attention for heads of this size.
+// Whether attention supports heads of this size.
 int attends(int size) { return size > 0 && size % 16 == 0; }
 
-// The passes of so many texts through one layer.
+// Runs the passes of several texts through one layer.
 void attend(const Pass* passes, int texts, int threads) {
   const int heads = passes->layer->key_heads, parts = texts * heads;
   run(parts > 1 ? threads : 1, [&](int number, int count) {

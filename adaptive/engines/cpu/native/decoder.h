@@ -1,5 +1,5 @@
-// A whole pass of a decoder made of the usual parts (FAMILIES of families.py says whose they are): RMS norms, rotary attention or
-// gated delta nets, a feed-forward part or a mixture of experts. One call, so that nothing else runs between two layers.
+// A whole pass of a decoder in one call, so that nothing else runs between two layers. Its parts: RMS norms, rotary
+// attention or gated delta nets, feed-forward parts or mixtures of experts. FAMILIES of families.py lists the models.
 
 #pragma once
 
@@ -10,18 +10,18 @@
 
 namespace {
 
-// What a layer adds of its own input of a token, one beside the residual stream: norm(projection(prologue([gate(x), input]))); or
-// nothing where there is no gate.
+// The use of a layer's own input, which it reads beside the residual stream: the layer adds
+// norm(projection(prologue([gate(x), input]))), or nothing if `gate` is null.
 struct LayerInput {
   const Linear *gate, *projection;
   Norm norm;
 };
 
-// `query_norm`, `key_norm` and `value_norm` are of a head, or of all queries and all keys of a token; the `after` ones of what is
-// added to the residual. With a delta net `qkv` is its projection, and there is no `attention`; that attends over the text's cache
-// number `cache`. With a mixture there are no `up` and `down`, or what comes of them and of it is added up: `beside` are then the
-// norms of what the mixture reads, of what it makes, and of what the dense part makes. The residual stream is multiplied by
-// `factor` where it leaves the layer.
+// One layer. `query_norm`, `key_norm` and `value_norm` are over each head, or over all queries and all keys of a token.
+// The `after` norms apply to what a part adds to the residual stream. `attention` attends over the text's cache number
+// `cache`. With a delta net it is null, and `qkv` is the net's projection. With a mixture `up` and `down` are null, or
+// the results of both are added; `beside` then has the norms around them. `factor` multiplies the residual stream at
+// the end of the layer.
 struct Layer {
   const Linear *qkv, *output, *up, *down;
   Norm attention_norm, mlp_norm, query_norm, key_norm, value_norm, after_attention, after_mlp;
@@ -36,24 +36,25 @@ struct Layer {
   bool writes() const { return delta || !attention->reused; }
 };
 
-// How a head reads: linear([token_norm(embedding of a token), feature_norm(feature of the token before it)]), or not at all
-// where there is no linear layer.
+// The input of a head: linear([token_norm(embedding of a token), feature_norm(feature of the token before it)]).
+// `linear` is null for a model that is no head.
 struct Fuse {
   const Linear* linear;
   Norm token_norm, feature_norm;
 };
 
-// Hidden states by position, (length, width), as the last layer leaves them before the final norm: where a pass leaves
-// those of its tokens, or null; and for a head those that it reads, of the first `known` tokens in `given`, of others its own.
+// Hidden states by position, (length, width), behind the last layer and before the final norm. A pass writes those of
+// its tokens into `kept` unless it is null. A head reads those of the first `known` tokens from `given`, others from
+// `kept`.
 struct Features {
   float* kept = nullptr;
   const float* given = nullptr;
   int known = 0;
 };
 
-// What a pass appends to one text: `count` tokens behind `start` others; logits are wanted of the last `rows` of them.
-// `cos_sin` by position (stride,), each of the `caches` (2, key heads, capacity, size), and `tree` as in attention.h, `recall`
-// as in delta.h, where there are delta nets. These take no trees.
+// The tokens that a pass appends to one text: `count` tokens behind `start` others; logits are wanted of the last
+// `rows`. `cos_sin` by position (stride,), each of the `caches` (2, key heads, capacity, size), and `tree` as in
+// attention.h. `recall` as in delta.h, for models with delta nets, which take no trees.
 struct Text {
   int count, rows;
   const float* cos_sin;
@@ -64,11 +65,11 @@ struct Text {
   const Tree* tree = nullptr;
   Recall recall = {};
 
-  // Where the new tokens lie.
+  // Where the first new token lies in the cache.
   int place() const { return tree ? start + int(tree->parents.size()) - count : start; }
 };
 
-// Rows (width,) of tokens, float32 or bfloat16 (`half`), times a factor.
+// An embedding with rows (width,), float32 or bfloat16 (`half`), times a factor.
 struct Embedding {
   const void* weight;
   int32_t width;
@@ -76,8 +77,8 @@ struct Embedding {
   float factor;
 };
 
-// The layers' own inputs of a token, (layers, norm.width): the norm of what a projection makes of its embedding, plus a row of another
-// embedding, times a factor; or none where there is no projection.
+// The layers' own inputs of a token, (layers, norm.width): (norm(projection(its embedding)) + its row of `embedding`) *
+// factor. `projection` is null for a model without them.
 struct PerLayerInputs {
   const Linear* projection;
   Norm norm;
@@ -93,13 +94,13 @@ struct Decoder {
   Norm final_norm;
   int32_t gate;  // Prologue of the layers' `down`
   int32_t vocab;
-  float softcap;  // logits are within plus and minus this (0: they are what they are)
+  float softcap;  // bounds the logits to plus and minus this (0: no bound)
   PerLayerInputs inputs;
   Fuse fuse;
-  Stream* stream;  // what reads the weights of some layers, or null
-  const int64_t* ids;  // the tokens that logits are of (head->out,), increasing; null for all
+  Stream* stream;  // reads the weights of some layers; or null
+  const int64_t* ids;  // (head->out,), the tokens of the logits, increasing; null for the whole vocabulary
 
-  // Layers from the first up to the last that leaves something of a token for later ones.
+  // The number of layers up to the last one that writes a cache or state for later tokens.
   int writing() const {
     int count = int(layers.size());
     while (count && !layers[count - 1].writes()) count--;
@@ -107,7 +108,7 @@ struct Decoder {
   }
 };
 
-// A row of an embedding, (width,). Half as wide numbers times the factor are rounded to as many bits, as transformers does.
+// Writes a row (width,) of an embedding. bfloat16 numbers times a factor are rounded to bfloat16, as in transformers.
 inline void embed(const Embedding& e, int64_t token, float* x) {
   const size_t place = size_t(token) * e.width;
   for (int k = 0; k < e.width; k++) {
@@ -124,7 +125,7 @@ inline void embed(const Embedding& e, int64_t token, float* x) {
   }
 }
 
-// As many numbers as the norm has after one another, in place.
+// Normalises x (count,) in place, norm.width numbers at a time.
 void normalise_each(float* x, int count, const Norm& norm) {
   for (const float* end = x + count; x < end; x += norm.width) {
     const float factor = rms_factor(x, norm.width, norm.eps);
@@ -132,8 +133,9 @@ void normalise_each(float* x, int count, const Norm& norm) {
   }
 }
 
-// What a head makes of the tokens (n,) of a text: x (n, width). Nothing stands before the first token, and its feature
-// is zero; that of every other but the first of the n is known.
+// Computes a head's input x (n, width) for the tokens (n,) of a text. The first token of a text has no token before it
+// and reads a feature of zeros. Of the n tokens only the first may read from `kept`; the features for the others are
+// known.
 void fuse(const Decoder& d, const int64_t* tokens, const Text& text, float* x, int threads) {
   const int width = d.head->in, n = text.count;
   const Features& features = text.features;
@@ -152,12 +154,12 @@ void fuse(const Decoder& d, const int64_t* tokens, const Text& text, float* x, i
   apply(d.fuse.linear, both, x, n, 0, threads, NONE, nullptr, 0);
 }
 
-// A linear layer of what the norm, if there is one, makes of x.
+// Applies a linear layer to x, after the norm if there is one.
 void apply_normed(const Linear* p, const float* x, float* y, int n, int threads, const Norm& norm) {
   apply(p, x, y, n, 0, threads, norm.weight ? RMS_NORM : NONE, norm.weight, norm.eps);
 }
 
-// y (n, norm.width), normalised, added to x.
+// Normalises y (n, norm.width) and adds it to x.
 void add_normed(const float* y, const Norm& norm, float* x, int n) {
   for (int i = 0; i < n; i++) {
     float* sum = x + size_t(i) * norm.width;
@@ -167,7 +169,7 @@ void add_normed(const float* y, const Norm& norm, float* x, int n) {
   }
 }
 
-// What a linear layer makes added to x, after the norm if there is one.
+// Adds a linear layer's result to x, after the norm if there is one.
 void add(const Linear* p, const float* from, float* x, int n, int threads, int prologue, const Norm& norm) {
   if (!norm.weight) return apply(p, from, x, n, 1, threads, prologue, nullptr, 0);
   float* y = scratch<float, 15>(size_t(n) * p->out);
@@ -175,7 +177,7 @@ void add(const Linear* p, const float* from, float* x, int n, int threads, int p
   add_normed(y, norm, x, n);
 }
 
-// The layers' inputs (n, layers * size) of tokens (n,) whose embeddings are x.
+// Computes the layers' inputs (n, layers * size) of tokens (n,) with embeddings x.
 void per_layer_inputs(const PerLayerInputs& p, const int64_t* tokens, const float* x, float* inputs, int n, int threads) {
   const int width = p.embedding.width;
   float* own = scratch<float, 31>(width);
@@ -188,7 +190,7 @@ void per_layer_inputs(const PerLayerInputs& p, const int64_t* tokens, const floa
   }
 }
 
-// What a layer adds to x of its inputs, which lie `stride` numbers apart.
+// Adds to x the result for a layer's inputs, which lie `stride` numbers apart.
 void add_input(const LayerInput& p, const float* inputs, int stride, float* x, int n, int threads, int prologue) {
   const int size = p.gate->out;
   float *gates = scratch<float, 32>(size_t(n) * size), *both = scratch<float, 33>(size_t(n) * 2 * size);
@@ -200,7 +202,8 @@ void add_input(const LayerInput& p, const float* inputs, int stride, float* x, i
   add(p.projection, both, x, n, threads, prologue, p.norm);
 }
 
-// What a layer adds to x (n, width) of what the tokens of `count` texts see; `recurring`: delta nets before this layer.
+// Adds to x (n, width) the attention or delta net of a layer, for the tokens of `count` texts. `recurring`: the number
+// of delta nets before this layer.
 void add_attended(const Layer& layer, const Text* texts, int count, int recurring, float* x, int n, int threads) {
   const int inputs = layer.qkv->out, outputs = layer.output->in;
   float* projected = scratch<float, 8>(size_t(n) * inputs);
@@ -233,7 +236,7 @@ void add_attended(const Layer& layer, const Text* texts, int count, int recurrin
   add(layer.output, attended, x, n, threads, NONE, layer.after_attention);
 }
 
-// What a layer's feed-forward part adds to x (n, width).
+// Adds to x (n, width) a layer's feed-forward part.
 void add_fed(const Layer& layer, int gate, float* x, int n, int threads) {
   if (!layer.up) return mix(*layer.mixture, layer.mlp_norm, x, x, n, threads);
   float* both = scratch<float, 10>(size_t(n) * layer.up->out);
@@ -250,7 +253,8 @@ void add_fed(const Layer& layer, int gate, float* x, int n, int threads) {
   add_normed(sums, layer.after_mlp, x, n);
 }
 
-// Of rows x (n, width) of texts in turn those of which logits are wanted, behind one another: at `to`, which may be x itself.
+// From the rows x (n, width) of the texts in turn, copies those whose logits are wanted one behind the other to `to`,
+// which may be x.
 void gather(const Text* texts, int count, const float* x, int width, float* to) {
   for (int t = 0; t < count; x += size_t(texts[t++].count) * width) {
     const size_t skipped = size_t(texts[t].count - texts[t].rows) * width, wanted = size_t(texts[t].rows) * width;
@@ -259,7 +263,7 @@ void gather(const Text* texts, int count, const float* x, int width, float* to) 
   }
 }
 
-// Of the tokens of each text those of which logits are wanted, as a pass of their own behind the others.
+// Reduces each text to the tokens whose logits are wanted, as a pass behind its other tokens.
 void shorten(Text* texts, int count, int stride) {
   for (Text* text = texts; text < texts + count; text++) {
     const int skipped = text->count - text->rows;
@@ -270,7 +274,7 @@ void shorten(Text* texts, int count, int stride) {
   }
 }
 
-// Each of them by the same operations, wherever it stands.
+// Caps logits (count,). Each uses the same vector operations wherever it stands, so its result does not depend on that.
 void cap_logits(float* logits, size_t count, float softcap, int threads) {
   run(threads, [&](int64_t number, int64_t parts) {
     const size_t whole = count / LANES, end = whole * (number + 1) / parts * LANES;
@@ -283,9 +287,9 @@ void cap_logits(float* logits, size_t count, float softcap, int threads) {
   });
 }
 
-// Tokens (n,), those of each of `count` texts in turn, to logits (all rows, vocab) in the same order. The weights are read once
-// for all, and a text's logits do not depend on the others. False, and nothing done, where a token is none of the vocabulary.
-// A head has one text, and that is no tree.
+// Runs a pass over tokens (n,), those of each of `count` texts in turn, and writes logits (all rows, vocab) in the same
+// order. The weights are read once for all texts, and a text's logits do not depend on the others. Returns false,
+// without doing anything, if a token is outside the vocabulary. A head takes one text, without a tree.
 bool decode(const Decoder& d, const int64_t* tokens, const Text* given, int count, float* logits, int threads) {
   int n = 0, rows = 0, recurring = 0;
   bool featured = false;
@@ -295,7 +299,7 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* given, int coun
   for (int i = 0; i < n; i++)
     if (tokens[i] < 0 || tokens[i] >= d.vocab) return false;
   const int width = d.head->in, size = d.inputs.norm.width, stride = d.inputs.embedding.width, writing = d.writing();
-  // Features are the residual stream where it ends: those of one text are added up in their own place.
+  // Features are the final residual stream: for a single text the stream is computed where its features are kept.
   float* kept = count == 1 ? texts->features.kept : nullptr;
   float* x = kept ? kept + size_t(texts->place()) * width : scratch<float, 7>(size_t(n) * width);
   if (d.fuse.linear)
@@ -306,7 +310,7 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* given, int coun
   if (d.inputs.projection) per_layer_inputs(d.inputs, tokens, x, inputs, n, threads);
   for (int number = 0; number < int(d.layers.size()); number++) {
     const Layer& layer = d.layers[number];
-    if (number == writing && !featured) {  // of what nobody sees later only that is computed whose logits are wanted
+    if (number == writing && !featured) {  // later tokens read nothing from here on: keep only rows with wanted logits
       gather(texts, count, x, width, x);
       gather(texts, count, inputs, stride, inputs);
       shorten(texts, count, d.stride);

@@ -1,13 +1,13 @@
-// Gated delta nets over a few new tokens: a short convolution, and for each value head a state that every token decays and
-// corrects, and that its query reads.
+// Gated delta nets over a few new tokens: a short convolution, and for each value head a state that every token decays
+// and corrects and its query reads.
 //
-// The state that a text is left with is not written by the pass that may be taken back. A layer remembers a state of some
-// tokens ago (`base`) and what its convolution was given since (`log`): the next pass reads the state once, applies those of
-// the logged tokens that stand, writes it once, and goes on with its own tokens on what it has in a cache. Taking tokens back
-// costs nothing then. Passes of single tokens, which would apply the same ones again and again, keep the state of now, too.
+// A pass that may be rolled back does not overwrite a text's state. A layer stores the state some tokens ago (`base`)
+// and the inputs since (`log`). The next pass reads the state once, applies the logged tokens that remain, writes the
+// state once, and continues with its own tokens on the copy in a processor cache. So a rollback costs nothing. Passes
+// over single tokens, which would apply the same logged tokens again and again, also store the current state (`now`).
 //
-// A key head is one thread's, with the value heads that share it. Columns of a state do not depend on each other, so that
-// some of them go through all tokens while they are in the first cache.
+// One thread computes a key head with the value heads that share it. A state's columns are independent of each other,
+// so a few at a time go through all tokens while they are in the first-level cache.
 
 #pragma once
 
@@ -15,39 +15,41 @@
 
 namespace {
 
-// A layer. A token's row of the projection (`outputs`) is queries, keys and values, which go through the convolution, then the
-// gate of what the heads read (value heads, value size), then of each value head how much is corrected, and the decay.
+// A layer. A token's row of the projection (`outputs`) has queries, keys and values, which go through the convolution,
+// then the gate of the heads' results (value heads, value size), then each value head's correction, then each one's
+// decay.
 struct DeltaNet {
   int32_t key_heads, value_heads, key_size, value_size, kernel;
   const float* convolution;  // (kernel, channels)
   const float *rate, *bias;  // (value heads,): a decay is exp(rate * softplus(given + bias))
-  const float* norm;         // (value size,), of what a head reads; `eps` as in Prologue
+  const float* norm;         // (value size,), of a head's result; `eps` as in Prologue
   float eps;
 
   int channels() const { return 2 * key_heads * key_size + value_heads * value_size; }
   int outputs() const { return channels() + value_heads * (value_size + 2); }
-  int row() const { return channels() + 2 * value_heads; }  // of the log: what the convolution was given, decays, corrections
+  int row() const { return channels() + 2 * value_heads; }  // of the log: the convolution's inputs, decays, corrections
 };
 
-// Whether there are kernels for heads of such sizes.
+// Whether there are kernels for heads of these sizes.
 int recurs(int key_size, int value_size) { return key_size > 0 && value_size > 0 && key_size % 16 == 0 && value_size % 16 == 0; }
 
-// What a text's layers remember, and what a pass does with it. `memory` has three addresses for each layer: the `base` and the
-// state of `now`, (value heads, key size, value size) each, panels of PANEL columns (the rest: of LANES) one after the other;
-// and the `log` (kernel - 1 + tokens, row), which begins with the tokens before the base.
+// A text's recurrent states, and how a pass uses them. `memory` has three addresses for each layer: the states `base`
+// and `now`, both (value heads, key size, value size) in panels of PANEL columns (the rest: of LANES) one after the
+// other; and the `log` (kernel - 1 + tokens, row), which begins with the kernel - 1 tokens before the base.
 struct Recall {
   float* const* memory = nullptr;
-  int held = 0;         // tokens of the log behind the base
-  bool current = false; // `now` is the state after them, and not to be computed
-  bool commit = false;  // the base is put after them, and the log begins anew
-  bool store = false;   // `now` is the state after the pass
-  bool log = true;      // the pass's tokens are logged
+  int held = 0;         // logged tokens behind the base
+  bool current = false; // `now` is the state after these tokens, so they need not be applied
+  bool commit = false;  // move the base behind these tokens, and begin the log again
+  bool store = false;   // store the state after the pass in `now`
+  bool log = true;      // log the pass's tokens
 
-  // That of a single token behind a pass of n that was stored and logged.
+  // For a single token behind a pass over n tokens that was stored and logged.
   Recall behind(int n) const { return {memory, (commit ? 0 : held) + n, true, false, true, true}; }
 };
 
-// A pass of a text's `count` tokens through a layer: from their rows (count, outputs) to `out` (count, value heads * value size).
+// A pass of a text's `count` tokens through a layer: from their rows (count, outputs) to `out` (count, value heads *
+// value size).
 struct Scan {
   const DeltaNet* net;
   const float* projected;
@@ -56,23 +58,23 @@ struct Scan {
   const Recall* recall;
 };
 
-// What a state's columns are given of a token.
+// The inputs of a state's columns for a token.
 struct Step {
-  const float *key, *query;  // (key size,); of a token that is replayed the query is not looked at
+  const float *key, *query;  // (key size,); the query of a replayed token is not used
   const float* value;        // (value size,)
   float decay, correction;
 };
 
-// WIDTH vectors of columns, from the one numbered `begin` on, through all steps; of those from `first` on what the queries read
-// goes to `read` (steps, value size). The state is at `from`, and left `before` the first of these and `after` the last
-// where that is asked.
+// Takes WIDTH vectors of a state's columns, from column `begin` on, through all steps. The results of the queries from
+// step `first` on go to `read` (steps, value size). The state is read `from`, and copied to `before` in front of step
+// `first` and to `after` behind the last step, each unless null.
 template <int WIDTH>
 void columns(const Step* steps, int count, int first, int key_size, int value_size, int begin, const float* from, float* before,
              float* after, float* read) {
   constexpr int APART = WIDTH * LANES;
   const size_t bytes = size_t(key_size) * APART * sizeof(float);
   float* state = scratch<float, 21>(size_t(key_size) * APART);
-  Vector known[WIDTH] = {};  // what the state says of the next key
+  Vector known[WIDTH] = {};  // the state's value for the next key
   for (int i = 0; i < key_size; i++)
     for (int v = 0; v < WIDTH; v++) {
       const Vector x = at(from + size_t(i) * APART + v * LANES);
@@ -118,7 +120,7 @@ void delta_head(const Scan& s, int head) {
   float *base = memory[0], *now = memory[1], *log = memory[2];
   const int before = m.kernel - 1, replayed = r.current ? 0 : r.held, all = replayed + s.count, group = m.value_heads / m.key_heads;
   const int channels = m.channels(), keys = m.key_heads * m.key_size, row = m.row();
-  // What the convolution was given of a token, counted from the first new one.
+  // The convolution's input for token t, counted from the first new one; negative t are logged tokens.
   const auto given = [&](int t) {
     return t < 0 ? log + size_t(before + r.held + t) * row : s.projected + size_t(t) * m.outputs();
   };
@@ -141,7 +143,7 @@ void delta_head(const Scan& s, int head) {
     float *query = vectors + size_t(i) * 2 * m.key_size, *key = query + m.key_size;
     convolve(i - replayed, keys + head * m.key_size, m.key_size, key);
     normal(key, 1);
-    if (i >= replayed) {  // nobody reads at a token that was replayed
+    if (i >= replayed) {  // replayed tokens need no query
       convolve(i - replayed, head * m.key_size, m.key_size, query);
       normal(query, 1 / std::sqrt(float(m.key_size)));
     }
@@ -185,7 +187,7 @@ void delta_head(const Scan& s, int head) {
         at(out + k) = at(x + k) * factor * at(m.norm + k) * at(gate + k) / (1.0f + exponential(-at(gate + k)));
     }
   }
-  // This head's numbers in the log. What the next pass looks back at lies behind where it goes to, or there.
+  // Copies this head's numbers of a row into the log. A logged row only moves to a place before it, or stays.
   const auto copy = [&](const float* from, float* to) {
     if (from == to) return;
     const auto some = [&](int begin, int count) { std::memcpy(to + begin, from + begin, count * sizeof(float)); };
@@ -209,7 +211,7 @@ void delta_head(const Scan& s, int head) {
   }
 }
 
-// The passes of so many texts through one layer.
+// Runs the passes of several texts through one layer.
 void recur(const Scan* scans, int texts, int threads) {
   const int heads = scans->net->key_heads, parts = texts * heads;
   run(parts > 1 ? threads : 1, [&](int number, int count) {

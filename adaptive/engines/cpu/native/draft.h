@@ -1,4 +1,4 @@
-// A whole proposal of a draft: pass, choice, next pass, in one call, so that nothing else runs between two of its tokens.
+// A whole proposal of a draft in one call: pass, choice, next pass. So nothing else runs between two of its tokens.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 
 namespace {
 
-// What comes of a position whose distribution is known; the numbers of Advice in control/policy.py.
+// What to do with a position whose distribution is known; the numbers of Advice in control/policy.py.
 enum Advice { DROP, LAST, MORE };
 
-// The probability of a token whose logit is the largest.
+// The probability of the token with the largest logit, `top`.
 inline float probability(const float* logits, int64_t count, float top) {
   Vector sums = {};
   float sum = 0;
@@ -20,17 +20,18 @@ inline float probability(const float* logits, int64_t count, float top) {
   return 1 / (sum + total(sums));
 }
 
-// Who says what becomes of a position (from 1), by the largest probability there, before anything is drawn: thresholds
-// (control/stopping.py says what they are, and applies them as `advised` does), or somebody who is asked, or nobody.
+// Thresholds that decide about a position (from 1) by the largest probability there, before anything is drawn. They are
+// Thresholds of engines/protocol.py; control/stopping.py applies them in Python as `advised` does here.
 struct Stopping {
   const double *edges, *accepted, *follow, *drop_below, *last_below;
-  int32_t* bins;    // (kept, longest) of the confidence at each position that was asked about, by draft
-  int32_t* asked;   // (kept,) how many of them
-  int32_t* drafts;  // (1,) how many there were
-  double* reach;    // (1,) probability that all up to there are accepted
+  int32_t* bins;    // (kept, longest), bins of the confidence at each decided position, by draft
+  int32_t* asked;   // (kept,), how many positions of a draft were decided
+  int32_t* drafts;  // (1,), the number of drafts so far
+  double* reach;    // (1,), the probability that all tokens up to this position are accepted
   int32_t count, longest, kept;
 };
 
+// Decides about a position: by thresholds, by a callback, or not at all (both null; then it is MORE).
 struct Adviser {
   const Stopping* stopping;
   int (*ask)(void* whom, int position, float confidence);
@@ -39,8 +40,8 @@ struct Adviser {
   bool any() const { return stopping || ask; }
 };
 
-// Who says which tokens may stand behind the `count` that were drafted, as `leave_out` takes it (null: all); false where the draft
-// is to end.
+// A callback (or null) for the tokens allowed behind the `count` drafted ones, as in `leave_out` (null: all). It
+// returns false to end the draft.
 struct Masker {
   bool (*ask)(void* whom, const int64_t* drafted, int count, const uint32_t** allowed);
   void* whom;
@@ -58,8 +59,9 @@ int advised(const Stopping& s, int position, double confidence) {
   return position == s.longest || *s.reach * s.follow[bin] <= s.last_below[position - 1] ? LAST : MORE;
 }
 
-// How the tokens of a proposal are chosen: at most `length` of the first `known` ids. Drawn by `uniform` (length,), where in each
-// distribution's mass its token is, from what is left in `probs` (length, known); with a seed or the likeliest neither counts.
+// How the tokens of a proposal are chosen: at most `length` of the first `known` ids. A token is drawn at the share
+// `uniform` (length,) of its distribution's mass; the distributions are left in `probs` (length, known). Greedy or with
+// a seed neither is used.
 struct Choosing {
   const Sampling* sampling;
   Adviser adviser;
@@ -70,9 +72,10 @@ struct Choosing {
   float* probs;
 };
 
-// What becomes of `position` (from 0) of a proposal, whose logits are known, and the token there, behind those drafted before it; the
-// text's `place`-th. Logits (vocab,) are of the tokens `ids`, or where these are null of the first ones. What is said of a token by
-// its id, by a grammar or by a seed's noise, is applied to logits of all.
+// Decides about `position` (from 0) of a proposal from its logits, and chooses its token, which is number `place` of
+// the text. `token` points behind the tokens drafted before it. Logits (vocab,) are of the tokens `ids`, or of the
+// first ids if that is null. Grammars and a seed's noise refer to tokens by id, so they are applied to logits spread
+// over all ids.
 int choose(const Choosing& c, float* logits, const int64_t* ids, int64_t vocab, int position, int place, int64_t* token) {
   const Sampling& sampling = *c.sampling;
   if (!vocab) return DROP;
@@ -86,11 +89,11 @@ int choose(const Choosing& c, float* logits, const int64_t* ids, int64_t vocab, 
     const uint32_t* allowed = nullptr;
     if (!c.masker.ask(c.masker.whom, token - position, position, &allowed)) return DROP;
     if (allowed) leave_out(allowed, logits, vocab);
-    if (largest(logits, vocab) == -INFINITY) return DROP;  // all that may stand here is outside of a draft vocabulary
+    if (largest(logits, vocab) == -INFINITY) return DROP;  // all allowed tokens are outside the draft's vocabulary
   }
   float* row = sampling.greedy ? nullptr : sampling.seeded || ids ? scratch<float, 14>(vocab) : c.probs + position * vocab;
   if (row) probabilities(sampling.cuts, logits, row, 1, vocab);
-  // Of what are no numbers any token: the target will not have it.
+  // If the logits are NaN, any token will do: the target rejects it.
   *token = row ? 0 : std::max<int64_t>(likeliest(logits, vocab), 0);
   int advice = MORE;
   if (c.adviser.any()) {
@@ -103,7 +106,7 @@ int choose(const Choosing& c, float* logits, const int64_t* ids, int64_t vocab, 
                                                : draw(row, nullptr, vocab, 0, c.uniform[position]), 0);
   if (!ids) return advice;
   *token = ids[*token];
-  if (advice != DROP && row) {  // the acceptance rule reads q by the target's ids
+  if (advice != DROP && row) {  // the acceptance rule indexes q by the target's ids
     float* q = c.probs + position * c.known;
     std::fill_n(q, c.known, 0.0f);
     for (int64_t i = 0; i < vocab; i++) q[ids[i]] = row[i];
@@ -111,8 +114,8 @@ int choose(const Choosing& c, float* logits, const int64_t* ids, int64_t vocab, 
   return advice;
 }
 
-// A proposal for one text: what is drafted after the `tokens` of `text`, of which one row is wanted, into `drafted` (length,). Says
-// how many are, and how many tokens were added to the caches (`passed`).
+// A proposal for one text: tokens drafted after the `tokens` of `text` (text.rows is 1), into `drafted` (length,).
+// Results: how many were drafted (`found`), and how many tokens were appended to the caches (`passed`).
 struct Drafting {
   Choosing choosing;
   Text text;
@@ -121,8 +124,9 @@ struct Drafting {
   int found, passed;
 };
 
-// Proposals for `count` texts, token by token: a pass is over those that still go on, so that the weights are read once for all. None
-// depends on the others. False where a token is none of the vocabulary. A head has one text.
+// Makes proposals for `count` texts, token by token: a pass takes all texts whose proposals still go on, so that the
+// weights are read once for all. A proposal does not depend on the others. Returns false if a token is outside the
+// vocabulary. A head takes one text.
 bool draft(const Decoder& decoder, Drafting* all, int count, int threads) {
   const int64_t outputs = decoder.head->out;
   float* logits = scratch<float, 13>(size_t(count) * outputs);

@@ -1,13 +1,13 @@
-// Linear layers, y = (prologue(x) * transposed(weight) + bias) * factor, for a few rows of x: GEMVs and narrow GEMMs at the speed of
-// the memory that the weight lies in.
+// Linear layers, y = (prologue(x) * transposed(weight) + bias) * factor, for a few rows of x: GEMVs and narrow GEMMs at
+// the speed of the memory that holds the weight.
 //
-// A weight (out, in) is cut into panels of PANEL outputs. A panel holds, for one input after the other (bfloat16: for
-// one pair of inputs after the other), the weights of all its outputs: a thread reads its panels from the first byte
-// to the last, in one stream, which is what a processor fetches ahead. Every number of x is spread over a vector
-// and multiplied into sums that stay in registers, TILE rows at a time.
+// A weight (out, in) is cut into panels of PANEL outputs. A panel holds the weights of all its outputs for one input
+// after the other (bfloat16: pair of inputs, int8: four inputs). A thread reads its panels from the first byte to the
+// last in one stream, which a processor prefetches well. Every number of x is broadcast to a vector and multiplied into
+// sums that stay in registers, TILE rows at a time.
 //
-// A sum's terms are added in the order of the inputs, however many rows there are: a token's result does not depend on
-// how many others it is computed with.
+// A sum adds its terms in the order of the inputs, whatever the number of rows. So a token's result does not depend on
+// the number of other tokens.
 
 #pragma once
 
@@ -18,22 +18,24 @@ namespace {
 
 constexpr int VECTORS = 2;
 constexpr int PANEL = LANES * VECTORS;
-// Rows whose sums fit into the registers beside a panel's weights: of 32, or of 16.
+// Rows whose sums fit into the 32 or 16 vector registers beside a panel's weights.
 #if defined(__AVX512F__)
 constexpr int TILE = 12;
 #else
 constexpr int TILE = 6;
 #endif
-// Inputs of a panel that more rows than a tile take in turn, while these weights are in a cache.
+// Inputs of a panel that all rows use in turn while these weights are in a cache, if there are more than TILE rows.
 constexpr int BLOCK = 1024;
 #if defined(__AMX_BF16__)
-// Of bfloat16 weights that many inputs, times half of a panel's outputs, fill one of the processor's tiles, and at most so many rows.
+// A tile of the processor holds TILE_INPUTS inputs of bfloat16 weights for half of a panel's outputs, or TILE_INPUTS
+// inputs of at most TILE_ROWS rows of x.
 constexpr int TILE_INPUTS = 32, TILE_ROWS = 16;
-// The same as BLOCK, for rows in tiles. Fewer load and store sums more often, more leave the second cache.
+// The same as BLOCK, for rows in tiles. Too low: sums are loaded and stored more often. Too high: weights leave the
+// second-level cache.
 constexpr int TILE_BLOCK = 1024;
 #endif
 
-// Inputs to a multiple of which a weight is filled up with zeros, by the bytes of its numbers.
+// A weight's inputs are padded with zeros to a multiple of this number, by the bytes of a number.
 constexpr int filled_to(int bytes) {
 #if defined(__AMX_BF16__)
   if (bytes == 2) return TILE_INPUTS;
@@ -45,20 +47,20 @@ constexpr int filled_to(int bytes) {
 struct Linear {
   const void* weight;
   const float* bias;       // (out,), or null
-  const float* scales;     // (out,), for INT8: what an output's weights are multiples of
-  const int32_t* sums;     // (out,), for INT8: of an output's weights
+  const float* scales;     // (out,), for INT8: an output's weights are multiples of its scale
+  const int32_t* sums;     // (out,), for INT8: the sum of an output's weights
   int32_t in, out;
   int32_t dtype;
   float factor;            // of all outputs
 };
 
-// Of weights. INT8 lies in groups of four inputs, as BFLOAT16 does in pairs.
+// The dtype of weights. INT8 lies in groups of four inputs, BFLOAT16 in pairs.
 enum DType { FLOAT32, BFLOAT16, INT8 };
 
-// What is done to a row of x before it is multiplied. RMS_NORM: divided by sqrt(sum(x ** 2) + eps) and multiplied by `norm` (in,).
-// SILU_GATE: its first half, x * sigmoid(x), times its second. GELU_GATE: the same, with GELU as approximated by tanh.
-// SQUARED_RELU: max(x, 0) ** 2, without a gate. CLAMPED_GATE: `norm` is alpha and a limit; the first half, at most the limit,
-// x * sigmoid(alpha * x), times the second, within plus and minus the limit, plus 1.
+// The operation on a row of x before the product. RMS_NORM: divided by sqrt(sum(x ** 2) + eps) and multiplied by `norm`
+// (in,). Gates take a row (2 * in,) of g and u. SILU_GATE: g * sigmoid(g) * u. GELU_GATE: gelu(g) * u, with GELU's
+// approximation by tanh. CLAMPED_GATE: `norm` has alpha and a limit; with g at most the limit and u within plus and
+// minus the limit, g * sigmoid(alpha * g) * (u + 1). SQUARED_RELU: max(x, 0) ** 2, without a gate.
 enum Prologue { NONE, RMS_NORM, SILU_GATE, GELU_GATE, SQUARED_RELU, CLAMPED_GATE };
 
 struct Call {
@@ -70,7 +72,7 @@ struct Call {
   float eps;
 };
 
-// What x is divided by in an RMS norm, as a factor.
+// The factor of x in an RMS norm, 1 / sqrt(sum(x ** 2) + eps).
 inline float rms_factor(const float* x, int count, float eps) {
   Vector squares = {};
   int k = 0;
@@ -79,13 +81,13 @@ inline float rms_factor(const float* x, int count, float eps) {
   return 1 / std::sqrt(eps + total(squares));
 }
 
-// GELU(x) is x * sigmoid of this, but for 1e-3.
+// GELU(x) is x * sigmoid of this number, up to 1e-3.
 template <class Number>
 inline Number gelu_argument(Number x) {
   return 1.59576912f * (x + 0.044715f * x * x * x);
 }
 
-// A row of x after the prologue, (in,): in `out`, or where it lies if there is none.
+// A row of x after the prologue, (in,): in `out`, or without a prologue in its own place.
 const float* after_prologue(const Call& call, int row, float* out) {
   const int in = call.linear.in;
   int k = 0;
@@ -124,9 +126,9 @@ const float* after_prologue(const Call& call, int row, float* out) {
   return out;
 }
 
-// As the kernels take it, and what the result has to be multiplied by: numbers, or where the processor multiplies
-// pairs of bfloat16, those, or for int8 weights whole numbers up to 127, or where it multiplies only such without a
-// sign, 128 more.
+// Converts a row of x to the type that the kernels multiply, and returns the factor of its results. The type is float,
+// or bfloat16 where the processor multiplies pairs of them. For int8 weights it is integers up to plus and minus 127,
+// plus ZERO where the processor multiplies only unsigned ones.
 inline float convert(const float* x, int count, float* out) {
   std::memcpy(out, x, count * sizeof(float));
   return 1;
@@ -152,7 +154,7 @@ typedef float Narrow;
 
 #if defined(__AVX512VNNI__)
 typedef uint8_t Whole;
-constexpr int ZERO = 128;  // what stands for zero
+constexpr int ZERO = 128;  // represents zero
 
 inline float convert(const float* x, int count, Whole* out) {
   __m512 most = _mm512_setzero_ps();
@@ -189,7 +191,8 @@ inline float convert(const float* x, int count, Whole* out) {
 }
 #endif
 
-// All rows, (rows, stride), with nothing behind the inputs, and the factors of their results (rows,).
+// Prepares all rows (rows, stride), with zeros behind the inputs up to `padded`, and the factors of their results
+// (rows,).
 template <class Input>
 const Input* prepare(const Call& call, int padded, int stride, float* factors) {
   const int in = call.linear.in;
@@ -203,8 +206,8 @@ const Input* prepare(const Call& call, int padded, int stride, float* factors) {
   return inputs;
 }
 
-// Bytes behind a step's weights from which the memory is asked for those of a later one. Without, processors fetch ahead by
-// themselves, but on some not while they compute, and not beyond a page.
+// Distance in bytes from the current weights to those that are prefetched. Processors prefetch by themselves too, but
+// some not while they compute, and not beyond a page.
 constexpr int AHEAD = 4096;
 
 inline void fetch(const void* w) {
@@ -212,8 +215,9 @@ inline void fetch(const void* w) {
   for (int at = 0; at < PANEL * 4; at += LINE) _mm_prefetch((const char*)w + AHEAD + at, _MM_HINT_T0);
 }
 
-// Sums of ROWS rows by WIDTH vectors of outputs over the next `inputs`, whose weights lie `step` numbers apart: they go on from
-// `sums`, whose rows lie `apart`, or from zero where `first`. FETCH: the weights come from memory.
+// Adds the products of ROWS rows and WIDTH vectors of outputs over the next `inputs`, whose weights lie `step` numbers
+// apart. The sums continue from `sums`, whose rows lie `apart` numbers apart, or begin at zero if `first`. FETCH: the
+// weights come from memory.
 template <int ROWS, int WIDTH, bool FETCH>
 inline void multiply(const float* w, int step, const float* x, int stride, int inputs, bool first, float* sums, int apart) {
   Vector acc[ROWS][WIDTH];
@@ -228,7 +232,7 @@ inline void multiply(const float* w, int step, const float* x, int stride, int i
     for (int v = 0; v < WIDTH; v++) at(sums + size_t(r) * apart + v * LANES) = acc[r][v];
 }
 
-// The same of a panel, with sums (ROWS, PANEL).
+// Does the same for a whole panel, with sums (ROWS, PANEL).
 template <int ROWS, bool FETCH>
 inline void tile(const float* w, const float* x, int stride, int inputs, bool first, float* sums) {
   multiply<ROWS, VECTORS, FETCH>(w, PANEL, x, stride, inputs, first, sums, PANEL);
@@ -284,12 +288,13 @@ inline Wholes wholes(const void* from) {
   return loaded;
 }
 
-// The sums of products of four inputs, `four` times, with every lane's four weights added to its sum.
+// Adds to every lane's sum the products of the four inputs in `four` and the lane's four weights.
 inline Wholes add_products(Wholes sum, int32_t four, Wholes weights) {
 #if defined(__AVX512VNNI__)
   return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(four), weights);
 #else
-  // Without signs on the one side: sums of two products are then at most 2 * 127 * 127, which 16 bits hold.
+  // The signs move to the weights, as the instruction requires. A sum of two products is at most 2 * 127 * 127, within
+  // 16 bits.
   const __m256i x = _mm256_set1_epi32(four);
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(weights, x));
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -315,7 +320,7 @@ inline void tile(const int8_t* w, const Whole* x, int stride, int inputs, bool f
     for (int v = 0; v < VECTORS; v++) std::memcpy(sums + r * PANEL + v * LANES, &acc[r][v], sizeof(Wholes));
 }
 
-// Call `tile` with the number of the first of so many rows, as a constant of at most ROWS, and say it.
+// Calls `tile` with the number of rows as a constant, but at most ROWS, and returns that number.
 template <int ROWS, class Tile>
 inline int tile_of(int rows, const Tile& tile) {
   if constexpr (ROWS > 1)
@@ -326,7 +331,7 @@ inline int tile_of(int rows, const Tile& tile) {
 
 inline int64_t panels_of(const Linear& p) { return (p.out + PANEL - 1) / PANEL; }
 
-// The sums (rows, PANEL) of a panel, to the end of the row in `y`.
+// Turns the sums (rows, PANEL) of a panel into results in `y`, at most up to the end of a row.
 template <class Sum>
 inline void finish(const Call& call, int64_t panel, const Sum* sums, const float* factors) {
   const Linear& p = call.linear;
@@ -342,11 +347,12 @@ inline void finish(const Call& call, int64_t panel, const Sum* sums, const float
 }
 
 #if defined(__AMX_BF16__)
-// What was written to memory before is there for tiles to be loaded: the compiler does not know that they read it.
+// Makes the compiler complete its writes before tiles are loaded: it does not know that tile instructions read memory.
 inline void written(const void* memory) { __asm__ volatile("" ::"r"(memory) : "memory"); }
 
-// The processor's tiles: 0 to 3 hold sums, of one tile of rows and then of another, of either half of a panel; 4 and 5 their rows
-// of x, 6 and 7 the halves' weights, which lie in a panel as a tile wants them.
+// The processor's tiles. 0 and 1 hold the sums of one tile of rows for the two halves of a panel, 2 and 3 those of
+// another tile of rows; 4 and 5 hold the rows of x, 6 and 7 the weights of the halves, which a panel already has in a
+// tile's order.
 struct Tiles {
   uint8_t palette = 1, begin = 0, unused[14] = {};
   uint16_t bytes[16] = {};
@@ -360,8 +366,9 @@ struct Tiles {
   ~Tiles() { _tile_release(); }
 };
 
-// As `prepare` does it, in tiles of so many `rows` and TILE_INPUTS inputs: the numbers of a tile lie together, and behind each
-// other the tiles of the same rows. Were each row by itself, a processor would have to fetch ahead in as many streams.
+// Prepares all rows as `prepare` does, but in tiles of `rows` rows and TILE_INPUTS inputs: the numbers of a tile lie
+// together, and the tiles of the same rows one behind the other. With separate rows a processor would have to prefetch
+// as many streams.
 const uint16_t* prepare_tiles(const Call& call, int tiles, int rows, int padded) {
   const int in = call.linear.in;
   float* row_done = scratch<float, 0>(in);
@@ -377,7 +384,8 @@ const uint16_t* prepare_tiles(const Call& call, int tiles, int rows, int padded)
   return inputs;
 }
 
-// As `tile` does it, for one or TWO tiles of so many rows, of which the second lies `apart` numbers behind the first.
+// Does the work of `tile` for one or TWO tiles of `rows` rows. The second tile of x lies `apart` numbers behind the
+// first.
 template <bool TWO, bool FETCH>
 inline void multiply_tiles(const uint16_t* w, const uint16_t* x, size_t apart, int rows, int inputs, bool first, float* sums) {
   constexpr int BETWEEN = PANEL * sizeof(float);  // bytes from one pair of inputs, or row of sums, to the next
@@ -418,7 +426,8 @@ inline void multiply_tiles(const uint16_t* w, const uint16_t* x, size_t apart, i
   }
 }
 
-// multiply_panels for bfloat16, by tiles whatever the number of rows: a tile adds in another order than vectors do.
+// multiply_panels for bfloat16 by tiles. It is used for any number of rows, since tiles add in another order than
+// vectors do.
 void multiply_panels_by_tiles(const Call& call, int64_t first, int64_t last) {
   const Linear& p = call.linear;
   const int padded = (p.in + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
@@ -450,13 +459,13 @@ void multiply_panels_by_tiles(const Call& call, int64_t first, int64_t last) {
 }
 #endif
 
-// The panels from `first` to `last`.
+// Computes the panels from `first` up to, but without, `last`.
 template <class Weight, class Input, class Sum>
 void multiply_panels(const Call& call, int64_t first, int64_t last) {
   const Linear& p = call.linear;
   constexpr int STEP = filled_to(sizeof(Weight));
   const int padded = (p.in + STEP - 1) / STEP * STEP;
-  // Rows a power of two apart would be put into the same places of a cache.
+  // Rows a power of two apart would compete for the same places of a cache.
   const int stride = padded + 64 / int(sizeof(Input));
   const int block = call.rows > TILE ? BLOCK : padded;
   float* factors = scratch<float, 2>(call.rows);
@@ -488,9 +497,9 @@ void multiply_panels(const Call& call, int64_t first, int64_t last) {
   if (call.linear.dtype == INT8) multiply_panels<int8_t, Whole, int32_t>(call, first, last);
 }
 
-// A weight (rows, words) of 4 bytes, rows a multiple of PANEL, in the order in which the kernels read it.
+// Packs a weight (rows, words) of 4-byte words, rows a multiple of PANEL, into the order in which the kernels read it.
 void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, int threads) {
-  constexpr int64_t CORNER = 16;  // words of every row that are turned at once, a line of the cache
+  constexpr int64_t CORNER = 16;  // words of every row that are transposed at once: a line of the cache
   run(threads, [=](int number, int count) {
     const int64_t panels = rows / PANEL;
     for (int64_t panel = panels * number / count; panel < panels * (number + 1) / count; panel++) {
@@ -503,8 +512,8 @@ void pack(const uint32_t* weight, uint32_t* out, int64_t rows, int64_t words, in
   });
 }
 
-// x (rows, in), twice as wide for a gate, to y (rows, out), all float32 and contiguous; added to what y holds if
-// `add`. `prologue`, `norm` and `eps` as in Prologue.
+// Applies a linear layer to x (rows, in), twice as wide for a gate. The result goes to y (rows, out), or is added to it
+// if `add`. All numbers are float32 and contiguous. `prologue`, `norm` and `eps` as in Prologue.
 void apply(const Linear* linear, const float* x, float* y, int rows, int add, int threads, int prologue,
            const float* norm, float eps) {
   const Call call{*linear, x, y, rows, add, prologue, norm, eps};

@@ -1,8 +1,8 @@
-// Mixtures of experts: for every token a router chooses a few of many feed-forward parts, whose results are added, each times its
-// share. Tokens are grouped by expert, so that a pass reads the weights of each expert that some token chose once, and of
-// others nothing.
+// Mixtures of experts: a router chooses a few of many feed-forward parts for every token, and their results are added,
+// each times its share. Tokens are grouped by expert, so a pass reads the weights of each chosen expert once, and no
+// others.
 //
-// A token's experts, and the order in which their results are added, do not depend on the tokens that it is computed with.
+// A token's experts, and the order in which their results are added, do not depend on the other tokens of the pass.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-// An RMS norm of `width` numbers as in Prologue, or none where there is no weight.
+// An RMS norm over `width` numbers as in Prologue; no norm if `weight` is null.
 struct Norm {
   const float* weight;
   float eps;
@@ -22,12 +22,12 @@ void normalise(const float* x, const Norm& norm, float* out) {
   for (int k = 0; k < norm.width; k++) out[k] = x[k] * factor * norm.weight[k];
 }
 
-// `up` gives an expert's gate and what it gates in a row, `down` takes it through the prologue `gate`, with `limits` where that has
-// some. A `shared` expert is the last of them: every token's. The router scores the others; if it gives one number more, the
-// sigmoid of that is the shared one's share, else it is 1. Shares are the softmax of the scores, or the `sigmoid` of each,
-// divided by the sum of those of the `top_k` chosen where they are `normalised`, times a `factor`, and times the expert's of `scales`
-// (experts,) if there are any. They are chosen by share, plus the `bias` (experts,) if there is one. The router reads through a
-// norm of its own, `router_norm`, where it has one.
+// A mixture. `up` gives an expert's gate and up projection in a row; `down` reads them through the prologue `gate`,
+// with its `limits` if it has any. The last expert may be `shared`, for every token. The router scores the others; if
+// it has one more output, the sigmoid of that is the shared expert's share, which is 1 otherwise. Shares are the
+// softmax of the scores, or the `sigmoid` of each; if `normalised`, divided by the sum over the `top_k` chosen; times
+// `factor`, and times the expert's number in `scales` (experts,) unless null. The experts with the largest share, plus
+// their `bias` (experts,) unless null, are chosen. The router reads through its own norm, `router_norm`, if it has one.
 struct Mixture {
   const Linear* router;
   std::vector<const Linear*> up, down;
@@ -43,12 +43,12 @@ struct Mixture {
   int experts() const { return int(up.size()) - shared; }
 };
 
-// The norms of a mixture beside a dense part: of what it reads, of what it makes, and of what the dense part makes.
+// The norms of a mixture beside a dense part: of the mixture's input, of its result, and of the dense part's result.
 struct Beside {
   Norm before, after, after_dense;
 };
 
-// Rows of one linear layer.
+// The product of one linear layer and some rows.
 struct Job {
   const Linear* linear;
   const float* x;
@@ -56,10 +56,10 @@ struct Job {
   int rows;
 };
 
-// What a panel costs beside its rows, in rows: reading it. Larger, and threads get unequal parts of a prompt; smaller, of a few tokens.
+// The cost of reading a panel, in rows. Too high: threads get unequal work for a prompt. Too low: for a few tokens.
 constexpr int READING = 16;
 
-// All jobs. A thread gets panels one after the other, of as many jobs as it takes.
+// Runs all jobs. A thread gets panels in a row, of several jobs if needed, so that all threads have the same cost.
 void apply_all(const Job* jobs, int count, int threads, int prologue, const float* norm) {
   const auto each = [&](const Job& job) { return int64_t(job.linear->in) * (job.rows + READING); };
   int64_t all = 0;
@@ -70,7 +70,7 @@ void apply_all(const Job* jobs, int count, int threads, int prologue, const floa
     for (int i = 0; i < count; i++) {
       const Job& job = jobs[i];
       const int64_t cost = each(job), panels = panels_of(*job.linear);
-      // The first panel that begins at or behind a place.
+      // The first panel that begins at or behind `place`.
       const auto panel = [&](int64_t place) { return std::clamp((place - before + cost - 1) / cost, int64_t(0), panels); };
       if (begin < before + cost * panels && before < end)
         multiply_panels({*job.linear, job.x, job.y, job.rows, 0, prologue, norm, 0}, panel(begin), panel(end));
@@ -79,7 +79,7 @@ void apply_all(const Job* jobs, int count, int threads, int prologue, const floa
   });
 }
 
-// The experts of a token, (top_k,), and their shares, from its scores; the best first, and of equal ones the earlier.
+// Chooses the experts (top_k,) of a token and their shares from its scores: best first, of equal ones the first.
 void choose(const Mixture& m, const float* scores, int32_t* chosen, float* shares) {
   const int count = m.experts();
   float *all = scratch<float, 50>(2 * size_t(count)), *left = all + count;
@@ -100,7 +100,7 @@ void choose(const Mixture& m, const float* scores, int32_t* chosen, float* share
   for (int j = 0; j < m.top_k; j++) shares[j] *= m.factor / whole * (m.scales ? m.scales[chosen[j]] : 1.0f);
 }
 
-// What the experts make of the rows of x (n, width) behind the norm, added to those of y, which may be x.
+// Adds the experts' results for the rows of x (n, width), which are normalised first, to those of y, which may be x.
 void mix(const Mixture& m, const Norm& norm, const float* x, float* y, int n, int threads) {
   const int width = m.router->in, count = m.experts(), k = m.top_k, scored = m.router->out;
   const int inner = m.up[0]->out, shared_inner = m.shared ? m.up[count]->out : 0;
@@ -113,7 +113,7 @@ void mix(const Mixture& m, const Norm& norm, const float* x, float* y, int n, in
   const Norm& own = m.router_norm;
   apply(m.router, own.weight ? x : normed, scores, n, 0, threads, own.weight ? RMS_NORM : NONE, own.weight, own.eps);
   for (int i = 0; i < n; i++) choose(m, scores + size_t(i) * scored, chosen + size_t(i) * k, shares + size_t(i) * k);
-  // Where the rows of each expert begin, and the row of each token's choice.
+  // The first row of each expert, and the row of each choice of a token.
   int32_t* begin = scratch<int32_t, 44>(count + 1);
   int32_t* row = scratch<int32_t, 45>(slots);
   std::fill(begin, begin + count + 1, 0);

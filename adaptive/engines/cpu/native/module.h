@@ -1,6 +1,6 @@
-// The kernels as a Python module, one for each instruction set: MODULE is its name. What passes between Python and here
-// is declared in this one place, against the very structures that the kernels read. Memory is given as the number of its
-// address (tensors and arrays of the caller's, which outlive the call, or the object that is made of it).
+// The kernels as a Python module named ADAPTIVE_MODULE, one for each instruction set. This file declares the whole
+// interface to Python, directly on the structures that the kernels read. Memory is passed as an address (an integer).
+// The caller's tensors and arrays must outlive the call, or the object that was made with their addresses.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -31,13 +31,15 @@ T* to(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// What other threads of Python may not run beside, since it reads what belongs to them, is not in here.
+// Releases the GIL during the call. Not used for functions that access objects or memory that other Python threads may
+// change.
 typedef nb::call_guard<nb::gil_scoped_release> Unlocked;
 
-// Whether the system lets this process use all of the instructions: tiles are asked for before their first use.
+// Whether the system lets this process use all of the instructions. Linux requires a request before the first use of
+// tiles.
 bool usable() {
 #if defined(__AMX_BF16__)
-  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of Linux, for arch_prctl
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // Linux's numbers for arch_prctl
   return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 #else
   return true;
@@ -48,7 +50,7 @@ void check(bool done) {
   if (!done) throw nb::index_error("a token is not of the model's vocabulary");
 }
 
-// Thresholds over arrays of the caller's, which are kept.
+// Thresholds over the caller's arrays, to which they keep references.
 struct Thresholds {
   Doubles edges, accepted, follow, drop_below, last_below, reach;
   Whole32 bins, asked, drafts;
@@ -67,7 +69,8 @@ struct Thresholds {
   }
 };
 
-// Callables of Python, asked from within a proposal. What they raise, ctrl-C too, ends the draft and is raised after it.
+// Python callables that a proposal calls. An exception of theirs, also from ctrl-C, ends the draft and is raised after
+// it.
 struct Asked {
   nb::handle adviser, masker;
   std::exception_ptr error;
@@ -98,7 +101,7 @@ struct Asked {
 
 Recall asked_for(const Recall* recall) { return recall ? *recall : Recall{}; }
 
-// A proposal to be made, and what came of it.
+// A requested proposal and its result.
 struct Wanted {
   const Sampling& sampling;
   Tokens tokens, drafted;
@@ -127,7 +130,7 @@ struct Wanted {
   }
 };
 
-// Makes proposals, whose memory they keep where it is.
+// Makes proposals without the GIL. Throws IndexError for a token outside the vocabulary.
 void make(const Decoder& decoder, Drafting* all, int count, int threads) {
   bool done;
   {
@@ -147,7 +150,7 @@ nb::tuple propose(const Decoder& decoder, const Sampling& sampling, Tokens token
   return wanted.found();
 }
 
-// The same for several texts at once.
+// Proposals for several texts at once.
 nb::list propose_together(const Decoder& decoder, const std::vector<Wanted*>& all, int threads) {
   if (decoder.fuse.linear) throw nb::value_error("a head reads one text at a time");
   std::vector<Drafting> each;
@@ -168,7 +171,7 @@ nb::tuple told(const Sampling& sampling, const Verdict& v, Numbers& chosen) {
   return nb::make_tuple(v.accepted, v.extra, v.used, probabilities);
 }
 
-// The tokens that may stand in each row of a verification of `count` tokens, as the rule takes them.
+// The allowed tokens of each row of a verification of `count` tokens, as in Evidence.
 std::vector<const uint32_t*> by_row(const std::vector<Address>& allowed, int count) {
   if (!allowed.empty() && int(allowed.size()) != count + 1) throw nb::value_error("a mask for other rows than there are");
   std::vector<const uint32_t*> rows;
@@ -193,7 +196,7 @@ nb::tuple judged(const Sampling& sampling, Address logits, int64_t vocab, const 
   return told(sampling, v, chosen);
 }
 
-// A pass over tokens, of which the last `count` are drafted, and then the rule over its logits (count + 1, vocab).
+// A pass over tokens, the last `count` of them drafted, and then the acceptance rule on its logits (count + 1, vocab).
 nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Tokens& tokens, int count, Address q, int64_t fewer,
                    const Numbers& uniform, const std::vector<Address>& allowed, Address cos_sin, Address caches, int64_t capacity,
                    int start, Address kept, Address logits, const Recall* recall, int threads) {
@@ -218,7 +221,7 @@ nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Token
   return told(sampling, v, chosen);
 }
 
-// A pass over several texts: the tokens of each, in turn.
+// A pass over several texts; `tokens` are those of each text in turn.
 void together(const Decoder& decoder, const Tokens& tokens, const std::vector<Text>& texts, Address logits, int threads) {
   size_t count = 0;
   for (const Text& text : texts) {
@@ -236,7 +239,7 @@ void together(const Decoder& decoder, const Tokens& tokens, const std::vector<Te
 }
 
 void bind(nb::module_& m) {
-  nb::set_leak_warnings(false);  // what a cache of Python's holds when the program ends is no leak
+  nb::set_leak_warnings(false);  // objects in Python caches at the program's end are no leaks
   m.attr("sources") = ADAPTIVE_SOURCES;
   m.attr("panel") = PANEL;
   m.def("filled_to", &filled_to, arg("bytes"));

@@ -1,2 +1,2 @@
-// nanobind itself, compiled with each module.
+// The sources of nanobind, compiled into each module.
 #include <nb_combined.cpp>

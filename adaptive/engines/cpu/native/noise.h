@@ -1,7 +1,7 @@
-// Noise that a seed fixes, so that target and draft, which never see each other's choice, make the same one where their
-// distributions allow it: an exponential random number for every position of a text and every token. The token that first
-// "arrives", of the least noise / probability, is a draw from the probabilities (an exponential race, the same as adding
-// Gumbel noise to logits). adaptive/noise.py computes the same numbers with tensors.
+// Noise fixed by a seed: an exponential random number for every position of a text and every token. Target and draft,
+// which do not see each other's choice, thus make the same choice where their distributions allow it. The token with
+// the least noise / probability is a draw from the probabilities (an exponential race, equivalent to adding Gumbel
+// noise to logits). adaptive/noise.py computes the same numbers with tensors.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Two keys for a position of a text; the mixing is that of splitmix64.
+// Two keys for a position of a text, mixed as in splitmix64.
 struct Keys {
   uint32_t low, high;
 };
@@ -31,21 +31,21 @@ inline Words mix(Words x) {
   return x ^ x >> 16;
 }
 
-// -log(1 - x) of numbers in (0, 1), to a few millionths of itself: 1 - x is m * 2 to the k, and log(m) is twice the
-// inverse hyperbolic tangent of (m - 1) / (m + 1).
+// -log(1 - x) of numbers in (0, 1), with a relative error of a few millionths: 1 - x is m * 2 to the k, and log(m) is
+// twice the inverse hyperbolic tangent of (m - 1) / (m + 1).
 inline Vector exponential_of(Vector x) {
   const Vector rest = 1.0f - x;
-  const Words bits = (Words)rest - 0x3f3504f3u;  // from the square root of a half on
+  const Words bits = (Words)rest - 0x3f3504f3u;  // m is from the square root of a half on
   const Words kept = (bits & 0x007fffffu) + 0x3f3504f3u;
   typedef int32_t Signed __attribute__((vector_size(LANES * 4), aligned(4)));
   const Vector power = __builtin_convertvector((Signed)bits >> 23, Vector), m = (Vector)kept;
   const Vector s = (m - 1.0f) / (m + 1.0f), z = s * s;
   const Vector series = s * (2.0f + z * (2.0f / 3 + z * (2.0f / 5 + z * (2.0f / 7 + z * (2.0f / 9)))));
-  const Vector lost = (x - (1.0f - rest)) / rest;  // by rounding 1 - x
+  const Vector lost = (x - (1.0f - rest)) / rest;  // corrects the rounding of 1 - x
   return lost - series - power * 0.693147181f;
 }
 
-// Numbers in (0, 1) for tokens `first` on.
+// Uniform random numbers in (0, 1) for the tokens from `first` on.
 inline Vector uniform_of(Keys keys, uint32_t first) {
 #if defined(__AVX512F__)
   const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -64,16 +64,16 @@ inline bool any_above(Vector a, Vector b) {
 #endif
 }
 
-// The token of p (count,) that wins the race, of two the first; -1 where there is no mass, or p are no numbers.
+// The token of p (count,) that wins the race, of equal ones the first; -1 if there is no mass, or p is NaN.
 //
-// -log(1 - x) is no less than x, so that only a token with x / p below the best so far can win, which few have: most
-// logarithms are never taken, and for a token that x cannot be small enough for, not even x.
+// -log(1 - x) is at least x, so only a token with x / p below the best time so far can win. Few tokens have that, so
+// most logarithms are not computed. If no possible x is small enough, x is not computed either.
 inline int64_t race(const float* p, int64_t count, Keys keys) {
   constexpr float LEAST = 0x1p-34f, ROUNDING = 0.9999f;
   float best = INFINITY;
   int64_t winner = -1;
   const auto step = [&](const Vector& likely, int64_t first) {
-    const Vector bound = likely * best;  // of what has no mass no number at first, and then zero
+    const Vector bound = likely * best;  // for tokens without mass NaN at first, then zero
     if (!any_above(bound, Vector{} + LEAST)) return;
     const Vector x = uniform_of(keys, uint32_t(first));
     if (!any_above(bound, x * ROUNDING)) return;

@@ -1,9 +1,10 @@
-// How work is shared by threads: a share is done by whoever comes first.
+// A thread pool in which any free thread takes the next share of the work.
 //
-// A library for parallel loops gives every thread its part and waits for all of them. Where another program has a core,
-// that waits for its turn to end, in each of the hundred products of a pass: a pass of one millisecond takes twenty-five,
-// or, where the threads spin for longer, five hundred. Here the caller does what nobody has begun. It waits only for a share that another
-// thread is in the midst of; a thread that does not run, or that sleeps, takes none.
+// A library for parallel loops gives every thread a fixed part and waits for all threads. If another program occupies a
+// core, that wait lasts until the program's time slice ends, in each of the hundred products of a pass: a pass of one
+// millisecond takes twenty-five, or five hundred if the threads spin for longer. Here the caller itself does all shares
+// that no other thread has begun, and waits only for shares that are in progress. A thread that is not running, or
+// asleep, has taken no share.
 
 #pragma once
 
@@ -21,31 +22,33 @@
 
 namespace {
 
-// Nanoseconds that a thread looks for the next shares before it sleeps: from one pass to the next. Longer takes a core from others,
-// shorter has every pass wake it.
+// Nanoseconds for which a thread polls for shares before it sleeps, about the time from one pass to the next. Too high:
+// other programs lose a core. Too low: every pass has to wake the threads.
 constexpr int64_t LOOK = 500000;
-// Looks between two readings of the clock, and those at a share that is not done before other programs may have the core.
+// Polls between two readings of the clock; and polls for unfinished shares before the caller yields its core to other
+// programs.
 constexpr int LOOKS = 64, PATIENT = 2000;
 
 class Pool {
  public:
-  // The only one, which ends with the process: threads may be waiting in it when everything else is taken down.
+  // The only pool. It is never destroyed: its threads may still wait in it while the process ends.
   static Pool& only() {
     static Pool* pool = new Pool;
-    static const int followed = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });  // a child has none of its parent's threads
+    // A forked child has none of its parent's threads, so it needs a pool of its own.
+    static const int followed = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
     (void)followed;
     return *pool;
   }
 
-  // body(given, share, shares) for each share of so many.
+  // Calls body(given, share, shares) for each share.
   void run(void (*body)(void*, int, int), void* given, int shares) {
-    if (shares <= 1 || taken_.exchange(true, std::memory_order_acquire)) {  // another thread's work is shared already
+    if (shares <= 1 || taken_.exchange(true, std::memory_order_acquire)) {  // the pool is at work for another caller
       body(given, 0, 1);
       return;
     }
     try {
       for (; threads_ < shares - 1; threads_++) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {  // no more threads are to be had: those that are there do it
+    } catch (const std::system_error&) {  // the system gives no more threads: the existing ones do the work
     }
     body_ = body, given_ = given;
     done_.store(0, std::memory_order_relaxed);
@@ -66,12 +69,13 @@ class Pool {
   }
 
  private:
-  // The number of a job, its shares and the next one that nobody has claimed, so that a claim is of the job that was read.
+  // A job's number, its number of shares and its next unclaimed share in one word, so that a claim cannot hit another
+  // job.
   static uint64_t word(uint64_t job, int shares, int next) { return job << 32 | uint64_t(shares) << 16 | uint64_t(next); }
 
   static bool has_more(uint64_t state) { return (state & 0xffff) < (state >> 16 & 0xffff); }
 
-  // Whether there was a share; until it is done its job stays.
+  // Claims and does a share; returns whether there was one. The job stays published until its claimed shares are done.
   bool claim_and_do() {
     uint64_t state = state_.load();
     do {
@@ -96,14 +100,14 @@ class Pool {
       std::unique_lock<std::mutex> hold(mutex_);
       const uint64_t wakes = wakes_;
       sleeping_.fetch_add(1);
-      if (has_more(state_.load())) continue;  // who published that may not have seen that this one sleeps; a wake in vain is harmless
+      if (has_more(state_.load())) continue;  // the caller may not have seen `sleeping_`; a needless wake is harmless
       wake_.wait(hold, [&] { return wakes_ != wakes; });
     }
   }
 
   void (*body_)(void*, int, int) = nullptr;
   void* given_ = nullptr;
-  // Apart from each other, since one is looked at while the other is written.
+  // On separate cache lines, since one is polled while another is written.
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<int> sleeping_{0};
@@ -115,7 +119,7 @@ class Pool {
   uint64_t wakes_ = 0;
 };
 
-// Run part(share, shares) for every share of so many, on as many threads where they are free.
+// Runs part(share, shares) for `threads` shares, on up to as many threads; as a single share if the pool is busy.
 template <class Part>
 void run(int threads, const Part& part) {
   if (threads <= 1) return part(0, 1);

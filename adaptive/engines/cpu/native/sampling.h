@@ -1,4 +1,4 @@
-// From logits to probabilities to a token, one pass over a vocabulary each.
+// From logits to probabilities and to a token, in few passes over the vocabulary.
 
 #pragma once
 
@@ -11,10 +11,10 @@
 
 namespace {
 
-// Probabilities that are added up in float32 before they count in float64.
+// How many probabilities are summed in float32 before the sum is added in float64.
 constexpr int CHUNK = 256;
 
-// The sum of p, or where there is q of what p has more than q, over so many tokens.
+// The sum of p (count,), or with q the sum of max(p - q, 0).
 inline float mass(const float* p, const float* q, int count) {
   Vector sums = {};
   float sum = 0;
@@ -24,9 +24,9 @@ inline float mass(const float* p, const float* q, int count) {
   return sum + total(sums);
 }
 
-// The largest of so many numbers; what is none is passed over.
+// The largest of x (count,), ignoring NaN.
 inline float largest(const float* x, int64_t count) {
-  constexpr int APART = 4;  // so that none waits for the one before it
+  constexpr int APART = 4;  // independent maxima, so that none waits for the one before it
   Vector several[APART], most = Vector{} - INFINITY;
   float top = -INFINITY;
   int64_t i = 0;
@@ -39,7 +39,7 @@ inline float largest(const float* x, int64_t count) {
   return std::max(top, topmost(most));
 }
 
-// Whether one of so many numbers is none.
+// Whether x (count,) has a NaN.
 inline bool broken(const float* x, int64_t count) {
   Words found = {};
   bool any = false;
@@ -50,8 +50,7 @@ inline bool broken(const float* x, int64_t count) {
   return any;
 }
 
-// The likeliest token, of two as likely the first; -1 where a logit is no number, or none of them is finite or the largest
-// of them is not.
+// The likeliest token, of equal ones the first; -1 if a logit is NaN or the largest is not finite.
 inline int64_t likeliest(const float* logits, int64_t count) {
   float top = -INFINITY;
   int64_t from = 0;
@@ -65,7 +64,8 @@ inline int64_t likeliest(const float* logits, int64_t count) {
   return std::find(logits + from, logits + std::min(from + CHUNK, count), top) - logits;
 }
 
-// Leave out of logits what is none of the `allowed` tokens, a bit each in words of 32; nothing where none of them is.
+// Sets the logits of all tokens but the `allowed` ones (a bit each, in words of 32) to -infinity; does nothing if no
+// token is allowed.
 inline void leave_out(const uint32_t* allowed, float* logits, int64_t count) {
   bool any = false;
   for (int64_t i = 0; i < count / 32; i++) any |= allowed[i] != 0;
@@ -77,7 +77,8 @@ inline void leave_out(const uint32_t* allowed, float* logits, int64_t count) {
   }
 }
 
-// The k-th largest (k at most count): of the chunks with the k largest numbers of all chunks, nothing else can be it.
+// The k-th largest of x (k at most count). Only chunks whose maximum is among the k largest chunk maxima can contain
+// it.
 inline float kth_largest(const float* x, int64_t count, int64_t k) {
   const int64_t chunks = (count + CHUNK - 1) / CHUNK;
   float *tops = scratch<float, 11>(2 * chunks), *ordered = tops + chunks, *kept = scratch<float, 12>(count);
@@ -97,7 +98,7 @@ inline float kth_largest(const float* x, int64_t count, int64_t k) {
   return kept[k - 1];
 }
 
-// The mass of p where it is at least `least`; no number if one of p is none.
+// The sum of all p that are at least `least`; NaN if p has a NaN.
 inline double mass_from(const float* p, int64_t count, float least) {
   double whole = 0;
   for (int64_t begin = 0; begin < count; begin += CHUNK) {
@@ -112,9 +113,9 @@ inline double mass_from(const float* p, int64_t count, float least) {
   return whole;
 }
 
-// Leave the likeliest tokens of p that together have `share` of its mass, the last of them in part beyond it; of two as
-// likely the first. A token as unlikely as the last one is looked for among those that are not far less likely than
-// the likeliest, and further down where these have too little mass.
+// Keeps the likeliest tokens of p, of equal ones the first, until they have at least `share` of its mass, and sets the
+// others to 0. Only tokens above a bound are sorted. The bound begins near the largest probability and is lowered until
+// they have enough mass.
 inline void keep_share(float* p, int64_t count, float share) {
   const double wanted = share * mass_from(p, count, 0);
   const float top = largest(p, count);
@@ -136,22 +137,23 @@ inline void keep_share(float* p, int64_t count, float share) {
   }
 }
 
-// What is done to logits on their way to probabilities: times `factor`, then only the `top_k` largest (0: all), the
-// likeliest with `top_p` of the mass (1: all), those at least `min_p` times as likely as the likeliest (0: all).
+// How logits become probabilities: they are multiplied by `factor`; then only the `top_k` largest stay (0: all), of
+// these the likeliest with `top_p` of the mass (1: all), of these those at least `min_p` times as likely as the
+// likeliest (0: all).
 struct Cuts {
   float factor, top_p, min_p;
   int32_t top_k;
 };
 
-// How a token is chosen from logits: the likeliest, or by `cuts` and a draw; where it is `seeded`, by the noise that the
-// seed fixes for its position.
+// How a token is chosen from logits: the likeliest if `greedy`, else by `cuts` and a draw. If `seeded`, the seed's
+// noise for the position replaces the draw.
 struct Sampling {
   Cuts cuts;
   bool greedy, seeded;
   uint64_t seed;
 };
 
-// p, not yet divided by its sum, without what is cut.
+// Sets p, which need not be divided by its sum yet, to 0 for all tokens that are cut.
 void cut(const Cuts& cuts, const float* logits, float* p, int64_t count) {
   if (cuts.top_k > 0 && cuts.top_k < count) {
     const float least = kth_largest(logits, count, cuts.top_k);
@@ -164,8 +166,8 @@ void cut(const Cuts& cuts, const float* logits, float* p, int64_t count) {
   }
 }
 
-// The probabilities (rows, count) of logits. A logit of -infinity has 0; where there is one that is no number, or
-// +infinity, the whole row is none.
+// Writes the probabilities (rows, count) of logits. A logit of -infinity gets 0. A row with NaN or +infinity becomes
+// NaN.
 void probabilities(const Cuts& cuts, const float* logits, float* out, int rows, int64_t count) {
   for (int row = 0; row < rows; row++, logits += count, out += count) {
     const float top = largest(logits, count);
@@ -194,8 +196,8 @@ void probabilities(const Cuts& cuts, const float* logits, float* out, int rows, 
   }
 }
 
-// The token at `share` (below 1) of the mass of p (count,), or where there is q (fewer,) of what p has more than q:
-// the first at which the mass so far exceeds that share; -1 where there is no mass.
+// The token at `share` (below 1) of the mass of p (count,), or with q (fewer,) of max(p - q, 0): the first at which the
+// mass so far exceeds that share. -1 if there is no mass.
 int64_t draw(const float* p, const float* q, int64_t count, int64_t fewer, double share) {
   const auto chunk = [&](int64_t begin) {
     const int size = int(std::min<int64_t>(CHUNK, count - begin));
@@ -225,17 +227,17 @@ int64_t draw(const float* p, const float* q, int64_t count, int64_t fewer, doubl
       so_far += x;
       if (so_far > wanted) return i;
     }
-    if (found >= 0) return found;  // by the rounding of the sums
+    if (found >= 0) return found;  // rounding kept the sum from exceeding `wanted`
     before += here;
   }
-  // The mass ends in an earlier chunk: its last token that has any.
+  // The mass ends in an earlier chunk: take its last token with mass.
   for (int64_t i = std::min(last + CHUNK, count) - 1; i >= 0; i--)
     if ((q && i < fewer ? p[i] - q[i] : p[i]) > 0) return i;
   return -1;
 }
 
-// A bound that at least k of so many numbers reach, and few more: of the largest of every COLUMNS-th number the k-th
-// largest; -infinity where there are not so many numbers.
+// A bound that at least k of the numbers reach, and few more: the k-th largest of the maxima of COLUMNS interleaved
+// columns. -infinity if there are too few numbers.
 inline float low_bound(const float* x, int64_t count, int64_t k) {
   constexpr int COLUMNS = 256;
   if (count < 2 * COLUMNS || 2 * k > COLUMNS) return -INFINITY;
@@ -247,9 +249,9 @@ inline float low_bound(const float* x, int64_t count, int64_t k) {
   return tops[k - 1];
 }
 
-// Of each row of logits (rows, count) the `kept` likeliest tokens (at most count), likeliest first and of two as likely the
-// first, their log-probabilities (rows, kept), and the logarithm of the mass of all others (rows,). Of a row in which one
-// is no number, or the largest is not finite, the first tokens, and no numbers.
+// For each row of logits (rows, count): the `kept` (at most count) likeliest tokens, likeliest first and of equal ones
+// the first, their log-probabilities (rows, kept), and the logarithm of the mass of all others (rows,). For a row that
+// has a NaN, or whose largest logit is not finite: the first tokens, and NaN.
 void likeliest_of(const float* logits, int rows, int64_t count, int kept, int32_t* ids, float* logprobs, float* rest) {
   constexpr int NEAR = 64;
   typedef std::pair<float, int32_t> Token;

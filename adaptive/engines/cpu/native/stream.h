@@ -1,9 +1,9 @@
-// Weights of layers that do not fit into memory, read from a file while the layers before them compute.
+// Reads the weights of layers that do not fit into memory from a file, while the layers before them compute.
 //
-// Streamed layers take turns in a few buffers, in the order in which they compute, and begin again with the first behind
-// the last: the layers that the next pass starts with are read while this one ends, and while the draft proposes. A
-// layer's buffer is always the same, so that its linear layers keep their addresses. Threads read pieces of a layer, several
-// at once, past the system's page cache if the file was opened so.
+// Streamed layers share a few buffers. They are read in the order in which they compute, and the first follows the
+// last: the first layers of the next pass are read while this pass ends and while the draft proposes. A layer always
+// has the same buffer, so that its linear layers keep their addresses. Several threads read pieces of a layer at once,
+// past the system's page cache if the file was opened for that.
 
 #pragma once
 
@@ -22,12 +22,12 @@
 
 namespace {
 
-// What is said where the file could not be read.
+// The file could not be read.
 struct ReadError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What a layer is read from and into: `bytes` at `offset` of the file, both multiples of what the disk wants.
+// Where a layer is read from and to: `bytes` at `offset` of the file, both multiples of the disk's alignment.
 struct Section {
   int64_t offset, bytes;
   char* to;
@@ -35,8 +35,8 @@ struct Section {
 
 class Stream {
  public:
-  // `sections` by layer, one without bytes for a layer that stays in memory. `piece`: the bytes of a request, of which so
-  // many as there are `readers` are under way at once. `file` stays the caller's.
+  // `sections` has one section for each layer, without bytes for a layer that stays in memory. `piece`: bytes of a
+  // request; `readers`: requests in progress at once. The caller still owns `file`, which is duplicated.
   Stream(int file, const std::vector<Section>& sections, int64_t piece, int readers) : file_(dup(file)), piece_(piece) {
     for (const Section& section : sections) {
       order_.push_back(section.bytes ? int64_t(streamed_.size()) : -1);
@@ -45,7 +45,7 @@ class Stream {
     const int64_t count = int64_t(streamed_.size());
     if (!count || file_ < 0 || piece < 1) throw std::invalid_argument("nothing to read");
     for (int64_t i = 0; i < count; i++) {
-      int64_t apart = 1;  // reads since the buffer was used last
+      int64_t apart = 1;  // layers from this one back to the one that used its buffer before
       while (streamed_[(i - apart + count) % count].to != streamed_[i].to) apart++;
       apart_.push_back(apart);
       left_.push_back(0);
@@ -66,12 +66,12 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Before a layer computes: wait until its weights are there. Throws ReadError.
+  // Waits until a layer's weights have been read; to be called before it computes. Throws ReadError.
   void wait(int layer) {
     const int64_t wanted = order_[layer], count = int64_t(streamed_.size());
     if (wanted < 0) return;
     std::unique_lock<std::mutex> lock(mutex_);
-    // A pass that was broken off left layers that nobody computed.
+    // An interrupted pass leaves layers that were read and not computed: skip them.
     while (computed_ % count != wanted) {
       until_read(lock);
       computed_++;
@@ -80,7 +80,7 @@ class Stream {
     until_read(lock);
   }
 
-  // Behind it: another layer may be read into its buffer.
+  // Releases a layer's buffer for another layer; to be called after it has computed.
   void done(int layer) {
     if (order_[layer] < 0) return;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -89,7 +89,7 @@ class Stream {
   }
 
  private:
-  // Layers are numbered as they are read, over all passes: `begun_` has pieces that nobody reads yet, from `at_` on.
+  // Layers are counted over all passes, in the order of reading. Layer `begun_` is unclaimed from byte `at_` on.
   void read() {
     const int64_t count = int64_t(streamed_.size());
     std::unique_lock<std::mutex> lock(mutex_);
@@ -122,7 +122,7 @@ class Stream {
     return {};
   }
 
-  // The layer that computes next is read.
+  // Waits until the layer that computes next has been read.
   void until_read(std::unique_lock<std::mutex>& lock) {
     const int64_t slot = computed_ % int64_t(streamed_.size());
     there_.wait(lock, [&] { return !error_.empty() || (begun_ > computed_ && !left_[slot]); });
@@ -131,10 +131,10 @@ class Stream {
 
   const int file_;
   const int64_t piece_;
-  std::vector<int64_t> order_;  // by layer, which of those streamed it is; -1 for none
+  std::vector<int64_t> order_;  // by layer, its number among the streamed layers; -1 for a layer in memory
   std::vector<Section> streamed_;
   std::vector<int64_t> apart_;
-  std::vector<int> left_;  // requests under way
+  std::vector<int> left_;  // requests in progress, by streamed layer
   int64_t begun_ = 0, at_ = 0, computed_ = 0;
   bool ends_ = false;
   std::string error_;

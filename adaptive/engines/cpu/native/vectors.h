@@ -1,4 +1,4 @@
-// What the kernels share: vectors of numbers, and memory. Compiled once for each instruction set (avx2.cpp,
+// Vectors of numbers and scratch memory, which all kernels share. Compiled once for each instruction set (avx2.cpp,
 // avx512vnni.cpp, avx512bf16.cpp, amx.cpp); kernels.py chooses among them.
 
 #pragma once
@@ -21,7 +21,7 @@ constexpr int LANES = 16;
 constexpr int LANES = 8;
 #endif
 
-// Loaded from and stored to any address of a float.
+// Vectors may be loaded from and stored to the address of any float.
 typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4)));
 
@@ -38,7 +38,7 @@ inline float total(Vector v) {
 #endif
 }
 
-// The largest of numbers that all are some.
+// The largest lane of a vector without NaN.
 inline float topmost(Vector v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
@@ -52,8 +52,8 @@ inline float topmost(Vector v) {
 inline Vector lower(Vector a, Vector b) { return a < b ? a : b; }
 inline Vector higher(Vector a, Vector b) { return a > b ? a : b; }
 
-// e to the x, to 2e-7 of itself; beyond +-87 as there; what is no number stays none. 2 to the nearest whole number,
-// times a series for the rest.
+// e to the x, with a relative error of 2e-7. x is clamped to +-87; NaN stays NaN. Computed as a power of 2 with a whole
+// exponent, times a series for the rest.
 inline Vector exponential(Vector given) {
   const float whole = 12582912.0f;  // 1.5 * 2 to the 23: added, it leaves the nearest whole number in the last bits
   const Vector x = lower(higher(given, Vector{} - 87.0f), Vector{} + 87.0f);
@@ -69,13 +69,13 @@ inline Vector exponential(Vector given) {
   return given == given ? (Vector)((Words)sum + ((Words)shifted << 23)) : given;
 }
 
-// Within plus and minus the cap: cap * tanh(x / cap).
+// A soft bound to plus and minus the cap: cap * tanh(x / cap).
 inline Vector capped(Vector x, float cap) {
   const Vector e = exponential(x * (2 / cap));
   return (e - 1.0f) / (e + 1.0f) * cap;
 }
 
-// Memory that begins with a line of the cache, so that no vector and no row of a tile lies in two.
+// An allocator of memory that begins at a cache line, so that no vector and no row of a tile crosses two lines.
 template <class Number>
 struct InLines {
   using value_type = Number;
@@ -92,7 +92,7 @@ struct InLines {
   bool operator!=(const InLines<Other>&) const { return false; }
 };
 
-// Memory for so many numbers, this thread's own; the next call for the same `Use` may move it.
+// Thread-local memory for `count` numbers. The thread's next call for the same type and `Use` may move it.
 template <class Number, int Use>
 Number* scratch(size_t count) {
   static thread_local std::vector<Number, InLines<Number>> kept;

@@ -1,4 +1,4 @@
-// The acceptance rule of decoding/verify.py, and a pass of the target with it, in one call.
+// The acceptance rule of decoding/verify.py, which module.h combines with a pass of the target in one call.
 
 #pragma once
 
@@ -7,23 +7,24 @@
 
 namespace {
 
-// What becomes of K drafted tokens. `extra` is the token that the target adds, -1 where its logits are no numbers;
-// `used` says how many random numbers that took.
+// The verdict on K drafted tokens: how many are accepted, how many random numbers were `used`, and the token that the
+// target adds (`extra`), -1 if its logits are NaN.
 struct Verdict {
   int accepted = 0, used = 0;
   int64_t extra = -1;
 };
 
-// What drafted tokens are judged by, beside the target's logits: the distributions q (K, fewer) that they were drawn from, or
-// none where each was the only one that could come, and uniform random numbers (K + 2,) below 1. Neither counts where the likeliest token stands, nor with a seed.
+// The inputs of the acceptance rule beside the target's logits: the distributions q (K, fewer) that the drafted tokens
+// were drawn from (null: each had probability 1), and uniform random numbers (K + 2,) below 1. Greedy or with a seed
+// neither is used.
 struct Evidence {
   const float* q;
   int64_t fewer;
   const double* uniform;
-  const uint32_t* const* allowed;  // by row, the tokens that may stand there, as `leave_out` takes them; null for all, in a row or at all
+  const uint32_t* const* allowed;  // by row, the allowed tokens as in `leave_out`; null for all, in one row or in all
 };
 
-// Row n of logits (K + 1, vocab), without the tokens that may not stand there.
+// Row n of logits (K + 1, vocab), without the tokens that are not allowed there.
 const float* row_of(const float* logits, int64_t vocab, int n, const Evidence& e) {
   logits += n * vocab;
   if (!e.allowed || !e.allowed[n]) return logits;
@@ -33,8 +34,8 @@ const float* row_of(const float* logits, int64_t vocab, int n, const Evidence& e
   return masked;
 }
 
-// The usual rule: what it commits has the law of p whatever q is. `chosen` (K + 1,) takes the log-probability of every
-// token that is committed.
+// The usual rule: the committed tokens have the distribution p, whatever q is. Writes the log-probability of every
+// committed token into `chosen` (K + 1,).
 Verdict judge_by_q(const Sampling& sampling, const float* logits, int64_t vocab, const int64_t* drafted, int count,
                    const Evidence& e, double* chosen) {
   Verdict v;
@@ -45,18 +46,18 @@ Verdict judge_by_q(const Sampling& sampling, const float* logits, int64_t vocab,
     if (n == count) break;
     const int64_t token = drafted[n];
     const double q_x = !e.q ? 1 : token < e.fewer ? e.q[n * e.fewer + token] : 0, p_x = p[token];
-    if (!(e.uniform[v.used++] * q_x < p_x)) break;  // nor where q is no number
+    if (!(e.uniform[v.used++] * q_x < p_x)) break;  // also rejects if q is NaN
     chosen[n] = std::log(p_x);
   }
   if (n < count && !e.q) p[drafted[n]] = 0;
   v.extra = n < count ? draw(p, e.q ? e.q + n * e.fewer : nullptr, vocab, e.fewer, e.uniform[v.used++]) : -1;
-  // All accepted; or p == q up to rounding leaves nothing to draw from, and p is the right one.
+  // All are accepted; or p - q has no mass because p == q up to rounding, and then p is right.
   if (v.extra < 0) v.extra = draw(p, nullptr, vocab, 0, e.uniform[v.used++]);
   if (v.extra >= 0) chosen[n] = std::log(p[v.extra]);
   return v;
 }
 
-// The rule under a seed, and the greedy one: a drafted token stands if it is the target's own choice.
+// The rule with a seed, and the greedy one: a drafted token is accepted if it is the target's own choice.
 Verdict judge_by_choice(const Sampling& sampling, const float* logits, int64_t vocab, const int64_t* drafted, int count,
                         int64_t position, const Evidence& e, double* chosen) {
   Verdict v;
@@ -70,12 +71,12 @@ Verdict judge_by_choice(const Sampling& sampling, const float* logits, int64_t v
     } else {
       v.extra = likeliest(row, vocab);
     }
-    if (n == count || drafted[n] != v.extra) return v;  // nor where the logits are no numbers
+    if (n == count || drafted[n] != v.extra) return v;  // also returns if the logits are NaN
   }
 }
 
-// What stands of K drafted tokens, given logits (K + 1, vocab) of the target for the tokens at `position` of the text and
-// behind it. Positions behind the first that falls are not looked at.
+// Judges K drafted tokens by the target's logits (K + 1, vocab) for the tokens from `position` of the text on. Logits
+// behind the first rejected token are not read.
 Verdict judge(const Sampling& sampling, const float* logits, int64_t vocab, const int64_t* drafted, int count,
               int64_t position, const Evidence& evidence, double* chosen) {
   return sampling.greedy || sampling.seeded
