@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import BUNDLED, Command
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from records_factory import generation as make_generation
 from test_lossless_sampled import PARAMS, PROMPT, RUNS, VOCAB, NoText, exact_distribution, models, p_value  # noqa: F401
 
@@ -25,8 +27,8 @@ from adaptive.control.policy import FixedLength
 from adaptive.decoding.loop import Decoding, Request
 from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.archive import Archive, History, owner_name
-from adaptive.drafting.history import HISTORY, HistoryDrafter, RunningText
-from adaptive.drafting.suffixes import Continuation, Expected, Suffixes, suffixes
+from adaptive.drafting.history import HISTORY, Counting, HistoryDrafter, RunningText
+from adaptive.drafting.suffixes import Continuation, Expected, Suffixes, compiled, suffixes
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.pair import Pair, load_pair
 from adaptive.records.log import Log
@@ -37,6 +39,7 @@ from adaptive.types import Message, Round, SamplingParams, StopParams
 
 GREEDY = SamplingParams(temperature=0.0)
 TOKENS = 200
+needs_compiled = pytest.mark.skipif(compiled() is None, reason="built without a C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -337,6 +340,34 @@ def test_only_what_was_judged_counts() -> None:
     bins.observe([1, 2, 3], 1)  # the third was never judged
     assert (bins.accepted[1], bins.rejected[2]) == (1.0, 1.0)
     assert bins.accepted[3] == bins.rejected[3] == 0.0
+
+
+@needs_compiled
+@settings(max_examples=200, deadline=None)
+@given(
+    rounds=st.lists(
+        st.tuples(st.lists(st.tuples(st.integers(0, 2), st.integers(0, len(PRIORS) - 1)), max_size=6),
+                  st.lists(st.integers(0, 2), max_size=6)),
+        max_size=40,
+    )
+)  # fmt: skip
+def test_the_kernels_count_what_was_accepted_as_python_does(
+    rounds: list[tuple[list[tuple[int, int]], list[int]]],
+) -> None:
+    both = Counting(Bins()), Counting(Bins())
+    both[1]._counter = None
+    for found, said in rounds:
+        for counting in both:
+            counting.observe([token for token, _ in found], [b for _, b in found], said)
+    compiled_one, plain = (counting.bins for counting in both)
+    for name in ("accepted", "rejected", "table", "tally"):
+        assert list(getattr(compiled_one, name)) == pytest.approx(list(getattr(plain, name)))
+    assert compiled_one.rounds == plain.rounds
+
+
+def test_plain_decoding_looks_for_nothing() -> None:
+    assert FixedLength(4).worth_looking()
+    assert not FixedLength(0).worth_looking()
 
 
 def test_rounds_of_history_say_nothing_of_an_adapter(pair: Pair, prompts: list[str]) -> None:

@@ -17,9 +17,11 @@ from adaptive.drafting.suffixes import (
     AHEAD,
     LEAST_REACH,
     LONGEST,
+    PlainFollower,
     PlainSuffixes,
     Suffixes,
     compiled,
+    follower,
     length_bin,
     suffixes,
 )
@@ -200,3 +202,25 @@ def test_one_thread_may_add_and_remove_while_another_asks() -> None:
         asked += 1
     thread.join()
     assert index.follow(texts[399][:50])[0] == texts[399][50 : 50 + AHEAD]
+
+
+@needs_compiled
+@settings(max_examples=200, deadline=None)
+@given(
+    texts=TEXTS,
+    pieces=st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=12),
+    shares=st.lists(st.floats(0.0, 1.0), min_size=2 * len(PRIORS), max_size=2 * len(PRIORS)),
+)
+def test_several_indexes_are_asked_in_one_call_as_one_by_one(
+    texts: list[list[int]], pieces: list[list[int]], shares: list[float]
+) -> None:
+    tables = array("d", shares[: len(PRIORS)]), array("d", shares[len(PRIORS) :])
+    found = []
+    for plain, text, records in zip((True, False), both(1 << 20), both(1 << 20), strict=True):
+        for number, tokens in enumerate(texts):
+            add(records, number, tokens)
+        text.begin(9)
+        one = follower(text, [(text, tables[0]), (records, tables[1])])
+        assert isinstance(one, PlainFollower) is plain
+        found.append([(number, *map(list, said)) for number, said in map(one.look, pieces)])
+    assert found[0] == found[1]

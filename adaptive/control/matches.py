@@ -41,16 +41,19 @@ ANEW_EVERY = 16
 
 class Bins:
     """Counts and calibrated acceptance by bin. ``table`` is the share of every bin that is accepted, as of the last
-    ``ANEW_EVERY`` rounds."""
+    ``ANEW_EVERY`` rounds.
+
+    ``tally``: the discounted number of accepted tokens, the number that ``PRIORS`` promised of the same tokens, and for
+    each agreement 1 if tokens were observed since the table was computed, else 0.
+    """
 
     def __init__(self, accepted: Sequence[float] | None = None, rejected: Sequence[float] | None = None) -> None:
-        self.accepted = list(accepted or [0.0] * len(PRIORS))
-        self.rejected = list(rejected or [0.0] * len(PRIORS))
+        self.accepted = array("d", accepted or [0.0] * len(PRIORS))
+        self.rejected = array("d", rejected or [0.0] * len(PRIORS))
         self.table = array("d", PRIORS)
         self.rounds, self.scale = 0, 0.0
-        self._hits = sum(self.accepted)  # tokens that were accepted, and how many the usual shares promised of all
-        self._promised = sum((a + r) * p for a, r, p in zip(self.accepted, self.rejected, PRIORS, strict=True))
-        self._observed: set[int] = set()  # ways of agreeing of which more was seen than the table says
+        promised = sum((a + r) * p for a, r, p in zip(self.accepted, self.rejected, PRIORS, strict=True))
+        self.tally = array("d", [sum(self.accepted), promised, *[0.0] * AGREEMENTS])
         self._calibrate()
 
     def shares(self, bins: Sequence[int]) -> list[float]:
@@ -60,27 +63,35 @@ class Bins:
 
     def observe(self, bins: Sequence[int], accepted: int) -> None:
         """Tokens of these bins were found, and so many of them are what was said."""
+        tally = self.tally
         for place, b in enumerate(bins[: accepted + 1]):
             hits, misses = self.accepted[b], self.rejected[b]
             hit = 1.0 if place < accepted else 0.0
             self.accepted[b], self.rejected[b] = hits * KEEP + hit, misses * KEEP + 1.0 - hit
-            self._hits += self.accepted[b] - hits
-            self._promised += PRIORS[b] * (self.accepted[b] + self.rejected[b] - hits - misses)
-            self._observed.add(b // LENGTHS)
+            tally[0] += self.accepted[b] - hits
+            tally[1] += PRIORS[b] * (self.accepted[b] + self.rejected[b] - hits - misses)
+            tally[2 + b // LENGTHS] = 1.0
+        self.counted()
+
+    def counted(self) -> None:
+        """Take note that the tokens of one more round were counted."""
         self.rounds += 1
         if self.rounds % ANEW_EVERY == 0:
             self._calibrate()
 
     def _calibrate(self) -> None:
-        scale = min(MOST_SCALE, (self._hits + SCALE_WEIGHT) / (self._promised + SCALE_WEIGHT))
-        for agreement in self._observed if scale == self.scale else range(AGREEMENTS):
+        hits, promised, *observed = self.tally
+        scale = min(MOST_SCALE, (hits + SCALE_WEIGHT) / (promised + SCALE_WEIGHT))
+        for agreement in range(AGREEMENTS):
+            if scale == self.scale and not observed[agreement]:
+                continue
             of = slice(agreement * LENGTHS, (agreement + 1) * LENGTHS)
             weights = [a + r + WEIGHT for a, r in zip(self.accepted[of], self.rejected[of], strict=True)]
             usual = [min(1.0, scale * prior) for prior in PRIORS[of]]
             means = [(a + WEIGHT * p) / w for a, p, w in zip(self.accepted[of], usual, weights, strict=True)]
             self.table[of] = array("d", rising(means, weights))
         self.scale = scale
-        self._observed.clear()
+        self.tally[2:] = array("d", [0.0] * AGREEMENTS)
 
 
 class Matches:

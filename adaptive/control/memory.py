@@ -151,7 +151,7 @@ def save(file: Path, memory: Memory) -> None:
             accepted=calibration.accepted, rejected=calibration.rejected, follow=calibration.follow
         ),
         matches={
-            kind: _Matches(accepted=bins.accepted, rejected=bins.rejected)
+            kind: _Matches(accepted=list(bins.accepted), rejected=list(bins.rejected))
             for kind, bins in memory.matches.kinds.items()
         },
     )

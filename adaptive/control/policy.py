@@ -254,6 +254,10 @@ class FixedLength(LengthPolicy):
         if outcome.drafted:
             self.accepted += ACCEPTED_STEP * (outcome.accepted - self.accepted)
 
+    def worth_looking(self, behind: bool = False) -> bool:
+        """Before every round that drafts, and never before plain decoding."""
+        return self.length > 0 and not behind
+
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
         """The other proposal where more of it is expected than the model's drafts brought: it costs no more."""
         most = min(self.length, limit, len(reach))

@@ -130,16 +130,18 @@ class GoodputWithHistory(GoodputLength):
         return lead
 
     def _lead(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> Lead:
-        seconds = self._seconds()
-        self.now = found = bool(reach) and pays(reach, seconds)
         passed = len(self.found)  # rounds since ``next_length``, of a token each
-        self.found.append(found)
         self.gains.append(None)
-        if not found:
+        self.now = False
+        if not reach:
+            self.found.append(False)
             return Lead(0, length)
-        terms = self.terms or self._terms()
+        seconds, terms = self._seconds(), self.terms or self._terms()
         token_s = terms.token_s if self.room else 0.0
         alone, gain = best_length(reach[: max(0, limit)], seconds, terms.rate, token_s, terms.plain)
+        # A proposal that beats plain decoding at this rate also does so at plain decoding's own, which is not higher.
+        self.now = alone > 0 or pays(reach, seconds)
+        self.found.append(self.now)
         if not alone:
             return Lead(0, length)
         lead = Lead(alone, 0)

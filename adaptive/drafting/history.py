@@ -5,13 +5,14 @@ A proposal takes no forward, and nothing of it is drawn: verification meets it a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from array import array
+from typing import Any, NamedTuple
 
-from adaptive.control.matches import ANEW_EVERY, Bins, Matches
+from adaptive.control.matches import ANEW_EVERY, KEEP, PRIORS, Bins, Matches
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import WithoutForward
-from adaptive.drafting.suffixes import Suffixes, suffixes
+from adaptive.drafting.suffixes import Suffixes, compiled, follower, suffixes
 from adaptive.types import HISTORY
 
 # The sources of a match, apart in the calibration; AGREED: what the model proposes too.
@@ -38,11 +39,16 @@ class RunningText:
 
     def go_on(self, tokens: list[int], held: int | None = None) -> None:
         """The same, where ``tokens`` begin with what is held, or with ``held`` tokens of it."""
-        new = tokens[len(self.tokens) if held is None else held :]
         if held is not None:
             del self.tokens[held:]
-        self.index.append(new)
+        self.index.append(self.beyond(tokens))
+
+    def beyond(self, tokens: list[int]) -> list[int]:
+        """The part of ``tokens`` behind the held ones, with which they must begin. It counts as held from now on; the
+        caller appends it to the index."""
+        new = tokens[len(self.tokens) :]
         self.tokens += new
+        return new
 
 
 def _common(one: list[int], other: list[int]) -> int:
@@ -56,6 +62,30 @@ def _common(one: list[int], other: list[int]) -> int:
     return length
 
 
+class Counting:
+    """A calibration whose tokens are counted by the compiled module if there is one, else in Python."""
+
+    def __init__(self, bins: Bins) -> None:
+        self.bins = bins
+        module: Any = compiled()
+        self._counter = (
+            None
+            if module is None
+            else module.Counter(bins.accepted, bins.rejected, bins.tally, array("d", PRIORS), KEEP)
+        )
+
+    def observe(self, tokens: list[int], bins: list[int], said: list[int]) -> None:
+        """Count found ``tokens`` with their ``bins``; the target produced ``said`` in their place."""
+        count = min(len(tokens), len(said))
+        if not count:
+            return
+        if self._counter is None:
+            self.bins.observe(bins[:count], _common(tokens, said))
+        else:
+            self._counter.observe(tokens[:count], bins[:count], said)
+            self.bins.counted()
+
+
 class Found(NamedTuple):
     """Tokens that may follow, of each the bin of its match and the probability that all up to it are accepted, and the
     calibration that says so."""
@@ -63,13 +93,11 @@ class Found(NamedTuple):
     tokens: list[int]
     bins: list[int]
     reach: list[float]
-    calibration: Bins
+    calibration: Counting
 
     def observe(self, said: list[int]) -> None:
         """What was said in their place."""
-        hits = _common(self.tokens, said)
-        if self.tokens and said:
-            self.calibration.observe(self.bins[: len(said)], hits)
+        self.calibration.observe(self.tokens, self.bins, said)
 
 
 class Outcome(NamedTuple):
@@ -97,11 +125,13 @@ class HistoryDrafter(WithoutForward):
     ) -> None:
         """``records`` is what was said earlier, if it is to be used."""
         self.text = text
-        self._sources: list[tuple[Suffixes, Bins]] = [(text.index, matches.of(RUNNING, temperature))]
+        sources = [(text.index, matches.of(RUNNING, temperature))]
         if records is not None:
-            self._sources.append((records, matches.of(RECORDS, temperature)))
-        self._nothing = Found([], [], [], self._sources[0][1])
-        self._together = matches.of(AGREED, temperature)
+            sources.append((records, matches.of(RECORDS, temperature)))
+        self._calibrations = [Counting(bins) for _, bins in sources]
+        self._follower = follower(text.index, [(index, bins.table) for index, bins in sources])
+        self._nothing = Found([], [], [], self._calibrations[0])
+        self._together = Counting(matches.of(AGREED, temperature))
         self._begun = False
         self._found = self._behind = self._nothing
         self._draft: list[int] = []  # which this looked behind
@@ -110,8 +140,7 @@ class HistoryDrafter(WithoutForward):
 
     def look(self, committed: list[int]) -> list[float]:
         """Find what may follow ``committed``; of each of its tokens the probability that all up to it are accepted."""
-        self._read(committed)
-        self._found, self._behind, self._agreed = self._best(), self._nothing, 0
+        self._found, self._behind, self._agreed = self._best(self._unread(committed)), self._nothing, 0
         return self._found.reach
 
     def look_away(self) -> list[float]:
@@ -120,38 +149,34 @@ class HistoryDrafter(WithoutForward):
         self._agreed = 0
         return self._found.reach
 
-    def _read(self, committed: list[int]) -> None:
+    def _unread(self, committed: list[int]) -> list[int]:
+        """The tokens at the end of ``committed`` that the running text's index lacks."""
         if self._begun:
-            self.text.go_on(committed)
-        else:
-            self.text.follow(committed)
-            self._begun = True
+            return self.text.beyond(committed)
+        self.text.follow(committed)
+        self._begun = True
+        return []
 
     def agreed(self, drafted: list[int]) -> list[float]:
         """Of the first tokens of a draft that were found too, how likely such a token is accepted."""
         self._agreed = _common(self._found.tokens, drafted)
-        return self._together.shares(self._found.bins[: self._agreed]) if self._agreed else []
+        return self._together.bins.shares(self._found.bins[: self._agreed]) if self._agreed else []
 
     def look_behind(self, committed: list[int], drafted: list[int]) -> list[float]:
         """Find what may follow the tokens of a draft behind ``committed``, as ``look``."""
-        self._read(committed)
-        self._draft = drafted
-        self.text.index.append(drafted)
+        self._draft, unread = drafted, self._unread(committed)
+        if unread:
+            self.text.index.append(unread)
         try:
-            self._behind = self._best()
+            self._behind = self._best(drafted)
         finally:
             self.text.index.take_back(len(drafted))
         return self._behind.reach
 
-    def _best(self) -> Found:
-        """Of the sources that which promises the most behind the running text."""
-        best, most = self._nothing, 0.0
-        for index, calibration in self._sources:
-            tokens, bins, reach = index.follow_end(self.text.index, calibration.table)
-            promised = sum(reach)
-            if promised > most:
-                best, most = Found(tokens, bins, reach, calibration), promised
-        return best
+    def _best(self, tokens: list[int]) -> Found:
+        """The best continuation of the running text and these ``tokens``, from all sources."""
+        source, found = self._follower.look(tokens)
+        return self._nothing if source < 0 else Found(*found, self._calibrations[source])
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
         """The first ``length`` tokens of what ``look`` has found behind ``committed``."""
@@ -175,8 +200,7 @@ class HistoryDrafter(WithoutForward):
         for found, agreed, behind, draft, said in outcomes:
             found.observe(said)
             if agreed:
-                stood = _common(found.tokens[:agreed], said)
-                self._together.observe(found.bins[: min(agreed, len(said))], stood)
+                self._together.observe(found.tokens[:agreed], found.bins[:agreed], said)
             if behind.tokens and said[: len(draft)] == draft:
                 behind.observe(said[len(draft) :])
 

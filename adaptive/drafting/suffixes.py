@@ -93,6 +93,34 @@ class Suffixes(Protocol):
         """Bytes of memory."""
 
 
+class Follower(Protocol):
+    """Finds the best continuation of a running text in several indexes. Each index comes with its table of acceptance
+    by bin, as ``Suffixes.follow_end`` takes it."""
+
+    def look(self, tokens: list[int]) -> tuple[int, Expected]:
+        """Append ``tokens`` to the text. Returns the number of the index whose continuation has the highest expected
+        number of accepted tokens (-1 if no index has a continuation), and that continuation."""
+
+
+class PlainFollower:
+    """``Follower`` in Python, for any kind of index."""
+
+    def __init__(self, text: Suffixes, sources: Sequence[tuple[Suffixes, array[float]]]) -> None:
+        self._text, self._sources = text, sources
+
+    def look(self, tokens: list[int]) -> tuple[int, Expected]:
+        """See ``Follower``."""
+        if tokens:
+            self._text.append(tokens)
+        best, most, found = -1, 0.0, Expected([], [], [])
+        for number, (index, table) in enumerate(self._sources):
+            expected = index.follow_end(self._text, table)
+            promised = sum(expected[2])
+            if promised > most:
+                best, most, found = number, promised, Expected(*expected)
+        return best, found
+
+
 @cache
 def compiled() -> Any:
     """The compiled module; None where it was not built, or from other sources than those beside it."""
@@ -108,6 +136,15 @@ def suffixes(most: int = 0) -> Suffixes:
     module = compiled()
     index: Suffixes = PlainSuffixes(most) if module is None else module.Suffixes(most)
     return index
+
+
+def follower(text: Suffixes, sources: Sequence[tuple[Suffixes, array[float]]]) -> Follower:
+    """A follower that looks up all sources in one native call if all of these indexes are compiled."""
+    module = compiled()
+    if module is None or not all(isinstance(index, module.Suffixes) for index in (text, *(s[0] for s in sources))):
+        return PlainFollower(text, sources)
+    found: Follower = module.Follower(text, list(sources))
+    return found
 
 
 def length_bin(length: int) -> int:
