@@ -32,6 +32,17 @@ def test_a_cost_measured_in_a_bad_moment_is_mended_in_a_few_rounds() -> None:
     assert model.draft(1) == pytest.approx(TABLE.draft_s, rel=0.35)
 
 
+def test_a_stray_slow_pass_is_expected_and_a_slower_machine_is_not() -> None:
+    model = CostModel(TABLE)
+    usual, slow = (Timed(Round("none", 0, 0, 0.0, times * TABLE.verify_s[0]), 0, 0) for times in (1.0, 3.0))
+    model.observe([usual] * 14 + [slow] * 2)
+    assert model.as_expected
+    model.observe([slow] * 4)
+    assert not model.as_expected
+    model.observe([usual] * 16)
+    assert model.as_expected
+
+
 @pytest.mark.parametrize("slower", [0.25, 1.5, 6.0])
 def test_rounds_that_are_learned_from_together_move_the_costs_no_further_than_they_are_off(slower: float) -> None:
     model = CostModel(TABLE)
