@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import subprocess
@@ -31,6 +32,14 @@ CROWDED_SHARE = 0.35
 MOMENT_S = 0.08
 # Seconds between two reads below which nothing can be said: the accounts are kept in steps of 10 ms a core.
 LEAST_S = 0.1
+# Consecutive reads that must find the machine busy before it counts as busy. For crowded cores one read is enough,
+# because passes on all threads then take many times as long at once.
+BUSY_READS = 2
+# Seconds without load after which the load counts as over. Too low: every gap of a program that compiles or runs tests
+# looks like its end. Too high: the answers after a load still use one thread and the costs of the busy machine.
+CALM_S = 0.5
+# Seconds of the longest pause between answers whose load counts for the next one. In longer pauses a trainer may run.
+PAUSE_S = 4.0
 # Seconds for which the number of cores that may be used is believed.
 CORES_HOLD_S = 10.0
 
@@ -82,6 +91,11 @@ class LoadMeter:
         self._cores_at = time.monotonic()
         self._last = self._accounts()
 
+    @staticmethod
+    def now() -> float:
+        """The wall-clock time, in seconds, over which loads are measured."""
+        return time.monotonic()
+
     def read(self) -> Load | None:
         """The load since the last read; None, and nothing is forgotten, where that was less than ``LEAST_S`` ago."""
         now = self._accounts()
@@ -108,7 +122,42 @@ class LoadMeter:
         # A core that waits for a disk is free.
         idle = sum(times.idle + getattr(times, "iowait", 0.0) for times in kept)
         steal = sum(getattr(times, "steal", 0.0) for times in kept)
-        return _Accounts(time.monotonic(), idle, steal, time.process_time())
+        return _Accounts(self.now(), idle, steal, time.process_time())
+
+
+class LoadWatch:
+    """Whether other programs use the machine now: ``busy`` and ``crowded`` mean the same as in ``Load``.
+
+    ``look`` is called while passes run and reads the load at most every ``LEAST_S`` seconds of wall-clock time. Seconds
+    of passes would be too slow a clock: an answer of a small model has less than ``LEAST_S`` of them, so that a load
+    would still count for many answers after its end.
+    """
+
+    def __init__(self, meter: LoadMeter) -> None:
+        self._meter = meter
+        self.busy = self.crowded = False
+        self._read_at = meter.now()
+        self._busy_reads = 0  # in a row
+        self._calm_s = self._free_s = 0.0  # since the machine was last found busy, and since it was crowded
+
+    def look(self, worked: float = math.inf) -> bool:
+        """Update both flags. Returns whether the load was read. ``worked``: seconds of passes since the last read; the
+        rest of the time was a pause between answers."""
+        if self._meter.now() - self._read_at < LEAST_S:
+            return False
+        load = self._meter.read()
+        if load is None:
+            return False
+        self._read_at = self._meter.now()
+        if load.seconds - worked > PAUSE_S:
+            self.crowded, self._free_s = False, CALM_S
+            return True
+        self._busy_reads = self._busy_reads + 1 if load.busy else 0
+        self._calm_s = 0.0 if load.busy else self._calm_s + load.seconds
+        self._free_s = 0.0 if load.crowded else self._free_s + load.seconds
+        self.busy = self._busy_reads >= BUSY_READS or (self.busy and self._calm_s < CALM_S)
+        self.crowded = load.crowded or (self.crowded and self._free_s < CALM_S)
+        return True
 
 
 def identity() -> str:

@@ -18,7 +18,7 @@ from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import Memory, load, remembered, save
 from adaptive.control.policy import LengthPolicy
 from adaptive.control.sources import GoodputWithHistory
-from adaptive.machine import LoadMeter, identity
+from adaptive.machine import LoadMeter, LoadWatch, identity
 from adaptive.measure import Measured, measuring, where_it_runs
 from adaptive.pair import Pair
 from adaptive.types import SamplingParams
@@ -44,7 +44,7 @@ class Upkeep:
         self._running: Generator[None, None, Measured] | None = None
         self._not_before, self._pause = 0.0, AGAIN_S
         if self.policy is not None:
-            self.policy.meter = LoadMeter()
+            self.policy.watch = LoadWatch(LoadMeter())
             if memory.costs is None:  # a first use, and even a busy machine's costs are better than none
                 self.idle(lambda: False)
 

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from accounts import Accounts
 from spinning import spinning, taken
 
-from adaptive.machine import MOMENT_S, Load, LoadMeter, _governor, _quota, identity
+from adaptive.machine import CALM_S, MOMENT_S, PAUSE_S, Load, LoadMeter, LoadWatch, _governor, _quota, identity
 
 
 def test_what_other_programs_take_is_seen() -> None:
@@ -83,6 +84,40 @@ def test_a_look_costs_nothing() -> None:
         meter.read()
         times.append(time.perf_counter() - began)
     assert statistics.quantiles(times, n=4)[0] < 100e-6
+
+
+def test_a_load_is_believed_when_it_is_seen_twice_and_forgotten_when_it_is_over() -> None:
+    accounts = Accounts()
+    watch = LoadWatch(accounts)
+
+    def seen(seconds: float, others: float) -> tuple[bool, bool]:
+        accounts.passed(seconds, 1.0, others)
+        watch.look()
+        return watch.busy, watch.crowded
+
+    assert seen(0.2, 0.5) == (False, False)
+    assert seen(0.2, 0.5) == (True, False)
+    assert seen(0.2, 1.0) == (True, True)
+    assert seen(CALM_S / 2, 0.0) == (True, True)
+    assert seen(0.05, 1.0) == (True, True)  # too soon to read anything, and not lost
+    assert seen(0.1, 1.0) == (True, True)
+    assert seen(0.6 * CALM_S, 0.0) == (True, True)
+    assert seen(0.6 * CALM_S, 0.5) == (True, False)  # no longer crowded, but busy
+    assert seen(CALM_S, 0.0) == (False, False)
+
+
+def test_a_long_pause_says_nothing_of_what_comes_after_it() -> None:
+    accounts = Accounts()
+    watch = LoadWatch(accounts)
+    for _ in range(3):
+        accounts.passed(0.2, 1.0, 1.0)
+        assert watch.look()
+    accounts.passed(PAUSE_S + 1.0, 0.0, 2.0)  # a trainer was at work
+    assert watch.look(0.0)
+    assert (watch.busy, watch.crowded) == (True, False)
+    accounts.passed(PAUSE_S + 1.0, 1.0, 1.0)  # and this was a pass
+    assert watch.look(PAUSE_S + 1.0)
+    assert watch.crowded
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")

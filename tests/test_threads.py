@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 
 import pytest
+from accounts import Accounts
+from spinning import spinning
 
-from adaptive import machine
-from adaptive.engines.threads import ThreadChoice, WorkClock
+from adaptive.engines.threads import OwnClock, ThreadChoice, WorkClock
 
 Seconds = Callable[[int], float]
 
@@ -152,23 +153,6 @@ def test_numbers_of_tokens_that_are_seldom_passed_go_along_when_the_machine_is_i
     assert [passed(tokens) for tokens in (2, 3)] == [2, 2]
 
 
-class Accounts(machine.LoadMeter):
-    """The meter on an operating system whose accounts are those of some cores, of which ``others`` use some."""
-
-    def __init__(self, cores: float = 2.0) -> None:
-        self.at = self.idle = self.ours = 0.0
-        super().__init__()
-        self.cores = cores
-
-    def passed(self, seconds: float, threads: int, others: float) -> None:
-        self.at += seconds
-        self.ours += threads * seconds
-        self.idle += max(0.0, self.cores - threads - others) * seconds
-
-    def _accounts(self) -> machine._Accounts:
-        return machine._Accounts(self.at, self.idle, 0.0, self.ours)
-
-
 def test_one_number_of_tokens_does_not_stay_on_one_thread_where_all_do_well_for_the_others() -> None:
     """A moment in which somebody was in the way hit the passes over five tokens, and those alone."""
     choice = ThreadChoice(2)
@@ -253,6 +237,28 @@ def test_what_ran_in_a_pause_between_answers_says_nothing_of_the_next_one(crowde
     assert crowded or all(chosen.count(2) > 40 for chosen in found)
 
 
+def test_after_a_load_short_answers_do_not_stay_on_one_thread() -> None:
+    """An answer of a small model has less than a tenth of a second of passes. The end of a load must be seen by
+    wall-clock time."""
+    accounts = Accounts()
+    choice = ThreadChoice(2, accounts)
+
+    def answer(others: float) -> list[int]:
+        chosen = []
+        for _ in range(60):
+            chosen += passes(choice, 1, idle)
+            accounts.passed(idle(chosen[-1]), chosen[-1], others)
+        accounts.passed(0.3, 0, others)  # until the next question
+        return chosen
+
+    for _ in range(10):
+        answer(1.0)
+    assert choice.crowded
+    answer(0.0)
+    answer(0.0)
+    assert answer(0.0).count(2) == 60
+
+
 def test_passes_of_seconds_are_no_pause() -> None:
     """A target that is read from a disk: others that keep the cores busy are seen all the same."""
     accounts = Accounts()
@@ -273,6 +279,20 @@ def test_what_trials_take_longer_is_not_counted_as_what_passes_cost() -> None:
     before = clock()
     choice.trials_s += 1000.0
     assert clock() == pytest.approx(before - 1000.0, abs=100.0)
+
+
+def test_the_own_clock_is_the_threads_own_time_beside_other_programs() -> None:
+    clock = OwnClock()
+    with spinning(2):
+        began, own, steps = time.perf_counter(), (time.thread_time(), clock()), [clock()]
+        while time.perf_counter() - began < 0.5:
+            sum(range(20_000))
+            steps.append(clock())
+            time.sleep(0.001)
+        expected, seen = time.thread_time() - own[0], clock() - own[1]
+    assert steps == sorted(steps)
+    assert seen == pytest.approx(expected, abs=0.02)
+    assert seen < 0.5
 
 
 def test_the_clock_of_rounds_stands_still_while_others_have_the_core_and_never_jumps() -> None:

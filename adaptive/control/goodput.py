@@ -38,8 +38,7 @@ from adaptive.control.prices import prices
 from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, Tries
-from adaptive.engines.threads import CALM_LOOKS
-from adaptive.machine import LoadMeter
+from adaptive.machine import LoadWatch
 from adaptive.types import Round
 
 # Imaginary rounds, at the rate that acceptance by position predicts, in the rate of speculation.
@@ -57,8 +56,6 @@ COMPARED = 3
 REFRESH = 4
 # Weight of one answer in the running mean of their lengths, and the mean to begin with (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
-# Seconds between two looks at what else uses the machine, and looks that agree before it is busy (quiet: CALM_LOOKS).
-LOOK_S, LOOKS = 0.1, 2
 # Tokens to catch up with that are not worth a thought.
 FEW_WAITING = 8
 
@@ -77,9 +74,9 @@ class GoodputLength(LengthPolicy):
         longest: int = LONGEST,
         attentive: bool = True,
         clock: Callable[[], float] = time.perf_counter,
-        meter: LoadMeter | None = None,
+        watch: LoadWatch | None = None,
     ) -> None:
-        """``meter`` tells whether other programs use the machine, whose costs are then kept apart. ``clock`` may stand
+        """``watch`` tells whether other programs use the machine, whose costs are then kept apart. ``clock`` may stand
         still while they have the processor."""
         self.costs = CostModel(costs)
         self.acceptance = acceptance or Acceptance()
@@ -87,8 +84,8 @@ class GoodputLength(LengthPolicy):
         self.longest = min(longest, LONGEST)
         self.attentive = attentive
         self.clock = clock
-        self.meter = meter
-        self.busy, self.looked, self.looks = False, 0.0, 0  # ``looks`` in a row said otherwise than ``busy``
+        self.watch = watch
+        self.busy = False
         self._other: tuple[CostModel, SeenTimes] | None = None  # of the machine as it is not now: quiet or busy
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
         self.times = SeenTimes()
@@ -114,8 +111,8 @@ class GoodputLength(LengthPolicy):
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The most tokens to draft; ``advise`` ends the draft before that where the policy is attentive."""
         now = self.clock()
-        if self.meter is not None and now - self.looked >= LOOK_S:
-            self._look(self.meter, now)
+        if self.watch is not None and self.watch.look():
+            self.machine(self.watch.busy)
         if self.asked is not None and self.rounds:
             self.beside += self.rounds
             self.beside_s += max(0.0, now - self.asked - self.rounds_s)
@@ -376,16 +373,6 @@ class GoodputLength(LengthPolicy):
         worth = self._worth(tokens, 1 + own.accepted)
         self.tries.spend(worth, seconds / self.plain_s, catching_up / self.plain_s)
 
-    def _look(self, meter: LoadMeter, now: float) -> None:
-        """Whether others use the machine now, from the time since the last look."""
-        load = meter.read()
-        if load is None:
-            return
-        self.looked = now
-        self.looks = self.looks + 1 if load.busy is not self.busy else 0
-        if self.looks >= (LOOKS if load.busy else CALM_LOOKS):
-            self.machine(load.busy)
-
     def machine(self, busy: bool) -> None:
         """Other programs use the machine from now on, or no longer. What a round costs then is another matter, which is
         kept apart; the first time it starts from what was known."""
@@ -394,7 +381,7 @@ class GoodputLength(LengthPolicy):
         self.settle()
         present = self.costs, self.times
         self.costs, self.times = self._other or (copy.deepcopy(self.costs), SeenTimes())
-        self._other, self.busy, self.looks = present, busy, 0
+        self._other, self.busy = present, busy
         self.decided, self.age = False, 0
 
     def remeasured(self, table: CostTable, busy: bool) -> None:
@@ -435,8 +422,8 @@ class GoodputLength(LengthPolicy):
         self.tries.answer()
         self.blocks.answer()
         self.asked = None
-        if self.meter is not None and self.meter.read() is not None:
-            self.looked = self.clock()  # what ran between two answers, training among it, is no load of this one
+        if self.watch is not None and self.watch.look(0.0):
+            self.machine(self.watch.busy)
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
         """Doubt what was learned of the draft, start from what is expected of this one, and look again at once."""
