@@ -34,6 +34,7 @@ from adaptive.engines.cpu import kernels
 from adaptive.engines.cpu.families import forward_kind
 from adaptive.engines.cpu.feed_forward import Mixture
 from adaptive.engines.cpu.forward import cpu_forward
+from adaptive.engines.cpu.packing import exact_router
 from adaptive.engines.head.engine import HeadEngine
 from adaptive.engines.head.module import Head
 from adaptive.engines.hf.engine import TransformersEngine
@@ -278,3 +279,11 @@ def test_a_head_on_a_mixture_is_our_own_and_follows_its_weights() -> None:
     tokens = text(30)
     held.extend(tokens.tolist(), 1)
     near(draft.extend(tokens.tolist(), 30), module_logits(head.head, held.features(0, 30), tokens), 1e-4)
+
+
+def test_a_router_with_a_bias_beside_a_gate_without_one_is_one_layer() -> None:
+    torch.manual_seed(0)
+    router, gate = torch.nn.Linear(32, 8), torch.nn.Linear(32, 1, bias=False)
+    x = torch.randn(3, 32)
+    with torch.inference_mode():
+        torch.testing.assert_close(exact_router((router, gate))(x), torch.cat([router(x), gate(x)], 1))

@@ -92,12 +92,15 @@ def _memory(modules: Iterable[nn.Module]) -> tuple[int, ...]:
 
 
 def exact_router(modules: tuple[Any, ...]) -> PackedLinear:
-    """Modules on the same input as one linear layer in float32 (float64 for a float64 model), never int8. A bias is
-    that of the first module."""
+    """Modules on the same input as one linear layer in float32 (float64 for a float64 model), never int8."""
 
     def assemble() -> Weights:
         weight = torch.cat([module.weight for module in modules])
-        bias = getattr(modules[0], "bias", None)
+        biases = [getattr(module, "bias", None) for module in modules]
+        bias = None
+        if any(one is not None for one in biases):
+            parts = zip(modules, biases, strict=True)
+            bias = torch.cat([m.weight.new_zeros(len(m.weight)) if one is None else one for m, one in parts])
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return weight.to(dtype), None if bias is None else bias.to(dtype)
 
