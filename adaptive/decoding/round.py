@@ -1,6 +1,6 @@
-"""One speculative round: propose, verify in one pass of the target, keep what stands.
+"""One speculative round: propose tokens, verify them in one pass of the target, keep the accepted ones.
 
-In: the sequences of target and drafter, and the committed tokens. Out: these, grown, and what the round was.
+In: the sequences of target and drafter, and the committed tokens. Out: the same, grown, and the round's figures.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def speculative_round(
     advise: Adviser | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Round, Verdict, torch.Tensor]:
-    """Draft, verify in one target pass, keep what stands; ``committed`` grows by accepted + 1 tokens.
+    """Draft, verify in one pass of the target, keep the accepted tokens; ``committed`` grows by accepted + 1 tokens.
 
-    ``draft_length`` is the most that is drafted; ``advise`` may end the draft before. ``clock`` is what the round's
-    seconds are by.
+    At most ``draft_length`` tokens are drafted; ``advise`` may end the draft earlier. ``clock`` gives the round's
+    seconds.
 
-    Before and after, the caches hold at most all committed tokens but the last one: the token that
-    the target added itself has not been fed to anybody yet. Returns the target's raw logits
-    (drafted + 1, vocab) as well, of which the first accepted + 1 rows are those of the committed tokens.
+    Before and after the round the caches hold at most all committed tokens except the last one: the token that the
+    target added itself has not been fed to any model yet. Also returns the target's raw logits (drafted + 1, vocab);
+    the first accepted + 1 rows belong to the newly committed tokens.
     """
     began = clock()
     proposal = propose(drafter, verifier, committed, draft_length, advise)
@@ -48,7 +48,7 @@ def speculative_round(
 def propose(
     drafter: Drafter | None, verifier: Verifier, committed: list[int], length: int, advise: Adviser | None
 ) -> Proposal | None:
-    """What the drafter has to say, as the verifier takes it."""
+    """The drafter's proposal in a form that the verifier accepts; None for a plain round."""
     if drafter is None or length <= 0:
         return None
     return _verifiable(drafter.propose(committed, length, advise), verifier)
@@ -57,7 +57,7 @@ def propose(
 def making(
     drafter: Drafter | None, verifier: Verifier, committed: list[int], length: int, advise: Adviser | None
 ) -> Making:
-    """The same, made together with the proposals for other answers where the drafter can."""
+    """``propose``, in one call with the proposals of other answers if the drafter supports that."""
     if length <= 0 or not made_together(drafter):
         return propose(drafter, verifier, committed, length, advise)
     return _verifiable((yield from drafter.making(committed, length, advise)), verifier)
@@ -65,7 +65,7 @@ def making(
 
 def _verifiable(proposal: Proposal | None, verifier: Verifier) -> Proposal | None:
     if proposal is not None and proposal.parents is not None and verifier.adjusts:
-        return proposal.first_path()  # what a token's logits are changed by is the path before it
+        return proposal.first_path()  # penalties and grammars change logits by the path before a token
     return proposal
 
 
@@ -77,7 +77,7 @@ def commit(
     proposal: Proposal | None,
     verdict: Verdict,
 ) -> None:
-    """Append what a verdict commits; what did not stand is forgotten by both caches."""
+    """Append the tokens that a verdict commits, and roll both caches back to the accepted tokens."""
     stands = len(committed) + verdict.accepted
     committed += verdict.tokens
     if proposal is not None and drafter is not None:
@@ -88,7 +88,8 @@ def commit(
 
 
 def outcome_of(proposal: Proposal | None, verdict: Verdict, draft_s: float, verify_s: float) -> Round:
-    """A round that has ended, in seconds of drafting and of the rest; of what was queued a device says what it took."""
+    """The figures of a finished round: its seconds of drafting and of the rest. For a proposal queued on a device, the
+    device's own events say how the seconds divide."""
     if proposal is not None and proposal.queued is not None:
         draft_s, verify_s = proposal.queued.split(draft_s, verify_s)
     if proposal is None or not proposal.drafted:

@@ -1,9 +1,10 @@
-"""The model and history together: one of them proposes a round, or one behind the other, as the policy finds worth it.
+"""Combines the draft model and history in one proposal: either of them alone, or one behind the other.
 
-The policy is asked twice: before the model's first pass, with what history has found, who begins; and where the model
-began, once its draft has ended, whether what history finds behind that is worth verifying too. Every token keeps what
-it was drawn from, so that verification need not know who proposed it. Which tokens there are may depend on those before
-them, never on what is drawn in their own place (``protocol.py``).
+The policy decides twice. Before the model's first pass, given what history has found, it chooses which of the two comes
+first. If the model came first, it decides after the model's draft whether the tokens that history finds behind it are
+worth verifying too. Every token keeps the distribution it was drawn from, so verification does not depend on the
+drafter. Whether a token is proposed may depend on the tokens before it, never on the token drawn in its own place
+(``protocol.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from adaptive.types import HISTORY, MODEL, Round
 
 
 class Grafting:
-    """Proposes for one answer what a ``policy`` decides of the ``model``'s draft, if there is one, and ``history``."""
+    """The drafter of one answer that uses the ``model`` (if there is one) and ``history`` as the ``policy`` decides."""
 
     name = HISTORY
 
@@ -28,15 +29,15 @@ class Grafting:
         self._goes_on = model if isinstance(model, GoesOn) else None
         self._singly = model is not None and model.name != MODEL  # a head
         self._lead, self._reach, self._limit = Lead(0, 0), list[float](), 0
-        self._rests = 0  # rounds for which nothing is to be looked for
-        # Seconds that the looks for this round took, before it and behind its draft.
+        self._rests = 0  # rounds left without a lookup
+        # Seconds of this round's lookups, before the round and behind its draft; None without one.
         self._look_s: float | None = None
         self._look_behind_s: float | None = None
 
     def plan(self, committed: list[int], length: int, limit: int) -> int | None:
-        """Look for what may follow ``committed``, and decide who begins the next round, where the draft was to have
-        ``length`` tokens and at most ``limit`` may be proposed. How many are asked for, 0 for plain decoding; None
-        where looking is not worth its time: then the model drafts as if there were no history."""
+        """Look up what may follow ``committed`` and decide what the next round proposes: the policy chose ``length``
+        tokens of the model, and at most ``limit`` may be proposed. Returns how many tokens to ask for, 0 for plain
+        decoding. None: a lookup is not worth its time, and the model drafts as if there were no history."""
         policy, history, self._limit = self.policy, self.history, limit
         if self._rests:
             self._rests -= 1
@@ -61,7 +62,7 @@ class Grafting:
         return lead.history + lead.model
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """What was planned; of the model's draft at most ``length`` tokens, and fewer where ``advise`` says so."""
+        """The planned proposal; ``advise`` may end the model's part early."""
         lead = self._lead
         if not lead.history:
             draft = None if self.model is None else self.model.propose(committed, lead.model, advise)
@@ -69,7 +70,8 @@ class Grafting:
         return self._with_front(committed)
 
     def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
-        """The same, the model's draft together with others'. Where history leads, it goes on by itself."""
+        """``propose``, with the model's draft made in one call with other answers' drafts, unless history comes
+        first."""
         lead = self._lead
         if lead.history:
             return self._with_front(committed)
@@ -78,7 +80,7 @@ class Grafting:
         return self._with_tail(committed, (yield from self.model.making(committed, lead.model, advise)))
 
     def _with_front(self, committed: list[int]) -> Proposal | None:
-        """History's tokens, and the model's draft behind them where that was planned."""
+        """History's tokens, followed by the model's draft if that was planned."""
         lead = self._lead
         front = self.history.propose(committed, lead.history)
         if front is None or not lead.model or self._goes_on is None:
@@ -88,16 +90,16 @@ class Grafting:
         return front if back is None else grafted(front, back)
 
     def _with_tail(self, committed: list[int], draft: Proposal | None) -> Proposal | None:
-        """The model's draft, and history's tokens behind it where these are worth it."""
+        """The model's draft, followed by history's tokens if the policy finds them worth it."""
         drafted = 0 if draft is None else len(draft.tokens)
         policy, room = self.policy, self._limit - drafted
         tree = draft is not None and draft.parents is not None
         if room <= 0 or tree or not policy.worth_looking(behind=True) or not policy.tail_may_pay(drafted, 1.0):
             return draft
-        draft = _closed(draft)  # what is looked up behind it has to be known
+        draft = _closed(draft)  # the lookup needs its tokens
         drafted = 0 if draft is None else len(draft.tokens)
         room = self._limit - drafted
-        if draft is None:  # there it was looked already
+        if draft is None:  # ``plan`` has looked up this place already
             most = policy.tail(0, 1.0, self._reach, room)
             return self.history.propose(committed, most) if most else None
         began, tokens = policy.clock(), as_list(draft.tokens)
@@ -109,8 +111,8 @@ class Grafting:
         return grafted(draft, self.history.propose_behind(most)) if most else draft
 
     def observe(self, outcome: Round, said: list[int]) -> None:
-        """The round has ended, and committed the tokens ``said``. To learn from what was found is a part of what its
-        look takes."""
+        """Take in a finished round that committed the tokens ``said``. Learning from the lookup counts as part of its
+        time."""
         policy, before_s, behind_s = self.policy, self._look_s, self._look_behind_s
         if before_s is None and behind_s is None:
             self.history.observe(said)
@@ -150,5 +152,5 @@ class Grafting:
 
 
 def _closed(draft: Proposal | None) -> Proposal | None:
-    """A draft whose end is known."""
+    """The draft with its final number of tokens."""
     return None if draft is None else draft.closed()

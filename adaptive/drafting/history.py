@@ -1,6 +1,7 @@
-"""History as a drafter: what followed the same words before, in the running text and in the records.
+"""History as a drafter: it proposes the tokens that followed the same words before, in the running text or the records.
 
-A proposal takes no forward, and nothing of it is drawn: verification meets it as point masses (``proposal.py``).
+A proposal takes no forward pass and no token of it is drawn, so verification treats it as point masses
+(``proposal.py``).
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from adaptive.drafting.protocol import WithoutForward
 from adaptive.drafting.suffixes import Suffixes, compiled, follower, suffixes
 from adaptive.types import HISTORY
 
-# The sources of a match, apart in the calibration; AGREED: what the model proposes too.
+# The sources of a match, each with its own calibration. AGREED: tokens that the model proposes too.
 RUNNING, RECORDS, AGREED = "text", "records", "agreed"
 
 
 class RunningText:
-    """The text of the conversation under way and its index, which goes on token by token.
+    """The text of the current conversation and its index, which grows token by token.
 
-    The next prompt usually repeats it: only what differs is taken back and appended.
+    The next prompt usually repeats the text: only the part that differs is removed and appended.
     """
 
     def __init__(self) -> None:
@@ -31,14 +32,14 @@ class RunningText:
         self.tokens: list[int] = []
 
     def follow(self, tokens: list[int]) -> None:
-        """Hold these tokens from now on."""
+        """Replace the text by these tokens."""
         held = self.tokens
         same = _common(held, tokens)
         self.index.take_back(len(held) - same)
         self.go_on(tokens, same)
 
     def go_on(self, tokens: list[int], held: int | None = None) -> None:
-        """The same, where ``tokens`` begin with what is held, or with ``held`` tokens of it."""
+        """``follow`` for ``tokens`` that begin with the held text, or with its first ``held`` tokens."""
         if held is not None:
             del self.tokens[held:]
         self.index.append(self.beyond(tokens))
@@ -52,7 +53,7 @@ class RunningText:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """Tokens at the beginning that both have."""
+    """The length of the common prefix."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
@@ -87,8 +88,8 @@ class Counting:
 
 
 class Found(NamedTuple):
-    """Tokens that may follow, of each the bin of its match and the probability that all up to it are accepted, and the
-    calibration that says so."""
+    """Tokens that may follow. For each: the bin of its match, and the probability that all tokens up to it are
+    accepted, by the ``calibration``."""
 
     tokens: list[int]
     bins: list[int]
@@ -96,13 +97,13 @@ class Found(NamedTuple):
     calibration: Counting
 
     def observe(self, said: list[int]) -> None:
-        """What was said in their place."""
+        """Learn from the tokens that were ``said`` in their place."""
         self.calibration.observe(self.tokens, self.bins, said)
 
 
 class Outcome(NamedTuple):
-    """What was found for a round, before it and behind a ``draft``, of which the first ``agreed`` tokens were found
-    before it too; and the tokens that the round committed."""
+    """The results of a round's lookups, before it and behind its ``draft``, and the tokens ``said`` that it committed.
+    The first ``agreed`` tokens of the draft were found before the round too."""
 
     found: Found
     agreed: int
@@ -112,7 +113,7 @@ class Outcome(NamedTuple):
 
 
 class HistoryDrafter(WithoutForward):
-    """Proposes what ``look`` has found. One serves one answer; texts, records and calibration outlive it."""
+    """Proposes the tokens that ``look`` has found. It serves one answer; texts, records and calibration outlive it."""
 
     name = HISTORY
 
@@ -123,7 +124,7 @@ class HistoryDrafter(WithoutForward):
         matches: Matches,
         temperature: float,
     ) -> None:
-        """``records`` is what was said earlier, if it is to be used."""
+        """``records``: the index of logged texts; None to use the running text only."""
         self.text = text
         sources = [(text.index, matches.of(RUNNING, temperature))]
         if records is not None:
@@ -134,17 +135,18 @@ class HistoryDrafter(WithoutForward):
         self._together = Counting(matches.of(AGREED, temperature))
         self._begun = False
         self._found = self._behind = self._nothing
-        self._draft: list[int] = []  # which this looked behind
-        self._agreed = 0  # tokens at the beginning of a draft that were found too
-        self._outcomes: list[Outcome] = []  # that nothing has been learned from yet
+        self._draft: list[int] = []  # the draft behind which ``look_behind`` looked
+        self._agreed = 0  # tokens at the beginning of the draft that were found too
+        self._outcomes: list[Outcome] = []  # not learned from yet
 
     def look(self, committed: list[int]) -> list[float]:
-        """Find what may follow ``committed``; of each of its tokens the probability that all up to it are accepted."""
+        """Find what may follow ``committed``. Returns, for each token found, the probability that all tokens up to it
+        are accepted."""
         self._found, self._behind, self._agreed = self._best(self._unread(committed)), self._nothing, 0
         return self._found.reach
 
     def look_away(self) -> list[float]:
-        """Have found nothing for the next round, for which this does not look."""
+        """Skip the lookup for the next round: nothing is found."""
         self._found = self._behind = self._nothing
         self._agreed = 0
         return self._found.reach
@@ -158,12 +160,12 @@ class HistoryDrafter(WithoutForward):
         return []
 
     def agreed(self, drafted: list[int]) -> list[float]:
-        """Of the first tokens of a draft that were found too, how likely such a token is accepted."""
+        """The acceptance of each of the first tokens of a draft that were found too."""
         self._agreed = _common(self._found.tokens, drafted)
         return self._together.bins.shares(self._found.bins[: self._agreed]) if self._agreed else []
 
     def look_behind(self, committed: list[int], drafted: list[int]) -> list[float]:
-        """Find what may follow the tokens of a draft behind ``committed``, as ``look``."""
+        """As ``look``, behind the tokens of a draft that follows ``committed``."""
         self._draft, unread = drafted, self._unread(committed)
         if unread:
             self.text.index.append(unread)
@@ -179,23 +181,23 @@ class HistoryDrafter(WithoutForward):
         return self._nothing if source < 0 else Found(*found, self._calibrations[source])
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """The first ``length`` tokens of what ``look`` has found behind ``committed``."""
+        """The first ``length`` tokens that ``look`` has found behind ``committed``."""
         return Proposal(self.name, self._found.tokens[:length], None)
 
     def propose_behind(self, length: int) -> Proposal:
-        """The first ``length`` tokens of what ``look_behind`` has found."""
+        """The first ``length`` tokens that ``look_behind`` has found."""
         return Proposal(self.name, self._behind.tokens[:length], None)
 
     def observe(self, said: list[int]) -> None:
-        """What the round committed for which this looked, whoever had proposed it. Learned from as often as the
-        calibration changes: between two passes of the models the code that learns has left the processor's caches."""
+        """Take in the tokens ``said`` that a round with a lookup committed, whichever drafter proposed them. They are
+        learned from in batches: a pass of the models evicts this code from the processor's caches."""
         if self._found.tokens or self._behind.tokens:
             self._outcomes.append(Outcome(self._found, self._agreed, self._behind, self._draft, said))
             if len(self._outcomes) >= ANEW_EVERY:
                 self.settle()
 
     def settle(self) -> None:
-        """Learn from all that was observed."""
+        """Learn from all rounds observed since the last time."""
         outcomes, self._outcomes = self._outcomes, []
         for found, agreed, behind, draft, said in outcomes:
             found.observe(said)
@@ -205,5 +207,5 @@ class HistoryDrafter(WithoutForward):
                 behind.observe(said[len(draft) :])
 
     def limit(self, committed: int) -> int:
-        """Any number: there is no cache."""
+        """The number of tokens found; there is no cache to limit it."""
         return len(self._found.tokens)
