@@ -213,6 +213,15 @@ def test_beside_programs_that_keep_the_cores_busy_all_threads_are_not_even_tried
     assert passed(1500, (1,), idle, others=0.0)[600:].count(2) > 850
 
 
+def answered(choice: ThreadChoice, accounts: Accounts, others: float) -> list[int]:
+    """The threads of the 60 passes of an answer beside so many other programs."""
+    chosen = []
+    for _ in range(60):
+        chosen += passes(choice, 1, idle)
+        accounts.passed(idle(chosen[-1]), chosen[-1], others)
+    return chosen
+
+
 @pytest.mark.parametrize("crowded", [True, False])
 def test_what_ran_in_a_pause_between_answers_says_nothing_of_the_next_one(crowded: bool) -> None:
     """A trainer kept all cores busy for half a minute, and has ended: the next answers have all threads, also where one
@@ -221,11 +230,7 @@ def test_what_ran_in_a_pause_between_answers_says_nothing_of_the_next_one(crowde
     choice = ThreadChoice(2, accounts)
 
     def answer(others: float) -> list[int]:
-        chosen = []
-        for _ in range(60):
-            chosen += passes(choice, 1, idle)
-            accounts.passed(idle(chosen[-1]), chosen[-1], others)
-        return chosen
+        return answered(choice, accounts, others)
 
     accounts.passed(0.5, 0, 2.0 if crowded else 0.0)  # while the models were loaded
     for _ in range(20):
@@ -244,10 +249,7 @@ def test_after_a_load_short_answers_do_not_stay_on_one_thread() -> None:
     choice = ThreadChoice(2, accounts)
 
     def answer(others: float) -> list[int]:
-        chosen = []
-        for _ in range(60):
-            chosen += passes(choice, 1, idle)
-            accounts.passed(idle(chosen[-1]), chosen[-1], others)
+        chosen = answered(choice, accounts, others)
         accounts.passed(0.3, 0, others)  # until the next question
         return chosen
 
