@@ -1,1 +1,1 @@
-"""Speculative decoding: the loop and verification, and tokens as text."""
+"""Speculative decoding: the loop, verification, and conversion of tokens to text."""

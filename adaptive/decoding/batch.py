@@ -1,8 +1,8 @@
-"""Several answers at once: their proposals, of different lengths and drafters, are verified in one pass of the target.
+"""Decodes several answers at once: one pass of the target verifies their proposals, of different lengths and drafters.
 
-In: the ``Decoding`` of each answer, which joins and leaves between two rounds. Out: what each has decoded, to be shown
-by itself. One alone is decoded as if there were no batch, by the calls that do a whole round at once. Prompts are
-computed in slices beside the others' rounds, so that nobody stands still while somebody's text is read.
+In: the ``Decoding`` of each answer, which joins and leaves between two rounds. Out: the tokens that each of them has
+decoded; the caller shows them. A single answer is decoded as without a batch, by the calls that compute a whole round
+at once. Prompts are computed in slices beside the rounds of the other answers, which therefore never stop.
 """
 
 from __future__ import annotations
@@ -19,46 +19,49 @@ from adaptive.engines.protocol import Engine, ExtendCall, Proposed
 from adaptive.errors import AdaptiveError
 from adaptive.types import FREE
 
-# Tokens of a pass over several answers, as far as prompts fill it up, and of those at least so many are theirs. More
-# keep the others waiting, fewer read the weights more often; beyond 128 our kernels make passes of their own.
+# PASS: tokens up to which prompts fill a pass over several answers. LEAST: tokens of prompts that a pass takes at
+# least. Too high: rounds of the other answers take longer. Too low: the weights are read more often. Above 128 tokens
+# our kernels split a pass.
 PASS, LEAST = 128, 32
-# Tokens from which a pass in which a prompt ends takes in no other prompt: its first token waits for the whole pass.
-# More would be read of the others for less than a pass of their own takes, but only up to where arithmetic and not
-# the weights is what a pass takes, which on processors are some tens of tokens.
+# A pass in which a prompt ends takes further prompts only up to this many tokens in all, because the first token of the
+# finished prompt waits for the whole pass. Below this size, adding a prompt's tokens costs less than a pass of their
+# own, but only while reading the weights dominates: up to some tens of tokens on processors. Too high: first tokens
+# come late. Too low: the weights are read more often.
 FULL = 64
-# Tokens of prompts up to which they are waited for before an answer that has just joined has its prompt read by the
-# draft too: as many as are soon read. More keep it from drafting for longer, fewer put off who waits for a first token.
+# While at most so many tokens of prompts are unread, the draft does not read the prompts of other answers that have
+# just joined. Too high: these answers decode without the draft for longer. Too low: the draft's passes delay the first
+# tokens of the answers whose prompts are unread.
 SOON = 1024
 
 Failed = tuple[Decoding, Exception]
 
 
 class Batch:
-    """The answers under way on one target, in the order in which they came. Not for several threads at once."""
+    """The answers in progress on one target, in the order in which they joined. Not thread-safe."""
 
     def __init__(self, target: Engine, between: Callable[[], bool]) -> None:
-        """``between`` as of a ``Decoding``, called before every burst of rounds of all."""
+        """``between``: as in ``Decoding``, called once before every burst of rounds."""
         self.under_way: list[Decoding] = []
         self.clock = time.perf_counter
         self._target = target
         self._between = between
-        self._lone: Decoding | None = None  # whose estimates the policy goes on with
+        self._lone: Decoding | None = None  # the answer for which the policy has begun, while it is alone
         self._read = 0  # tokens of prompts in shared passes so far
-        self._joined: dict[Decoding, int] = {}  # how many those were when an answer joined
+        self._joined: dict[Decoding, int] = {}  # ``_read`` when each answer joined
 
     def join(self, decoding: Decoding) -> None:
-        """Decode an answer from now on that has begun."""
+        """Add an answer that has begun."""
         self.under_way.append(decoding)
         self._joined[decoding] = self._read
         self._lone = decoding if len(self.under_way) == 1 else None
 
     def leave(self, decoding: Decoding) -> None:
-        """Decode it no longer, whether it has come to its end or not; it is then to be ended."""
+        """Remove an answer, finished or not. The caller then ends it."""
         self.under_way.remove(decoding)
         del self._joined[decoding]
 
     def step(self) -> list[Failed]:
-        """A burst of rounds, at the end of which every answer is to be shown; whose could not go on, and why."""
+        """Run a burst of rounds, to be followed by ``show`` of every answer. Returns the failed answers and why."""
         speculate = self._between()
         if len(self.under_way) == 1:
             return self._alone(self.under_way[0], speculate)
@@ -70,7 +73,7 @@ class Batch:
                 return failed
 
     def _alone(self, decoding: Decoding, speculate: bool) -> list[Failed]:
-        if self._lone is not decoding:  # the others have gone
+        if self._lone is not decoding:  # the other answers have left
             decoding.policy.begin(decoding.scope)
             self._lone = decoding
         try:
@@ -94,7 +97,7 @@ class Batch:
         times = stretch(self.clock() - round_began, own_clock() - own_round_began)
         if rounds and rounds == len(turns) and not failed:
             going[0].policy.shared(rows, seconds)
-        # An answer's share of the pass, but for what the prompts are taken to have taken.
+        # An answer's share of the pass. Time is attributed to prompts in proportion to their tokens, and left out.
         share = seconds * rows / max(1, sum(len(turn.call.tokens) for _, turn in turns)) / max(1, rounds)
         for (decoding, turn), logits in zip(turns, found, strict=True):
             try:
@@ -108,8 +111,9 @@ class Batch:
     def _turns(
         self, going: list[Decoding], speculate: bool, clock: Callable[[], float]
     ) -> tuple[list[tuple[Decoding, Turn]], list[Failed]]:
-        """What each answer asks of the pass, and whose could not say it, and why. What they want of the draft is made
-        together; each drafts for as long as its own part took by the ``clock``, and an equal share of that."""
+        """The turn of each answer, and the answers that failed to make one, with their errors. Proposals of the draft
+        are computed together. An answer's drafting seconds, by ``clock``, are its own part and an equal share of
+        that."""
         turns: list[tuple[Decoding, Turn]] = []
         failed: list[Failed] = []
         seconds = dict.fromkeys(going, 0.0)
@@ -145,9 +149,9 @@ class Batch:
         return turns, failed
 
     def _slices(self, rows: int) -> Iterator[tuple[Decoding, int]]:
-        """Tokens of each prompt that has not been read, for a pass over so many ``rows`` without them: the shortest
-        first, so that the first tokens of all come soonest. Who joins when as much has been read of others' prompts as
-        one still lacks comes behind it, so that a long one is not put off for ever."""
+        """The unread prompts to continue in a pass that has ``rows`` tokens without them, with the tokens to take of
+        each. The shortest prompt comes first, which gives the earliest first tokens on average. The tokens read before
+        an answer joined are added to its length, so that a long prompt is not postponed for ever."""
         room, ends = max(LEAST, PASS - rows), False
         waiting = [decoding for decoding in self.under_way if decoding.unread]
         for decoding in sorted(waiting, key=lambda one: self._joined[one] + one.unread):
@@ -161,7 +165,7 @@ class Batch:
             rows, room, self._read = rows + count, room - count, self._read + count
 
     def _pass(self, calls: list[ExtendCall]) -> list[torch.Tensor | Exception]:
-        """The logits of each call. Where a pass over all fails, for one of them perhaps, each has its own."""
+        """The logits of each call. If the joint pass fails, perhaps because of one call, each gets its own pass."""
         held = [call.sequence.length for call in calls]
         try:
             return list(self._target.extend_together(calls))
@@ -171,7 +175,7 @@ class Batch:
         found: list[torch.Tensor | Exception] = []
         for call, length in zip(calls, held, strict=True):
             try:
-                if call.sequence.length != length:  # states that could not be taken back so far
+                if call.sequence.length != length:  # recurrent states could not be rolled back so far
                     raise AdaptiveError("a pass failed, and the text cannot be gone on with; ask again")
                 found.append(call.sequence.extend(call.tokens, call.rows, call.parents))
             except Exception as error:
@@ -180,8 +184,8 @@ class Batch:
 
 
 def _proposed(wanted: list[Wanted]) -> list[Proposed | Exception]:
-    """What one draft proposes for each of several texts. Where that fails for all, for one of them perhaps, each is
-    asked for by itself."""
+    """The draft's proposal for each of several texts. If the joint call fails, perhaps because of one text, each text
+    gets its own call."""
     if not wanted:
         return []
     held = [one.sequence.length for one in wanted]

@@ -1,7 +1,7 @@
-"""The decoding loop: the generation made of rounds (``round.py``).
+"""The decoding loop: a generation made of rounds (``round.py``).
 
-In: engines' sequences, a prompt, what was asked. Out: a stream of ``Step``, one a token, which every
-front end consumes; the ``Decoding`` that made it then holds all that the log keeps.
+In: the engines' sequences and a request. Out: a stream of ``Step``, one per token, which every front end consumes. The
+``Decoding`` that made the stream then holds everything that is logged.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from adaptive.drafting.protocol import Drafter, Wanted
 from adaptive.engines.protocol import ExtendCall, Proposed, Sequence
 from adaptive.types import FREE, HISTORY, Round, SamplingParams, StopParams, Supervision, Timings
 
-# Seconds of rounds whose tokens are shown together: as long as a screen shows one picture. What comes between two
-# rounds (text, hooks, the caller) is cheap when it is repeated, and dear each time that a pass over the weights has
-# driven it out of the processor's caches. Longer is seen as text that comes in jerks.
+# Seconds of rounds whose tokens are shown together: one frame of a screen. The work between two rounds (text, hooks,
+# the caller) is cheap when repeated, but expensive right after a pass over the weights, which evicts its code and data
+# from the processor's caches. Too high: text appears in jerks. Too low: that work is repeated more often.
 BURST_S = 0.016
-# Share by which two clocks that were read one after the other may differ without saying anything.
+# Relative difference between two clocks, read one after the other, up to which they count as equal.
 SAME = 0.001
-# Tokens of an answer that the caches are reserved for at first, and at least so many more each time; most answers are
-# shorter, whatever they may be at most. Fewer copies a long answer's cache more often, more takes memory in vain.
+# Tokens of an answer that the caches are reserved for at first, and at least so many more at each growth. Most answers
+# are shorter than their limit. Too low: a long answer's cache is copied more often. Too high: memory is wasted.
 ANSWER_RESERVE = 1024
-# Tokens behind the committed ones that are always reserved too: a recorded pass writes up to 17.
+# Tokens after the committed ones that are always reserved as well: a recorded pass writes up to 17.
 AHEAD = 32
-# Tokens that a draft catches up with in a round that several answers share. More keep the others waiting, fewer read
-# its weights more often.
+# Tokens that a draft catches up with in a round shared by several answers. Too high: the other answers wait longer. Too
+# low: the draft's weights are read more often.
 SLICE = 128
-# Tokens that it catches up with though somebody waits for a first token: those of some rounds without it.
+# The same while other answers wait for their first token: the tokens of a few rounds without the draft.
 FEW = 32
-# Tokens of a lone prompt after which it is looked whether somebody else has come, or has lost interest. Transformers'
-# own forward makes passes of so many, our own of fewer.
+# Tokens of a lone prompt after which the caller checks for new requests and for a client that has gone. Passes of
+# transformers' own forward have this size, those of our own forward are smaller.
 PART = 512
 
 
 class Step(NamedTuple):
-    """One token of the answer and the text that is certain since the last one.
+    """One token of the answer, and the text that has become certain since the previous step.
 
     ``finish_reason`` is set on the last step only: ``stop`` or ``length``.
     """
@@ -63,7 +63,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, as token ids, and what was asked of its answer.
+    """One prompt, as token ids, and the parameters of its answer.
 
     ``end_tokens`` end the answer (end of sequence, stop token ids). ``record`` keeps supervision.
     """
@@ -76,15 +76,15 @@ class Request:
 
 
 def stretch(seconds: float, own: float) -> float:
-    """How many times as long something took by one clock as by another, by which it was ``own`` seconds."""
+    """The ratio of the seconds by one clock to the seconds by another (``own``)."""
     return seconds / own if own > 0 else 1.0
 
 
 @dataclass(slots=True)
 class Turn:
-    """What one answer asks of a pass over several: the ``call``, without rows for a slice of its prompt; how many of
-    its tokens are ``fed``, up to the ``held``-th of the text; what else there is ``drafter`` proposes, in
-    ``draft_s``."""
+    """One answer's part of a pass over several answers: the ``call``, with 0 rows for a slice of its prompt that does
+    not end it. ``fed`` of the call's tokens belong to the text, up to its ``held``-th; the others are the proposal,
+    made by ``drafter`` in ``draft_s`` seconds."""
 
     call: ExtendCall
     fed: int
@@ -95,14 +95,15 @@ class Turn:
 
 
 class Decoding:
-    """One generation: rounds until a stop, a limit, or the caller's loss of interest.
+    """One generation: rounds until a stop, a limit, or until the caller ends it.
 
-    ``steps()`` is the stream. Everything else is filled in along the way and complete when the
-    stream has ended, also when the caller closes it early (``finish_reason`` is then ``cancelled``). ``clock`` is what
-    all seconds are by that are kept; the policy observes rounds by its own.
+    ``steps()`` is the stream. All other attributes are filled in along the way and complete when the stream has ended,
+    also when the caller closes it early (``finish_reason`` is then ``cancelled``). ``clock`` measures all seconds that
+    are kept; the policy observes rounds by its own clock.
 
-    Whoever decodes several (``batch.py``) goes through the same in parts: ``begin``; then ``alone``, or what is asked
-    of a pass over several (``prompt_turn``, ``turn``) and ``judge``, each followed by ``show``; at last ``end``.
+    Code that decodes several answers (``batch.py``) takes the same steps separately: ``begin``; then either ``alone``
+    or, for a pass over several answers, ``prompt_turn`` or ``turn`` followed by ``judge``; each time ``show``; at last
+    ``end``.
     """
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
@@ -120,10 +121,9 @@ class Decoding:
         history: HistoryDrafter | None = None,
         scope: Scope | None = None,
     ) -> None:
-        """``between`` is called before every burst of rounds, when nothing is under way and weights may change;
-        it says whether the draft may be used in these rounds. ``history`` proposes in its place, before it or
-        behind it where the policy finds that worth more. ``scope`` is what the policy keeps its estimates of this
-        answer apart by."""
+        """``between`` is called before every burst of rounds, when no pass runs and weights may change; it returns
+        whether the draft may be used in these rounds. ``history`` proposes instead of the drafter, before it or after
+        it, if the policy expects more of that. ``scope`` selects the policy's estimates for this answer."""
         self.request = request
         self.target = target
         self.drafter = drafter
@@ -136,14 +136,14 @@ class Decoding:
         self.grafting = None if history is None else Grafting(drafter, history, policy)
         sampling = request.sampling
         self.scope = scope or Scope("", sampling.temperature, sampling.seeded)
-        self._beside: Beside | None = None  # who chooses lengths in rounds that are shared
+        self._beside: Beside | None = None  # chooses lengths in shared rounds
         self._grafting_beside: Grafting | None = None
         constraint = verifier.processor.constraint
         self.forced = None if constraint is None else ForcedDrafter(constraint)
         self.committed = list(request.prompt)
         self.cached = target.length
         self.most_tokens = min(request.stop.max_new_tokens, context_length - len(request.prompt))
-        self._longest = len(request.prompt) + self.most_tokens  # tokens that the text may have
+        self._longest = len(request.prompt) + self.most_tokens  # tokens of the longest possible text
         self.output: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
@@ -155,14 +155,14 @@ class Decoding:
         self._expected: list[float] = []  # seconds that the policy expected of each round
         self._unshown: list[Verdict] = []
         self._left = self.most_tokens  # tokens that may still be decoded
-        self._ended = False  # the last token that was decoded ends the answer
+        self._ended = False  # whether the last decoded token ends the answer
         self._reserved = self._draft_reserved = 0  # tokens that the caches are reserved for
 
     def steps(self) -> Iterator[Step]:
-        """Answer the prompt, of which the target's cache may already hold a beginning; a ``Step`` a token."""
+        """Answer the prompt, whose beginning the target's cache may already hold. Yields a ``Step`` per token."""
         try:
             self.begin()
-            while self.reading is not None and self.unread > PART:  # who does not ask has it in one pass
+            while self.reading is not None and self.unread > PART:  # without ``reading``, one call computes all of it
                 self.reading(self.unread)
                 self.alone(False, PART)
             self.alone(False)
@@ -175,7 +175,7 @@ class Decoding:
             self.end()
 
     def begin(self) -> None:
-        """Reserve what is needed at first. Raises AdaptiveError where there is no memory for it."""
+        """Prepare passes and reserve the initial memory. Raises AdaptiveError if there is not enough memory."""
         prepare(self.target, self.drafter, len(self.committed), self.most_tokens + AHEAD, self.policy.adviser)
         self._reserve(0)
         self.verifier.processor.start(torch.tensor(self.committed))
@@ -183,18 +183,18 @@ class Decoding:
         self._began = self.clock()
 
     def alone(self, speculate: bool, most: int | None = None) -> None:
-        """The prompt's pass, or one over ``most`` tokens of it; from then on a burst of rounds, and whether the draft
-        may be used in them."""
+        """Compute the prompt, or the next ``most`` tokens of it; once it is computed, run a burst of rounds.
+        ``speculate``: whether the draft may be used in them."""
         if self._first is not None:
             self._burst(speculate)
         elif most is not None and self.unread > most:
             self.target.extend(self.committed[self.target.length :][:most], 0)
         else:
-            # The first round scores the prompt. Its time is the prompt's, and nothing is drafted before it.
+            # The first round scores the prompt. Its time counts as the prompt's, and it drafts nothing.
             self._read(*speculative_round(self.target, None, self.verifier, self.committed, 0, clock=self.clock)[1:])
 
     def _read(self, verdict: Verdict, logits: torch.Tensor) -> None:
-        """The prompt has been computed, and nobody drafts ahead while rounds are not under way."""
+        """Finish the prompt: keep its first token, and stop drafting ahead until rounds begin."""
         if self.drafter is not None:
             self.drafter.rollback(len(self.request.prompt))
         self._keep(verdict, logits)
@@ -203,25 +203,25 @@ class Decoding:
 
     @property
     def unread(self) -> int:
-        """Tokens of the prompt that are still to be computed."""
+        """Tokens of the prompt that are not computed yet."""
         return 0 if self._first is not None else len(self.committed) - self.target.length
 
     @property
     def ended(self) -> bool:
-        """Whether what was decoded last ends the answer; stop strings are looked for by ``show``."""
+        """Whether the last decoded token ends the answer; stop strings are found only by ``show``."""
         return self._ended
 
     def prompt_turn(self, most: int) -> Turn:
-        """What an answer asks of a pass that several share: at most so many tokens of what is ``unread``."""
+        """The answer's part of a shared pass while its prompt is unread: at most ``most`` tokens of it."""
         fed, rows = self.committed[self.target.length :], 1
         if len(fed) > most:
             fed, rows = fed[:most], 0
         return Turn(ExtendCall(self.target, fed, rows), len(fed), len(self.committed))
 
     def turn(self, answers: int, speculate: bool, hurried: bool = False) -> Generator[Wanted, Proposed, Turn]:
-        """The same once the prompt has been read: a round, of which so many ``answers`` share the pass. ``speculate``
-        says whether the draft may be used; ``hurried`` that others wait for their first token, and that it is not to
-        read this prompt before. Asks for what the draft is to propose."""
+        """The answer's part of a shared pass once its prompt is read: a round, whose pass is shared by ``answers``
+        answers. ``speculate``: whether the draft may be used. ``hurried``: others wait for their first token, so the
+        draft does not read a long rest of this prompt now. Yields the calls that it wants of the draft."""
         committed = self.committed
         if self._beside is None:
             self._beside = self.policy.among(self.scope)
@@ -246,8 +246,8 @@ class Decoding:
         return Turn(call, len(fed), len(committed), proposal, drafter)
 
     def judge(self, turn: Turn, logits: torch.Tensor, seconds: float, times: float) -> None:
-        """Take in what the pass gave, of whose time this answer's share is so many ``seconds`` of the policy's clock,
-        ``times`` as long by that of the answer."""
+        """Take in the logits of the shared pass. ``seconds`` is this answer's share of the pass by the policy's clock;
+        ``times`` is the ratio of the answer's clock to the policy's."""
         if not turn.call.rows:
             return
         verdict, raw = self.verifier.judge(self.target, turn.fed, turn.proposal, turn.held, logits)
@@ -270,11 +270,11 @@ class Decoding:
         self._stretch(len(self.rounds) - 1, times)
 
     def end(self) -> None:
-        """However the answer ended, what it holds is complete, and the caches hold what was shown."""
+        """Complete the fields of the answer, however it ended, and roll the caches back to the shown tokens."""
         self.finish_reason = self.finish_reason or "cancelled"
         if self.history is not None:
             self.history.settle()
-        # Tokens after a stop are in nobody's text: figures leave their rounds out, the caches forget them.
+        # Tokens after a stop are not in the text: their rounds are left out of the figures, the caches drop them.
         self._forget_rounds()
         known = len(self.request.prompt) + len(self.output)
         self.target.rollback(known)
@@ -285,7 +285,7 @@ class Decoding:
 
     @torch.inference_mode()
     def _burst(self, speculate: bool) -> None:
-        """Rounds one after the other, until it is time to show their tokens or the answer has come to its end."""
+        """Run rounds until it is time to show their tokens or the answer ends."""
         policy, clock, own_clock = self.policy, self.clock, self.policy.clock
         advise = policy.adviser
         began, own_began, first, late = clock(), own_clock(), len(self.rounds), False
@@ -298,7 +298,7 @@ class Decoding:
                 waiting = self.drafter.catch_up(len(self.committed))
             length = policy.next_length(limit, waiting, len(self.committed))
             times, begins = policy.steady, len(self.rounds)
-            room = len(self.committed) + (limit if length else self._left) - length  # to begin such a round before it
+            room = len(self.committed) + (limit if length else self._left) - length  # where such a round must begin
             while True:
                 drafter, most = self._who_drafts(length, self.grafting)
                 self._reserve(most)
@@ -311,7 +311,7 @@ class Decoding:
                 if outcome.drafter != HISTORY and (
                     outcome.first or outcome.drafter in FREE or outcome.drafted > length
                 ):
-                    times = 0  # the policy is told at once
+                    times = 0  # report these rounds to the policy at once
                 if self.grafting is not None and drafter is self.grafting:
                     self.grafting.observe(outcome, verdict.tokens)
                 late = clock() >= until
@@ -327,14 +327,15 @@ class Decoding:
             self._stretch(first, stretch(clock() - began, own_clock() - own_began))
 
     def _stretch(self, first: int, times: float) -> None:
-        """The rounds from the ``first`` on, and what was expected of them, took so many times the policy's seconds."""
+        """Multiply the seconds of the rounds from ``first`` on, and those expected of them, by ``times``."""
         if abs(times - 1.0) > SAME:
             self.rounds[first:] = [outcome.stretched(times) for outcome in self.rounds[first:]]
             self._expected[first:] = [times * seconds for seconds in self._expected[first:]]
 
     def _who_drafts(self, length: int, grafting: Grafting | None) -> tuple[Drafter | None, int]:
-        """The drafter of the next round and the most that it drafts: the grammar what it leaves no choice about; else
-        the model ``length`` tokens, as the policy chose, or history instead or with it where that is worth more."""
+        """The drafter of the next round and the number of tokens it may draft: the grammar, if it leaves no choice for
+        more than ``length`` tokens; else history instead of or with the model, if ``grafting`` plans that; else the
+        model with ``length`` tokens, as the policy chose."""
         if self.forced is not None:
             certain = self.forced.look(min(AHEAD, self._left) - 1)
             if certain > length:
@@ -347,7 +348,7 @@ class Decoding:
         return self.drafter, length
 
     def _reserve(self, length: int) -> None:
-        """Reserve the caches for a round of ``length`` drafted tokens: the draft's goes with the target's."""
+        """Reserve the caches for a round of ``length`` drafted tokens; the draft's cache follows the target's."""
         needed = len(self.committed) + max(AHEAD, 1 + length)
         if self._reserved < needed and self._reserved < self._longest:
             more = max(ANSWER_RESERVE, self._reserved // 2)
@@ -359,7 +360,7 @@ class Decoding:
             self._draft_reserved = self._reserved
 
     def _keep(self, verdict: Verdict, logits: torch.Tensor) -> None:
-        """Take in what one round decoded, to be shown later."""
+        """Take in the tokens of one round, to be shown later."""
         tokens = verdict.tokens
         if self.buffer is not None:
             self.buffer.append(logits, verdict.chosen, len(tokens))
@@ -388,9 +389,9 @@ class Decoding:
                     return
 
     def _forget_rounds(self) -> None:
-        """Leave out the rounds that brought nothing which was shown, and their time; of the last one that did, what
-        was drafted behind the last token shown: it counts neither as drafted nor as accepted."""
-        shown = 1  # by the prompt's own pass
+        """Drop the rounds of which no token was shown, and their time. In the last remaining round, the drafted tokens
+        after the last shown one count neither as drafted nor as accepted."""
+        shown = 1  # by the prompt's pass
         for number, outcome in enumerate(self.rounds):
             left = len(self.output) - shown
             if left <= 0:

@@ -1,7 +1,7 @@
-"""Several stop strings looked for at once, one character after the other (Aho and Corasick, 1975).
+"""Searches a text for several stop strings at once, one character after the other (Aho and Corasick, 1975).
 
-The cost of a character does not depend on how many strings there are. What libraries for this do not tell is how
-much of a text's end may still become a stop string, which a stream has to hold back; here it is the depth of a state.
+The cost per character does not depend on the number of strings. Libraries for this do not report how much of the end
+of a text may still become a stop string, which a stream has to hold back; here it is the depth of a state.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import lru_cache
 class StopStrings:
     """The automaton of ``strings``. A state is a number, 0 before any text.
 
-    ``depth[state]`` is the length of the longest end of the text that begins a string, ``ends[state]`` that of the
-    longest string that ends here, 0 where none does.
+    ``depth[state]`` is the length of the longest suffix of the text that is the beginning of a string. ``ends[state]``
+    is the length of the longest string that ends here, 0 if none does.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -23,7 +23,7 @@ class StopStrings:
         self._next: list[dict[str, int]] = [{}]
         for string in strings:
             self._add(string)
-        self._shorter = [0] * len(self._next)  # the state of the longest end that is another string's beginning
+        self._shorter = [0] * len(self._next)  # the state of the longest proper suffix that begins a string
         waiting = deque([0])
         while waiting:
             state = waiting.popleft()
@@ -53,8 +53,8 @@ class StopStrings:
         self.ends[state] = len(string)
 
 
-# The answers of one request, and of one client, have the same strings.
+# The answers to one request, and to one client, have the same strings.
 @lru_cache(maxsize=8)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """The automaton of ``strings``, which several streams may read at once."""
+    """The automaton of ``strings``; several streams may share it."""
     return StopStrings(strings)

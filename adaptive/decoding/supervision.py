@@ -14,35 +14,36 @@ from adaptive.engines.protocol import SamplingKernels
 from adaptive.tokens import floats, on_one_thread
 from adaptive.types import Supervision
 
-# Entries of the distribution kept a position. Fewer lose the tail that sampling at temperature 1
-# visits; more cost disk (6 bytes each) for mass that is rarely over a percent.
+# Entries of the distribution kept per position. Too low: the tail that sampling at temperature 1 draws from is lost.
+# Too high: disk (6 bytes each) for probability mass that is rarely above one percent.
 TOP_K = 32
-# Rows of logits that wait to be reduced together where torch does it. One round has few rows, and the price of small
-# operations is in their number; more rows hold more memory (600 kB each at 150,000 tokens).
+# Rows of logits that wait to be reduced together where torch reduces them. A round has few rows, and small operations
+# cost by their number. Too high: more memory (600 kB per row at 150,000 tokens).
 BATCH = 24
-# Positions that memory is taken for at once where the kernels do it.
+# Positions for which memory is allocated at once where the kernels reduce.
 ROOM = 128
 
 
 class Kept:
-    """What is kept of ``count`` positions: ``ids`` and ``logprobs`` (at least count, k), ``rest`` (at least count,)."""
+    """Reduced supervision of ``count`` positions: ``ids`` and ``logprobs`` (at least count, k), ``rest`` (at least
+    count,)."""
 
     def __init__(self, ids: Any, logprobs: Any, rest: Any, count: int) -> None:
         self.ids, self.logprobs, self.rest, self.count = ids, logprobs, rest, count
 
 
 class Written(Kept):
-    """Room that the kernels fill, row after row."""
+    """Memory that the kernels fill row by row."""
 
     def __init__(self, kept: int, room: int) -> None:
         super().__init__(
             np.empty((room, kept), np.int32), np.empty((room, kept), np.float32), np.empty(room, np.float32), 0
         )
-        self._width, self.left = 4 * kept, room  # bytes a row, rows
+        self._width, self.left = 4 * kept, room  # bytes per row, rows
         self._begin: tuple[int, ...] = tuple(part.ctypes.data for part in (self.ids, self.logprobs, self.rest))
 
     def append(self, kernels: SamplingKernels, logits: torch.Tensor, count: int) -> None:
-        """The first rows of ``logits``, for which there must be room."""
+        """Reduce the first ``count`` rows of ``logits``; there must be room for them."""
         ids, logprobs, rest = self._begin
         behind = self.count * self._width
         into = ids + behind, logprobs + behind, rest + 4 * self.count
@@ -51,20 +52,20 @@ class Written(Kept):
 
 
 class SupervisionBuffer:
-    """Collects what is kept of each position, and hands it over at the end of a generation. Logits on the processor are
-    reduced as they come, by the kernels; others are copied where they are, and reduced some together."""
+    """Collects the supervision of each position and returns it at the end of a generation. Kernels reduce logits that
+    are on the CPU at once; other logits are copied on their device and reduced in batches."""
 
     def __init__(self) -> None:
         self._kernels = sampling_kernels()
-        self._rows: torch.Tensor | None = None  # (BATCH, vocab) of the logits' own kind, of which the first are waiting
+        self._rows: torch.Tensor | None = None  # (BATCH, vocab) in the logits' dtype; the first ``_waiting`` are used
         self._waiting = 0
         self._chosen: list[torch.Tensor | list[float]] = []
         self._kept: list[Kept] = []
-        self._open: Written | None = None  # the last of them, where it has room
+        self._open: Written | None = None  # the last of them, if it has room
 
     def append(self, logits: torch.Tensor, chosen: torch.Tensor | list[float] | None, count: int | None = None) -> None:
-        """The first ``count`` rows (all by default) of raw target logits (n, vocab), which may change afterwards; their
-        tokens' log-probabilities ``chosen`` (count,), or None for a whole answer that is greedy."""
+        """Add the first ``count`` rows (all by default) of raw target logits (n, vocab), which may change afterwards,
+        and their tokens' log-probabilities ``chosen`` (count,); None throughout a greedy answer."""
         if chosen is not None:
             self._chosen.append(chosen)
         array = None if self._kernels is None else floats(logits)
@@ -90,7 +91,7 @@ class SupervisionBuffer:
         self._waiting += count
 
     def _digest(self) -> None:
-        """Reduce the waiting rows to what is kept of them."""
+        """Reduce the waiting rows."""
         if self._waiting:
             assert self._rows is not None
             self._reduce(self._rows[: self._waiting])
@@ -98,14 +99,14 @@ class SupervisionBuffer:
 
     def _reduce(self, logits: torch.Tensor) -> None:
         with on_one_thread():
-            # One softmax: a logsumexp takes several times as long on a CPU.
+            # One softmax: logsumexp takes several times as long on a CPU.
             top = logits.float().log_softmax(-1).topk(min(TOP_K, logits.shape[-1]), dim=-1)
             logprobs = top.values
             rest = (1 - logprobs.exp().sum(-1)).clamp_(min=0).log()
         self._kept.append(Kept(top.indices, logprobs, rest, len(logprobs)))
 
     def take(self, count: int, first: int = 0) -> Supervision:
-        """Positions ``first`` up to ``count`` (a stop may cut the last round)."""
+        """The supervision of positions ``first`` up to ``count`` (a stop may cut the last round)."""
         self._digest()
         ids, logprobs, rest = (
             _rows([getattr(part, name)[: part.count] for part in self._kept], first, count)
@@ -125,8 +126,8 @@ class SupervisionBuffer:
 
 
 def _rows(parts: Sequence[Any], first: int, count: int) -> torch.Tensor:
-    """Rows ``first`` up to ``count`` of the parts (tensors, arrays or lists) end to end, on the CPU; the others are not
-    copied."""
+    """Rows ``first`` up to ``count`` of the concatenated parts (tensors, arrays or lists), on the CPU. Other rows are
+    not copied."""
     wanted, begins = [], 0
     for part in parts:
         if begins < count and begins + len(part) > first:

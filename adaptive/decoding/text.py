@@ -1,4 +1,4 @@
-"""From token ids to text a person can be shown: whole characters, and nothing after a stop string."""
+"""Converts token ids to displayable text: whole characters, and nothing from a stop string on."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from adaptive.decoding.stops import stop_strings
 
-# Fewest tokens kept before the new ones when decoding, so that a tokenizer which treats the first token of
-# a text differently (a leading space) sees the true left context; and the most that are tried where fewer decode
-# to something else alone, as the last byte of a character does (a few characters of three or four bytes).
+# Fewest tokens kept before the new ones when decoding, so that a tokenizer which treats the first token of a text
+# differently (a leading space) sees the true left context. Where that many tokens decode to another text alone, as the
+# last byte of a character does, more are tried, up to LONGEST_CONTEXT (a few characters of three or four bytes).
 LEFT_CONTEXT, LONGEST_CONTEXT = 4, 32
-# Tokens decoded again at every step before the left end moves up. Larger decodes more each time,
-# smaller moves more often.
+# Tokens decoded again at every step before the left end moves up. Too high: each step decodes more. Too low: the end
+# moves more often.
 WINDOW = 8
 
 
 class TextStream:
-    """Feed tokens, get text. Text that may turn out to be the start of a stop string, or half of a
-    UTF-8 character, is held back until that is decided."""
+    """Takes tokens and returns text. Text that may be the beginning of a stop string, or half of a UTF-8 character, is
+    held back until that is decided."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class TextStream:
         context: Sequence[int] = (),
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        """``context``: the tokens that the text goes on from, where it does not begin anew. ``marks``: special tokens
-        that are part of the text, which leaves out the others, and what they stand for."""
+        """``context``: the tokens that the text continues, if it does not begin anew. ``marks``: special tokens that
+        belong to the text, with their text; other special tokens are left out."""
         self._marks = marks or {}
         self._stops = stop_strings(tuple(stop)) if stop else None
         self._state = 0  # of the automaton, after all text so far
@@ -41,15 +41,15 @@ class TextStream:
         for count in range(LEFT_CONTEXT, LONGEST_CONTEXT):
             window = list(context[-count:])
             before = self._text(window) if window else ""
-            if "\ufffd" not in before:  # it neither begins nor ends within a character
+            if "\ufffd" not in before:  # the window neither begins nor ends within a character
                 self.window, self.before = window, before
                 break
-        self.held = ""  # decoded, but perhaps the beginning of a stop string
+        self.held = ""  # decoded text that may begin a stop string
         self.stopped = False
         self.stopped_by = ""  # the stop string that ended the text
 
     def push(self, token: int) -> str:
-        """The text that is certain after one more token; sets ``stopped`` at a stop string."""
+        """The text that becomes certain with one more token; sets ``stopped`` at a stop string."""
         if (mark := self._marks.get(token)) is not None:
             new = self._text(self.window)[len(self.before) :] + mark
             self.window, self.before = [], ""
@@ -65,8 +65,8 @@ class TextStream:
         return self._release(new)
 
     def _move_up(self) -> None:
-        """Keep as few of the last tokens as have the same text alone: a tokenizer that falls back to bytes decodes
-        none of a run of them where the first stand within a character."""
+        """Shorten the window to the fewest last tokens that decode to the same text alone: a tokenizer that falls back
+        to bytes decodes nothing of a run of byte tokens that begins within a character."""
         for count in range(LEFT_CONTEXT, min(len(self.window), LONGEST_CONTEXT)):
             text = self._text(self.window[-count:])
             if self.before.endswith(text):
@@ -77,7 +77,7 @@ class TextStream:
             self.before = self._text(self.window)
 
     def finish(self) -> str:
-        """Whatever is still held back, once no more tokens come."""
+        """The text that is still held back, when no more tokens come."""
         if self.stopped:
             return ""
         text = self._release(self._text(self.window)[len(self.before) :]) + self.held
@@ -100,8 +100,8 @@ class TextStream:
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """From token ids to text. What transformers does around the tokenizers library for one token takes five times
-    as long as the library; it is left out where it does nothing."""
+    """A function from token ids to text. The wrapper of transformers takes five times as long for one token as the
+    tokenizers library; it is skipped where it changes nothing."""
     plain = (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and type(tokenizer).decode is PreTrainedTokenizerBase.decode

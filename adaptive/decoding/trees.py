@@ -1,17 +1,21 @@
-"""Which path of a proposed tree stands, and the token that the target adds behind it.
+"""The acceptance rule for trees: which path of a proposed tree is accepted, and which token the target adds.
 
-Greedy, and under a seed: the target's own choice after a node is a token that follows the node, or the one it adds.
+Greedy, and under a seed: the target's own choice after a node is compared with the tokens that follow the node. An
+equal token is accepted; if there is none, the target adds its choice.
 
 Sampled. Tokens x_1 .. x_n follow a node; those that were drawn come from the draft's q there, in their order and
 without replacement: x_i has the law q_i, where q_1 = q, and q_{i+1} is q_i without x_i, renormalised. A token that
-was not drawn has a point mass for q_i. They are tried in this order against what is left of the target's p (recursive
-rejection: Miao et al. 2024, "SpecInfer"; without replacement: Jeon et al. 2024): p_1 = p; x_i stands with probability
-min(1, p_i(x_i) / q_i(x_i)), else p_{i+1} is max(p_i - q_i, 0), normalised; if none stands, a token is drawn from
-p_{n+1}. What comes of it has the law p. For p_{n+1} there is nothing to show. If what comes of the tokens behind x_i
-has the law p_{i+1}, then x comes of x_i and those behind it with probability min(p_i(x), q_i(x)) + r * p_{i+1}(x),
-where r, that x_i does not stand, is 1 - sum min(p_i, q_i) = sum max(p_i - q_i, 0); so r * p_{i+1}(x) = max(p_i(x) -
-q_i(x), 0), and the sum is p_i(x). All of this is under x_1 .. x_{i-1}, given which q_i is the law of x_i. From the
-token that stands the same goes on.
+was not drawn has a point mass for q_i. They are tried in this order against the remaining part of the target's p
+(recursive rejection: Miao et al. 2024, "SpecInfer"; without replacement: Jeon et al. 2024): p_1 = p; x_i is accepted
+with probability min(1, p_i(x_i) / q_i(x_i)), else p_{i+1} is max(p_i - q_i, 0), normalised; if none is accepted, a
+token is drawn from p_{n+1}.
+
+The resulting token has the law p. Proof by induction from the last token to the first. After all have been rejected, a
+token is drawn from p_{n+1} itself. Let the result of the tokens after x_i have the law p_{i+1}. Then the result of x_i
+and those after it is x with probability min(p_i(x), q_i(x)) + r * p_{i+1}(x), where r, the probability that x_i is
+rejected, is 1 - sum min(p_i, q_i) = sum max(p_i - q_i, 0). So r * p_{i+1}(x) = max(p_i(x) - q_i(x), 0), and the sum is
+p_i(x). All of this is conditional on x_1 .. x_{i-1}, given which q_i is the law of x_i. The same rule continues from
+the accepted token.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ Row = npt.NDArray[np.float64]
 
 
 class Choice(NamedTuple):
-    """What the target says after a node: a token, its log-probability, and the node where it was proposed."""
+    """The target's choice after a node: a token, its log-probability, and the node that proposed it, if one did."""
 
     token: int
     chosen: float
@@ -43,9 +47,9 @@ class Choice(NamedTuple):
 def verify_tree(
     logits: torch.Tensor, proposal: Proposal, transform: Transform, uniform: Uniform, position: int
 ) -> tuple[Verdict, list[int]]:
-    """What stands of a tree of K tokens, given the target's logits (K + 1, vocab) after the last committed token and
-    after each node; the first is for the token at ``position`` of the text. The verdict, and the nodes that stand.
-    Raises AdaptiveError where the logits of a row that is reached are not numbers."""
+    """Verify a tree of K tokens, given the target's logits (K + 1, vocab) after the last committed token, for the token
+    at ``position`` of the text, and after each node. Returns the verdict and the accepted nodes. Raises AdaptiveError
+    if the logits of a row that is reached are not numbers."""
     params, path, tokens = transform.params, list[int](), list[int]()
     chosen: list[float] = []
     following: dict[int, list[int]] = {}
@@ -69,7 +73,7 @@ def verify_tree(
 
 
 def _named(token: int, proposal: Proposal, after: list[int]) -> int | None:
-    """The first of these nodes that is this token."""
+    """The first of the nodes ``after`` whose token is ``token``."""
     return next((node for node in after if proposal.tokens[node] == token), None)
 
 
@@ -92,10 +96,10 @@ def _sampled(p: torch.Tensor, proposal: Proposal, after: list[int], uniform: Uni
     for node in after:
         token: int = proposal.tokens[node]  # type: ignore[assignment]  # a tree's tokens are listed
         q = _without(proposal, node, drawn, len(ours))
-        if uniform.next() * float(q[token]) < left[token]:  # nor where q is no number
+        if uniform.next() * float(q[token]) < left[token]:  # false also where q is not a number
             return Choice(token, _log(float(ours[token])), node)
         rest = np.maximum(left - q, 0)
-        if rest.sum() > NOTHING:  # else p is q up to rounding, and the right one
+        if rest.sum() > NOTHING:  # else p equals q up to rounding, and stays
             left = rest / rest.sum()
     extra = pick(left.astype(np.float32), uniform.next())
     if extra is None:
@@ -104,7 +108,8 @@ def _sampled(p: torch.Tensor, proposal: Proposal, after: list[int], uniform: Uni
 
 
 def _without(proposal: Proposal, node: int, drawn: list[int], vocab: int) -> Row:
-    """What a node's token was drawn from (vocab,), given the tokens ``drawn`` there before, among which it is then."""
+    """The distribution (vocab,) that a node's token was drawn from, given the tokens ``drawn`` after the same parent
+    before it. Adds the token to ``drawn``; a token that was not drawn has a point mass."""
     token: int = proposal.tokens[node]  # type: ignore[assignment]
     q: Row
     q, given = np.zeros(vocab), None if proposal.probs is None else proposal.probs[node]

@@ -1,5 +1,5 @@
-"""Verifies proposals: what the target is asked about one, and what stands of it, under one set of sampling
-parameters."""
+"""Verifies proposals under one set of sampling parameters: builds the target's pass over a proposal, and applies the
+acceptance rule to its logits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Verifier:
         self.adjusts = processor.active
 
     def verify(self, target: Sequence, fed: list[int], proposal: Proposal | None) -> tuple[Verdict, torch.Tensor]:
-        """Feed the target ``fed`` and the K tokens of a proposal in one pass. What stands of them, and the target's raw
-        logits (K + 1, vocab) after the last token of ``fed`` and after each of the K, or of a tree, of which the target
-        then holds the path that stands, after each of that."""
+        """Feed the target ``fed`` and the K tokens of a proposal in one pass. Returns the verdict and the target's raw
+        logits (K + 1, vocab) after the last token of ``fed`` and after each of the K. For a tree, the target keeps only
+        the accepted path, and the logits are those after the last token of ``fed`` and after each node of the path."""
         fused = target.fused
         if fused is not None and proposal is not None:
-            proposal = proposal.closed()  # made on another device than this engine's
+            proposal = proposal.closed()  # it was queued on another device than this engine's
         drafted = [] if proposal is None else proposal.tokens
         chain = proposal is None or proposal.parents is None
         if fused is not None and chain and isinstance(drafted, list) and not self.processor.alters:
@@ -43,8 +43,8 @@ class Verifier:
     def judge(
         self, target: Sequence, fed: int, proposal: Proposal | None, held: int, raw: torch.Tensor
     ) -> tuple[Verdict, torch.Tensor]:
-        """The same, given the target's ``raw`` logits of a pass over what was ``asked``: ``fed`` tokens, of which the
-        last is the text's ``held``-th, and a proposal."""
+        """The same, given the target's ``raw`` logits of the pass that ``asked`` describes. ``fed`` is the number of
+        fed tokens; the last of them is the ``held``-th token of the text."""
         drafted = [] if proposal is None else proposal.tokens
         if proposal is not None and proposal.parents is not None:
             verdict, path = verify_tree(raw, proposal, self.transform, self.uniform, held)
@@ -61,8 +61,7 @@ class Verifier:
 
 
 def asked(fed: list[int], proposal: Proposal | None) -> tuple[Ids, int, list[int] | None]:
-    """What a target's sequence is extended by to verify a proposal of K tokens: tokens, rows (K + 1) and parents, as
-    ``Sequence.extend`` takes them."""
+    """The arguments of ``Sequence.extend`` that verify a proposal of K tokens: tokens, rows (K + 1) and parents."""
     if proposal is None:
         return fed, 1, None
     tokens, rows, parents, count = join([fed, proposal.tokens]), 1 + len(proposal.tokens), proposal.parents, len(fed)

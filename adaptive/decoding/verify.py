@@ -1,12 +1,12 @@
-"""The acceptance rule: which drafted tokens the target keeps, and the token it adds itself.
+"""The acceptance rule: which drafted tokens the target accepts, and the token that it adds itself.
 
-Greedy: a drafted token is kept while it is the target's own argmax. Sampled (Leviathan et al. 2023;
-Chen et al. 2023): token x drawn from q is kept with probability min(1, p(x) / q(x)); at the first
-one that is not, the target's token is drawn from max(p - q, 0), normalised. Either way the output is
-the target's own, whatever q was. Without q a drafted token is one that was not drawn at all: q gives it everything.
+Greedy: a drafted token is accepted while it is the target's own argmax. Sampled (Leviathan et al. 2023; Chen et al.
+2023): token x drawn from q is accepted with probability min(1, p(x) / q(x)); at the first rejection, the target's token
+is drawn from max(p - q, 0), normalised. Either way the output has the target's own distribution, whatever q was. A
+drafted token without q was not drawn at all: its q is a point mass.
 
-Under a seed (``adaptive/noise.py``): a drafted token is kept while it is the token that the target itself draws there
-with the noise of the seed. Then the text is the target's own too, and the same whatever drafts.
+Under a seed (``adaptive/noise.py``): a drafted token is accepted while it is the token that the target itself draws
+there with the seed's noise. The text is again the target's own, and the same for every drafter.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from adaptive.sampling import Transform, Uniform, draw_at, draw_on_device, pick
 from adaptive.tokens import Distributions, Ids, as_array, as_tensor, moved
 from adaptive.types import SamplingParams
 
-# Share of p beside what is left of p - q: less than the rounding of any draw unless that is nothing.
+# Share of p that is added to what is left of p - q. It is below the rounding of any draw, unless nothing is left.
 NOTHING = 1e-30
 NO_NUMBERS = "the target's logits are not numbers, so that no token can be chosen: is its checkpoint damaged?"
 
 
-@dataclass(slots=True)  # one a round, and a frozen one takes three times as long to make
+@dataclass(slots=True)  # made once a round; a frozen one takes three times as long to make
 class Verdict:
-    """How many drafted tokens stand, all tokens that the round commits (accepted + 1), and the
-    log-probability of each of them under the distribution it was drawn from (None when greedy: it is 0)."""
+    """The number of accepted drafted tokens, all tokens that the round commits (accepted + 1), and the log-probability
+    of each of these under the distribution it was drawn from (None when greedy: it is 0)."""
 
     accepted: int
     tokens: list[int]
@@ -44,20 +44,19 @@ class Verdict:
 
 
 def verify_greedy(logits: torch.Tensor, drafted: Ids, queued: Queued | None = None) -> Verdict:
-    """logits (K + 1, vocab) of the target, K drafted tokens, of which those of a ``queued`` proposal may not all count.
-    Raises AdaptiveError where the logits of a row that is reached are not numbers."""
+    """The greedy rule, given the target's logits (K + 1, vocab) and K drafted tokens, of which a ``queued`` proposal
+    may count only the first. Raises AdaptiveError if the logits of a row that is reached are not numbers."""
     rows = as_array(logits)
     if rows is None or queued is not None:
         return verify_greedy_on_device(logits, moved(as_tensor(drafted), logits.device), queued)
     proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
     best = rows.argmax(-1)
-    tops = rows[np.arange(len(best)), best].tolist()  # no number where any of the row is none
+    tops = rows[np.arange(len(best)), best].tolist()  # NaN if any number of the row is
     return _greedy_verdict(best.tolist(), proposed, map(math.isfinite, tops))
 
 
 def verify_greedy_on_device(logits: torch.Tensor, drafted: torch.Tensor, queued: Queued | None = None) -> Verdict:
-    """The same where the logits and the drafted tokens are on a device, which is waited for once. Of a proposal that is
-    ``queued`` not all tokens may count."""
+    """The same for logits and drafted tokens on a device; synchronises with it once."""
     top = logits.max(-1)
     count = len(drafted)
     known: list[int] = torch.cat([drafted, top.indices, top.values.isfinite()]).tolist()
@@ -66,8 +65,8 @@ def verify_greedy_on_device(logits: torch.Tensor, drafted: torch.Tensor, queued:
 
 
 def _greedy_verdict(best: list[int], drafted: list[int], sound: Iterable[object]) -> Verdict:
-    """From the target's likeliest tokens (K + 1), and whether they are the largest of numbers."""
-    # The target's choice stands in every row that is reached: an accepted draft is that choice.
+    """The verdict, given the target's likeliest tokens (K + 1) and whether their logits are finite."""
+    # An accepted drafted token equals the target's choice, so the committed tokens are the target's choices.
     accepted = next((i for i, (a, b) in enumerate(zip(best, drafted, strict=False)) if a != b), len(drafted))
     if not all(itertools.islice(sound, accepted + 1)):
         raise AdaptiveError(NO_NUMBERS)
@@ -83,8 +82,8 @@ def verify_logits(
     position: int,
     queued: Queued | None = None,
 ) -> Verdict:
-    """The quickest way from the target's logits (K + 1, vocab), for the tokens at ``position`` of the text and behind
-    it, to a verdict under ``transform``, which is not greedy; the rest as below."""
+    """The fastest way from the target's logits (K + 1, vocab), of which the first is for the token at ``position`` of
+    the text, to a verdict under ``transform``, which is not greedy. The other arguments are as below."""
     kernels, params = transform.kernels, transform.params
     if kernels is None or queued is not None or as_array(logits) is None:
         probs = transform(logits)
@@ -108,8 +107,8 @@ def verify_fused(
     uniform: Uniform,
     mask: Mask | None = None,
 ) -> tuple[Verdict, torch.Tensor]:
-    """Feed the target ``fed`` and what is proposed, and judge it in the same call, under the ``mask`` if there is one;
-    the verdict and the raw logits."""
+    """Feed the target ``fed`` and the proposal, and apply the acceptance rule in the same call, under the ``mask`` if
+    there is one. Returns the verdict and the raw logits."""
     proposed: list[int] = [] if proposal is None else proposal.tokens  # type: ignore[assignment]
     q = None if proposal is None else rows(proposal.probs)
     random = [] if params.greedy or params.seeded else uniform.ahead(len(proposed) + 2)
@@ -119,7 +118,7 @@ def verify_fused(
 
 
 def verdict(judgement: Judgement, proposed: list[int], uniform: Uniform) -> Verdict:
-    """What the kernels found."""
+    """The verdict for a judgement of the kernels. Raises AdaptiveError if the logits were not numbers."""
     accepted, extra, used, chosen = judgement
     if extra < 0:
         raise AdaptiveError(NO_NUMBERS)
@@ -128,9 +127,9 @@ def verdict(judgement: Judgement, proposed: list[int], uniform: Uniform) -> Verd
 
 
 def verify_seeded(p: torch.Tensor, drafted: Ids, seed: int, position: int, queued: Queued | None = None) -> Verdict:
-    """The rule under a seed: a drafted token stands if it is the target's own choice, by the noise of its place in the
-    text. Target probabilities p (K + 1, vocab), the first of them at ``position``; K drafted tokens. Waits for a device
-    once. Raises AdaptiveError where the p of a row that is reached are not numbers."""
+    """The rule under a seed: a drafted token is accepted if it is the target's own choice, given the noise of its place
+    in the text. Takes target probabilities p (K + 1, vocab), the first of them at ``position``, and K drafted tokens.
+    Synchronises with a device once. Raises AdaptiveError if the p of a row that is reached are not numbers."""
     count = len(drafted)
     choice = race(p, seed, position)
     likely = p.gather(1, choice[:, None])[:, 0]
@@ -145,7 +144,7 @@ def verify_seeded(p: torch.Tensor, drafted: Ids, seed: int, position: int, queue
 
 
 def rows(q: Distributions | None) -> torch.Tensor | None:
-    """As a rule reads them."""
+    """q in the form that the kernels read: float32, contiguous, on the CPU."""
     if q is None or hasattr(q, "address"):
         return q  # type: ignore[return-value]
     if isinstance(q, list):
@@ -154,8 +153,8 @@ def rows(q: Distributions | None) -> torch.Tensor | None:
 
 
 def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uniform) -> Verdict:
-    """Target probabilities p (K + 1, vocab), K drafted tokens, and the K distributions q that they were drawn from,
-    over no more tokens than p. Raises AdaptiveError where p are not numbers.
+    """The sampled rule, given target probabilities p (K + 1, vocab), K drafted tokens, and the K distributions q that
+    they were drawn from, over no more tokens than p. Raises AdaptiveError if the p are not numbers.
     """
     ours = as_array(p)
     if ours is None:
@@ -165,14 +164,14 @@ def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uni
     chosen: list[float] = []
     for token, p_n, q_n in zip(proposed, ours, theirs, strict=False):
         p_x = float(p_n[token])
-        if not uniform.next() * float(q_n[token]) < p_x:  # nor where q is no number
+        if not uniform.next() * float(q_n[token]) < p_x:  # rejects also where q is not a number
             break
         chosen.append(math.log(p_x))
     accepted = len(chosen)
     p_n, extra = ours[accepted], None
     if accepted < len(proposed):
         extra = pick(p_n, uniform.next(), less=theirs[accepted])
-    if extra is None:  # all accepted; or p == q up to rounding leaves nothing to draw from, and p is the right one
+    if extra is None:  # all accepted; or p == q up to rounding left nothing to draw from, and p is the right law
         extra = pick(p_n, uniform.next())
     if extra is None:
         raise AdaptiveError(NO_NUMBERS)
@@ -183,8 +182,8 @@ def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uni
 def verify_on_device(
     p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, uniform: Uniform, queued: Queued | None = None
 ) -> Verdict:
-    """The same in tensor operations, which wait for the device once; q (K, vocab). Of the K tokens of a ``queued``
-    proposal those count that it says."""
+    """The same in tensor operations, which synchronise with the device once; q is (K, vocab). Of the K tokens of a
+    ``queued`` proposal only the first ``queued.count`` count."""
     most = drafted.shape[0]
     if not most:
         extra = draw_on_device(p, uniform)
@@ -200,10 +199,10 @@ def verify_on_device(
     stands = (numbers[:-1, 0] * q_x < p_x) & (places < count)
     reached = stands.int().cumprod(0).sum(0, keepdim=True)
     p_n = p.index_select(0, reached)
-    # Where all are accepted there is no q to take away, and the draw is from p itself.
+    # If all are accepted, there is no q to subtract, and the draw is from p itself.
     q_n = q.index_select(0, reached.clamp(max=most - 1)).mul_(reached < count)
-    residual = (p_n - q_n).nan_to_num_(nan=0.0).clamp_(min=0)  # a draft that gives no numbers costs guesses only
-    # p == q up to rounding leaves nothing to draw from; then p is the right distribution.
+    residual = (p_n - q_n).nan_to_num_(nan=0.0).clamp_(min=0)  # NaN in q costs rejections only
+    # If p == q up to rounding, nothing is left to draw from; then p is the right distribution.
     extra = draw_at(residual.add_(p_n, alpha=NOTHING), numbers.index_select(0, count))
     probability = p_n.index_select(1, extra)[0]
     # The round's one synchronisation.
@@ -216,12 +215,12 @@ def verify_on_device(
 
 
 def _count(number: int, device: torch.device) -> torch.Tensor:
-    """A number as a tensor (1,)."""
+    """``number`` as a tensor (1,)."""
     return torch.full((1,), number, dtype=torch.long, device=device)
 
 
 def _like(p: torch.Tensor, q: Distributions) -> torch.Tensor:
-    """q as a tensor (K, vocab) beside p, 0 for tokens that only the target has."""
+    """q as a tensor (K, vocab) on p's device, 0 for tokens that only the target has."""
     if not isinstance(q, torch.Tensor):
         q = torch.from_numpy(np.stack(list(q))) if len(q) else p.new_empty(0, p.shape[1])
     return torch.nn.functional.pad(q.to(p.device), (0, p.shape[1] - q.shape[1]))
