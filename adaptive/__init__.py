@@ -11,7 +11,7 @@ __all__ = ["Assistant"]
 
 
 def __getattr__(name: str) -> object:
-    """``Assistant``, when it is asked for: it imports torch, which takes seconds."""
+    """Imports ``Assistant`` on first access, because it imports torch, which takes seconds."""
     if name == "Assistant":
         from adaptive.api import Assistant
 

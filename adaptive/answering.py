@@ -1,4 +1,4 @@
-"""One answer of an assistant: what was asked, what is decoded, and what is logged of it at its end."""
+"""One answer of an assistant: the question, its decoding, and the record that is logged at its end."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from adaptive.types import Generation, Message, Round, SamplingParams, StopParam
 
 @dataclass(frozen=True)
 class Question:
-    """What an assistant is asked: a ``prompt`` of token ids, which came from ``messages`` or from a raw ``text``.
+    """A request to an assistant: a ``prompt`` of token ids, which came from ``messages`` or from a raw ``text``.
 
-    The rest as in ``Assistant.answer``.
+    The other fields are as in ``Assistant.answer``.
     """
 
     prompt: list[int]
@@ -41,9 +41,10 @@ class Question:
 
 @dataclass(eq=False)
 class Answering:
-    """An answer that has begun, in ``session``, under ``sampling``, by an adapter.
+    """An answer that has begun, in ``session``, under ``sampling``; ``adapter`` is the draft's adapter at its
+    beginning.
 
-    ``drafted_by`` tells which adapter drafted which of its rounds: (adapter, its first round), oldest first.
+    ``drafted_by`` lists the adapters that drafted its rounds: (adapter, its first round), oldest first.
     """
 
     question: Question
@@ -65,9 +66,8 @@ class Answering:
 
     @property
     def rounds_by_adapter(self) -> list[tuple[str | None, tuple[Round, ...]]]:
-        """Its rounds as the model had them, or nobody, apart by adapter: one may have been swapped in while it was
-        under way. None of an answer under a seed: fewer of its drafted tokens stand, which says nothing of an
-        adapter."""
+        """The plain rounds and those of the model's drafts, by adapter, since an adapter may be swapped in during an
+        answer. Empty for an answer under a seed: it accepts fewer drafted tokens, whatever the adapter."""
         if self.decoding.request.sampling.seeded:
             return []
         rounds = self.decoding.rounds
@@ -78,13 +78,13 @@ class Answering:
         ]
 
     def hold(self) -> None:
-        """The caches are those of this text now."""
+        """Record this answer's tokens as the contents of the conversation's caches."""
         self.conversation.target.tokens = self.decoding.committed
         if self.conversation.draft:
             self.conversation.draft.tokens = self.decoding.committed
 
     def generation(self, engine: str) -> Generation:
-        """What is logged of it; ``engine`` is the target's."""
+        """The record to be logged; ``engine`` names the target's engine."""
         question, decoding = self.question, self.decoding
         return Generation(
             session=self.session,
@@ -106,7 +106,7 @@ class Answering:
         )
 
     def features(self) -> Features:
-        """The target's hidden states of the text, as far as they are learned from."""
+        """The target's hidden states of the last tokens of the text, as many as training uses."""
         sequence = self.conversation.target.sequence
         first = max(0, sequence.length - LONGEST)
         return Features.of(sequence.features(first, sequence.length).float().cpu().numpy(), first)

@@ -9,8 +9,7 @@
         print(assistant.distil().message)
         print(assistant.stats().sentence)
 
-It shares settings, log, adapters and what the controller remembers with the command line, and is as little for
-several threads at once as a pair is.
+It shares settings, log, adapters and the controller's memory with the command line. Like a pair, it is not thread-safe.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from adaptive.settings import load_settings
 from adaptive.speculation import speculation
 from adaptive.types import Message, SamplingParams, StopParams
 
-# A question, or a conversation whose last message is one: ``{"role": ..., "content": ...}``, or ``Message``.
+# A question, or a conversation that ends with one: messages are ``{"role": ..., "content": ...}`` or ``Message``.
 Asked: TypeAlias = str | Sequence[Message | Mapping[str, str]]
 
 
 @dataclass(frozen=True)
 class Stats:
-    """How the last answer was decoded. ``tokens_per_round`` counts all rounds, ``acceptance`` drafted tokens only;
-    both are None before the first answer, and ``acceptance`` where nothing was drafted. ``sentence`` says what decoding
-    did and why, ``adapter`` is the id of the draft's adapter in use."""
+    """How the last answer was decoded. ``tokens_per_round`` counts all rounds, ``acceptance`` only drafted tokens. Both
+    are None before the first answer, and ``acceptance`` also if nothing was drafted. ``sentence`` describes how
+    decoding worked and why; ``adapter`` is the id of the draft's adapter in use."""
 
     tokens: int
     tokens_per_second: float
@@ -57,7 +56,7 @@ class Stats:
 
 
 class Assistant:
-    """A target and its draft, loaded. Close it, or use it as a context manager: what was said is in the log then."""
+    """A target and its draft, loaded. Close it, or use it as a context manager, to complete the log."""
 
     def __init__(
         self,
@@ -68,12 +67,12 @@ class Assistant:
         config: str | Path | None = None,
         **settings: Any,
     ) -> None:
-        """Load a pair: model folders, hub ids or GGUF files; the bundled pair where neither is named, a head that is
-        grown where only a target is. ``settings`` as in docs/settings.md (``home``, ``dtype``, ``temperature``,
-        ``record``, ...); ``config`` is a TOML file of them. With ``learn`` a process beside this one trains the draft
-        while nothing is asked, and its better drafts come into use, as in ``adaptive chat``.
+        """Load a pair: model folders, hub ids or GGUF files. Without either name the bundled pair is loaded; with only
+        a target, a head is grown on it. ``settings`` as in docs/settings.md (``home``, ``dtype``, ``temperature``,
+        ``record``, ...); ``config`` is a TOML file of them. With ``learn``, a background process trains the draft
+        between answers, and better drafts come into use, as in ``adaptive chat``.
 
-        Raises AdaptiveError for what cannot be loaded.
+        Raises AdaptiveError if the pair cannot be loaded.
         """
         named = {"target": target, "draft": draft}
         given = {name: str(value) for name, value in named.items() if value is not None} | settings
@@ -91,7 +90,7 @@ class Assistant:
             self._closing = stack.pop_all()
 
     def ask(self, prompt: Asked, **options: Any) -> str:
-        """The answer to a question or a conversation. ``options`` as of ``stream``."""
+        """The answer to a question or a conversation. ``options`` as in ``stream``."""
         return "".join(self.stream(prompt, **options))
 
     def stream(
@@ -104,11 +103,11 @@ class Assistant:
         session: str | None = None,
         **sampling: Any,
     ) -> Iterator[str]:
-        """The answer in pieces of text, as they come. Whoever stops reading ends it.
+        """The answer in pieces of text, as they are decoded. Closing the iterator ends the answer.
 
-        ``sampling`` are fields of ``SamplingParams`` (``temperature``, ``top_p``, ``seed``, ...), by default as the
-        settings or the checkpoint say. With a ``json_schema`` the answer is JSON that keeps to it. ``session`` names
-        the conversation in the log. Raises AdaptiveError for what cannot be answered.
+        ``sampling`` are fields of ``SamplingParams`` (``temperature``, ``top_p``, ``seed``, ...); the settings or the
+        checkpoint give the defaults. With a ``json_schema`` the answer is JSON that matches it. ``session`` names the
+        conversation in the log. Raises AdaptiveError for a request that cannot be answered.
         """
         params = _changed(self._sampling, sampling)
         limits = StopParams(max_new_tokens or self.settings.answer_tokens, tuple(stop))
@@ -146,11 +145,11 @@ class Assistant:
         )
 
     def distil(self, on_progress: Callable[[Report], None] = lambda report: None) -> Report:
-        """Train the draft on what was said so far, in another process; a better one is in use when this returns.
+        """Train the draft on the logged answers, in another process. A better draft is in use on return.
 
-        The last report says what came of it: its ``stage`` is ``done`` (``promoted`` or not), ``refused`` with the
-        reason in ``message`` (too few answers yet), ``taken`` where another process trains this pair, or ``memory``.
-        Raises AdaptiveError where nothing is logged, or the training process fails.
+        The ``stage`` of the last report is ``done`` (``promoted`` or not), ``refused`` with the reason in ``message``
+        (too few answers yet), ``taken`` if another process trains this pair, or ``memory`` if it ran short. Raises
+        AdaptiveError if nothing is logged, or the training process fails.
         """
         elsewhere = untrained(self.settings)
         if elsewhere is not None:
@@ -170,14 +169,14 @@ class Assistant:
                     report = Report.of(line)
                     on_progress(report)
             finally:
-                worker.stdin.close()  # which ends it, where this is interrupted
+                worker.stdin.close()  # ends the worker if this is interrupted
         if report is None or report.stage not in LAST:
             raise AdaptiveError(f"the training process failed; {state.root / 'trainer.log'} says why")
         self._opened.swapper.use_promoted()
         return report
 
     def close(self) -> None:
-        """Write what is not in the log yet, and what the controller learned; nothing can be asked after that."""
+        """Write the rest of the log and the controller's memory. No answers are possible after that."""
         self._closing.close()
 
     def __enter__(self) -> Assistant:

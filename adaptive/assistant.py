@@ -1,6 +1,6 @@
 """A chat assistant on one pair: chat template, sessions that keep their cache, streaming, the log.
 
-Every front end (command line, demo, server) talks to an ``Assistant`` and consumes its stream.
+Every front end (command line, demo, server) uses an ``Assistant`` and consumes its stream.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def length_policy(
     clock: Callable[[], float] = time.perf_counter,
     trees: bool = False,
 ) -> LengthPolicy:
-    """The policy that ``--draft-length`` names; ``auto`` starts from ``memory``, if there is one, and where ``trees``
-    pay chooses how many nodes they have.
+    """The policy that ``--draft-length`` names. ``auto`` starts from ``memory``, if there is one; with ``trees`` it
+    chooses their number of nodes.
 
     ``attentive`` and ``clock`` as in ``LengthPolicy``. Raises AdaptiveError as ``fixed_draft_length``.
     """
@@ -66,12 +66,12 @@ def length_policy(
 
 
 class Assistant:
-    """Answers with one pair. Not for several threads at once; a server gives it one engine thread.
+    """Answers with one pair. Not thread-safe; a server runs it on one engine thread.
 
-    ``adapter`` is the id of the adapter in use. Finished generations go to ``log``, if there is one; each
-    names the adapter that it began with. ``between_rounds``, if set, is called between two rounds of an
-    answer: it may swap, and says whether the draft may be used. ``reading``, if set, is called before each part of a
-    long prompt with the tokens of it that are still to be computed; what it raises ends the answer.
+    ``adapter`` is the id of the adapter in use. Finished generations go to ``log``, if there is one; each names the
+    adapter that it began with. ``between_rounds``, if set, is called before every burst of rounds: it may swap the
+    adapter, and returns whether the draft may be used. ``reading``, if set, is called before each part of a long
+    prompt with the number of its tokens that are not computed yet; an exception from it ends the answer.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Assistant:
         history: History | None = None,
         kept: KeptCaches | None = None,
     ) -> None:
-        """``cache_bytes`` is what the caches of several conversations may take; 0 keeps one conversation. ``history``
-        is what may be drafted from beside the model, ``kept`` keeps caches on disk. Raises AdaptiveError for trees
-        where a model takes none."""
+        """``cache_bytes`` limits the caches of several conversations; 0 keeps one conversation. ``history`` is the text
+        that may be drafted from besides the model, ``kept`` keeps caches on disk. Raises AdaptiveError if the policy
+        drafts trees and a model does not support them."""
         drafted = pair.draft is not None or pair.remote is not None
         for engine in (pair.target, pair.draft):
             if policy.tree and drafted and engine is not None and not engine.trees:
@@ -97,12 +97,12 @@ class Assistant:
         self.log = log
         self.history = history if pair.target.undraftable is None else None
         self.adapter: str | None = None
-        self.latest: Answering | None = None  # the answer that began last
+        self.latest: Answering | None = None  # the answer that began most recently
         self.under_way: list[Answering] = []
-        self.chance: random.Random = random.SystemRandom()  # where answers without a seed begin
+        self.chance: random.Random = random.SystemRandom()  # seeds answers that have no seed
         self.between_rounds: Callable[[], bool] | None = None
         self.reading: Callable[[int], None] | None = None
-        # Whether the model drafts while the target verifies: where that waits for its disk.
+        # Whether the model drafts while the target verifies: only where the target waits for its disk.
         self.drafts_ahead = forward_of(pair.target) is Forward.STREAMED and not isinstance(pair.draft, ReadsFeatures)
         self._worker = Worker()
         self._swap: tuple[str | None, Iterator[None], Sequence[float] | None] | None = None
@@ -112,16 +112,16 @@ class Assistant:
         self.grammars = Grammars(pair.tokenizer, pair.target.vocab_size, self._ends)
 
     def use_adapter(self, adapter: str | None, folder: Path | None) -> None:
-        """Swap the draft's adapter now, wholly. Raises AdaptiveError if it does not fit."""
+        """Swap the draft's adapter at once. Raises AdaptiveError if it does not fit."""
         self.begin_swap(adapter, folder)
         self.finish_swap()
 
     def begin_swap(self, adapter: str | None, folder: Path | None, expected: Sequence[float] | None = None) -> None:
-        """Read and check another adapter; ``finish_swap`` then merges it, in as many calls as are wanted.
+        """Read and check another adapter; ``finish_swap`` then merges it, in any number of calls.
 
-        ``expected`` is the acceptance by position that it promises, for the draft-length policy.
-        No draft may be asked for meanwhile. Raises AdaptiveError if the adapter does not fit; the one in
-        use then stays. A swap that is under way is finished first.
+        ``expected`` is the adapter's acceptance by position, for the draft-length policy. The draft must not be used
+        until the swap is finished. Raises AdaptiveError if the adapter does not fit; the one in use then stays. An
+        unfinished swap is finished first.
         """
         self.finish_swap()
         if self.pair.draft is None or adapter == self.adapter:
@@ -133,17 +133,17 @@ class Assistant:
 
     @property
     def last(self) -> Decoding | None:
-        """The answer that began last."""
+        """The decoding of the answer that began most recently."""
         return None if self.latest is None else self.latest.decoding
 
     @property
     def drafted_by(self) -> list[tuple[str | None, int]]:
-        """Of that answer, as of ``Answering``."""
+        """``Answering.drafted_by`` of that answer."""
         return [] if self.latest is None else self.latest.drafted_by
 
     @property
     def rounds_by_adapter(self) -> list[tuple[str | None, tuple[Round, ...]]]:
-        """Of that answer, as of ``Answering``."""
+        """``Answering.rounds_by_adapter`` of that answer."""
         return [] if self.latest is None else self.latest.rounds_by_adapter
 
     @property
@@ -152,9 +152,9 @@ class Assistant:
         return self._swap is not None
 
     def finish_swap(self, seconds: float = float("inf")) -> bool:
-        """Go on with a swap that has begun, for about ``seconds``; whether the draft is ready for use.
+        """Continue a swap for about ``seconds``. Returns whether the draft is ready for use.
 
-        Raises AdaptiveError where it cannot be finished; the plain draft is then in use.
+        Raises AdaptiveError if the swap cannot be finished; the draft is then used without an adapter.
         """
         if self._swap is None:
             return True
@@ -173,15 +173,15 @@ class Assistant:
     def _swapped(self, adapter: str | None, expected: Sequence[float] | None = None) -> None:
         self._swap, self.adapter = None, adapter
         self.policy.swapped(expected)
-        # The caches of other weights are stale. Answers under way keep their own: to fill one anew could
-        # hold back its next token for seconds. What was drafted from it is verified as ever.
+        # Caches computed with other weights are stale. Answers in progress keep theirs: filling one anew could delay
+        # the next token by seconds. Drafts from a stale cache are verified as usual.
         self.conversations.forget_drafts()
         for answering in self.under_way:
             answering.swapped(adapter)
 
     def forget(self) -> None:
-        """Have nothing of what was said in memory: neither caches nor the last answer. An answer that is under way
-        keeps what it needs to its end, and nothing of it is kept after that."""
+        """Remove all text from memory: caches and the last answer. An answer in progress keeps what it needs until its
+        end, and nothing of it is kept afterwards."""
         self.conversations.forget()
         if self.pair.remote is not None:
             self.pair.remote.forget()
@@ -200,7 +200,7 @@ class Assistant:
         record: bool = True,
         grammar: Grammar | None = None,
     ) -> Iterator[Step]:
-        """Answer a chat; the part of it that the caches already hold is not computed again."""
+        """Answer a chat; the part of it that is in the caches is not computed again."""
         prompt = encode_chat(self.pair, messages)
         return self.answer(prompt, tuple(messages), "", sampling, stop, session, domain, record, grammar=grammar)
 
@@ -238,13 +238,13 @@ class Assistant:
     ) -> Iterator[Step]:
         """Answer a prompt of token ids, which came from ``messages`` or from a raw ``text``.
 
-        ``goes_on`` is a prompt that ends within an answer, which this one continues. The answer keeps to the
-        ``grammar``, if there is one, unless a limit cuts it.
+        ``goes_on``: the prompt ends within an answer, which this one continues. The answer matches the ``grammar``, if
+        there is one, unless a limit cuts it.
 
-        Without a ``session``, where several conversations are kept, how it began and ``client`` tell which one
-        this is. ``owner`` is whom the record belongs to, and whose records are drafted from.
-        ``supervise`` keeps the target's distribution also where nothing is recorded. ``marks`` are special tokens that
-        are part of the text (``TextStream``).
+        Without a ``session``, if several conversations are kept, its beginning and the ``client`` identify the
+        conversation. ``owner`` owns the record, and only the owner's records are drafted from. ``supervise`` keeps the
+        target's distribution even if nothing is recorded. ``marks`` are special tokens that are part of the text
+        (``TextStream``).
         """
         question = Question(
             prompt, messages, text, sampling, stop, session, domain, record, supervise, client, owner, goes_on, grammar,
@@ -260,8 +260,8 @@ class Assistant:
             self.end(answering)
 
     def begin(self, question: Question) -> Answering:
-        """An answer whose ``decoding`` is to be gone through by ``steps`` or in a batch, and then ``end`` to be called.
-        Raises AdaptiveError for what cannot be answered."""
+        """Begin an answer. The caller runs its ``decoding`` by ``steps`` or in a batch, and then calls ``end``.
+        Raises AdaptiveError for a request that cannot be answered."""
         prompt, sampling = question.prompt, question.sampling
         context = self.pair.target.context_length
         if not prompt:
@@ -294,11 +294,11 @@ class Assistant:
         return answering
 
     def has_room(self, tokens: int) -> bool:
-        """Whether there is memory for the caches of one more answer of so many tokens, its prompt among them."""
+        """Whether there is memory for the caches of one more answer of ``tokens`` tokens, including its prompt."""
         return self.conversations.has_room(tokens, (answering.conversation for answering in self.under_way))
 
     def end(self, answering: Answering) -> None:
-        """An answer that has begun is over, whether it came to its end or not: it goes to the log."""
+        """End an answer that has begun, whether it is complete or not, and log it."""
         decoding, conversation = answering.decoding, answering.conversation
         self.under_way.remove(answering)
         conversation.under_way = False
@@ -313,7 +313,7 @@ class Assistant:
         return frozenset(stop.stop_token_ids) | (frozenset() if stop.ignore_eos else self._ends)
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """Random numbers for an answer without a seed."""
+        """A random generator for an answer without a seed."""
         return torch.Generator(device).manual_seed(self.chance.getrandbits(63))
 
     def _decoding(
@@ -362,7 +362,7 @@ class Assistant:
     def _drafter(
         self, sequence: EngineSequence, draft: Engine, sampling: SamplingParams, processor: LogitsProcessor
     ) -> Drafter:
-        """The model as a drafter: beside a target that waits for its disk it drafts ahead."""
+        """The model as a drafter, which drafts ahead beside a target that waits for its disk."""
         given = sequence, draft, self.pair.target.vocab_size, sampling, processor, self._generator(draft.device)
         if not self.drafts_ahead:
             return (TreeDrafter if self.policy.tree else ModelDrafter)(*given)
@@ -383,7 +383,7 @@ def _end_tokens(pair: Pair) -> frozenset[int]:
 
 
 def sampling_params(settings: Settings, pair: Pair) -> SamplingParams:
-    """What the settings say, and the checkpoint's own recommendation where they say nothing."""
+    """Sampling parameters from the settings; the checkpoint's recommendation gives the defaults."""
     default = pair.target.sampling
 
     def said(name: str) -> float:

@@ -1,7 +1,7 @@
-"""Conversations over one set of weights, and their caches: the least recently used give theirs back first.
+"""Conversations over one set of weights, and their caches. Caches of the least recently used are freed first.
 
-In: a request's tokens, its messages and who asks. Out: the conversation that it goes on in, whose caches hold the
-longest beginning of it that any cache holds.
+In: a request's tokens, its messages and its client. Out: the conversation that the request continues. Its caches hold
+the longest beginning of the request that any cache holds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from adaptive.errors import AdaptiveError
 from adaptive.kept import LEAST, Kept, KeptCaches
 from adaptive.types import Message
 
-# Tokens that another conversation's cache must hold beyond the own one's to be copied. Fewer are computed as quickly
-# as copied.
+# Tokens that another conversation's cache must hold in addition for a copy. Fewer tokens are computed as quickly as
+# they are copied.
 WORTH_COPYING = 16
-# Conversations that are remembered without their caches. More find the session of an older one again, and each is
-# compared with every request.
+# Conversations that are remembered without their caches. Too low: an older conversation does not find its session
+# again. Too high: each one is compared with every request.
 REMEMBERED = 256
-# Tokens for which caches are reserved to see what one takes: they come in steps.
+# Tokens for which caches are reserved to measure the bytes of one token, because caches grow in steps.
 SAMPLE = 1024
 
 
@@ -36,33 +36,33 @@ class CachedSequence:
         self.tokens: list[int] = []
 
     def common(self, prompt: Sequence[int]) -> int:
-        """Tokens at the beginning of ``prompt`` that the cache holds."""
+        """The number of tokens at the beginning of ``prompt`` that the cache holds."""
         held = self.tokens[: self.sequence.length]
         pairs = enumerate(zip(held, prompt, strict=False))
         return next((i for i, (a, b) in pairs if a != b), min(len(held), len(prompt)))
 
     def keep_prefix_of(self, prompt: Sequence[int]) -> None:
-        """Forget everything after the common beginning with ``prompt``, whose last token is always fed anew."""
+        """Forget everything after the common beginning with ``prompt``; its last token is always fed again."""
         self.sequence.rollback(min(self.common(prompt), len(prompt) - 1))
 
     def copy_prefix(self, other: CachedSequence, prompt: Sequence[int]) -> None:
-        """Hold the beginning of ``prompt`` that ``other`` holds."""
+        """Copy the beginning of ``prompt`` that ``other`` holds."""
         length = other.common(prompt)
-        if length:  # a draft that was never asked has not even a buffer
+        if length:  # a draft that was never used has no buffer
             self.sequence.copy_prefix(other.sequence, length)
         self.tokens = list(prompt[:length])
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The first request of a conversation, which those that go on in it repeat as a whole."""
+    """The first request of a conversation. Later requests of the conversation repeat all of it."""
 
     client: str
     messages: tuple[Message, ...]
     tokens: tuple[int, ...]
 
     def begins(self, later: Opening) -> bool:
-        """Whether ``later`` goes on in this conversation: more in common than, say, a system message."""
+        """Whether ``later`` continues this conversation; a common system message alone is not enough."""
         if self.client != later.client:
             return False
         if not self.messages or not later.messages:  # raw text
@@ -74,46 +74,46 @@ class Opening:
 
 
 class Conversation:
-    """The target's and the draft's cache of one text. ``name`` serves as a session where none is given.
+    """The target's and the draft's cache of one text. ``name`` is the session if the client gives none.
 
-    ``opening`` is None for one that its client named: only that name goes on in it.
+    ``opening`` is None for a conversation that its client named: only requests with that name continue it.
     """
 
     def __init__(self, target: Engine, draft: Engine | None, name: str | None, opening: Opening) -> None:
         self.name = name or uuid.uuid4().hex[:12]
         self.opening = None if name else opening
-        self.under_way = False  # an answer is being decoded in it: its caches are nobody else's
-        self.private = False  # an answer in it is not to be recorded: nothing of it is written to disk
-        self._file: Path | None = None  # in which its cache is kept, as of so many tokens (``_written``)
+        self.under_way = False  # an answer is being decoded in it, and uses its caches
+        self.private = False  # an answer in it must not be recorded: nothing of it is written to disk
+        self._file: Path | None = None  # the file of its cache, written at ``_written`` tokens
         self._engines = target, draft
         self.forget()
 
     def forget(self) -> None:
-        """Give the caches back."""
+        """Free the caches."""
         self._written = 0
         target, draft = sequences(*self._engines)
         self.target = CachedSequence(target)
         self.draft = CachedSequence(draft) if draft else None
 
     def forget_draft(self) -> None:
-        """The draft is another one: what its cache holds was made by other weights."""
+        """Empty the draft's cache, because other weights have computed it."""
         draft = self._engines[1]
         self.draft = CachedSequence(draft_sequence(draft, self.target.sequence)) if draft else None
 
     def copy_prefix(self, other: Conversation, prompt: Sequence[int]) -> None:
-        """Begin anew with what ``other`` holds of ``prompt``, so that what both share is computed once."""
+        """Start anew with the beginning of ``prompt`` that ``other`` holds, so that it is not computed again."""
         self.forget()
         self.target.copy_prefix(other.target, prompt)
         if self.draft is not None and other.draft is not None:
             self.draft.copy_prefix(other.draft, prompt)
 
     def take_over(self, other: Conversation) -> None:
-        """Have the caches of ``other``, which begins anew."""
+        """Take the caches of ``other``, which starts anew."""
         self.target, self.draft = other.target, other.draft
         other.forget()
 
     def keep(self, kept: KeptCaches) -> bool:
-        """Have the target's cache on disk, unless it is there; whether that took writing it."""
+        """Write the target's cache to disk, unless it is there. Returns whether it had to be written."""
         tokens, held = self.target.tokens, self.target.sequence.length
         if self.private or self.under_way or not held or self._written == held:
             return False
@@ -121,29 +121,29 @@ class Conversation:
         return True
 
     def read(self, file: Kept, kept: KeptCaches, prompt: Sequence[int]) -> None:
-        """Begin anew with what a file holds of ``prompt``."""
+        """Start anew with the beginning of ``prompt`` that a file holds."""
         self.forget()
         length = file.common(prompt)
         if kept.read(file, self.target.sequence, length):
             self.target.tokens = list(prompt[:length])
-            if length > len(file.tokens) - LEAST:  # it goes on from there, and so does the file
+            if length > len(file.tokens) - LEAST:  # this conversation continues the file's, and overwrites the file
                 self._file = file.path
 
     @property
     def memory(self) -> Memory:
-        """What both caches take."""
+        """The memory of both caches."""
         return self.target.sequence.memory + (self.draft.sequence.memory if self.draft else Memory())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of them."""
+        """Bytes of both caches."""
         return self.target.sequence.memory.total + (self.draft.sequence.memory.total if self.draft else 0)
 
 
 class Conversations:
-    """The conversations kept, within ``limit`` bytes of caches; those that are under way always stay.
+    """The conversations, within ``limit`` bytes of caches; those with an answer in progress always stay.
 
-    ``limit`` 0 keeps one conversation, which every prompt goes on in as far as it can.
+    ``limit`` 0 keeps one conversation, which every prompt continues as far as it can.
     """
 
     def __init__(self, target: Engine, draft: Engine | None, limit: int = 0, kept: KeptCaches | None = None) -> None:
@@ -153,26 +153,26 @@ class Conversations:
         self._kept: list[Conversation] = []  # the most recently used last
 
     def __len__(self) -> int:
-        """Conversations that have a cache."""
+        """The number of conversations that have a cache."""
         return sum(conversation.nbytes > 0 for conversation in self._kept)
 
     @property
     def memory(self) -> Memory:
-        """What all caches kept take."""
+        """The memory of all caches."""
         return sum((conversation.memory for conversation in self._kept), Memory())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of them."""
+        """Bytes of all caches."""
         return sum(conversation.nbytes for conversation in self._kept)
 
     def take(
         self, prompt: Sequence[int], messages: tuple[Message, ...] = (), client: str = "", name: str | None = None
     ) -> Conversation:
-        """The conversation that a request goes on in, or a new one; it is now the most recently used.
+        """The conversation that a request continues, or a new one; it becomes the most recently used.
 
-        ``name`` is the one that the client gave it, if it did; else the request's ``messages`` (or its tokens,
-        without any) and its ``client`` tell.
+        ``name`` is the client's name for it, if it gave one. Otherwise ``client`` and the request's ``messages`` (or
+        its tokens, if it has no messages) identify the conversation.
         """
         if not self.limit:
             if not self._kept or self._kept[0].under_way:
@@ -180,7 +180,7 @@ class Conversations:
             return self._kept[0]
         opening = Opening(client, messages, tuple(prompt))
         found = self._find(opening, name)
-        if found is None or found.under_way:  # which goes on there, and is asked once more beside that
+        if found is None or found.under_way:  # a second request at the same time gets caches of its own
             session, found = found, Conversation(self._target, self._draft, name, opening)
             found.name = found.name if session is None else session.name
         self._kept = [*(c for c in self._kept[-REMEMBERED:] if c is not found), found]
@@ -195,7 +195,7 @@ class Conversations:
         elif self._free_bytes(found, source.nbytes * shared // source.target.sequence.length, source):
             try:
                 found.copy_prefix(source, prompt)
-            except AdaptiveError:  # no memory for a copy: it is computed, or the answer says what is wrong
+            except AdaptiveError:  # no memory for a copy: decoding computes the prompt, or reports the error
                 found.forget()
         elif source.under_way:
             found.forget()
@@ -204,16 +204,17 @@ class Conversations:
         return found
 
     def forget(self) -> None:
-        """Give all caches back, on disk too, and know no conversation any more."""
+        """Free all caches, on disk too, and forget all conversations."""
         for conversation in self._kept:
-            conversation.private = True  # one that is under way is not kept when it ends
+            conversation.private = True  # an answer in progress is not kept at its end
         self._kept = []
         if self._files is not None:
             self._files.forget()
 
     def keep(self, every: bool = False) -> bool:
-        """Have a conversation's cache on disk that is not yet, or ``every`` one's, if that is asked for; whether there
-        was any. Where somebody has erased what was kept, nothing of what was said before is kept."""
+        """Write to disk the first conversation found whose cache is not there yet, or ``every`` such one. Returns
+        whether there was any. If the folder was erased from outside, no conversation in memory is
+        written."""
         if self._files is None:
             return False
         if self._files.erased:
@@ -224,14 +225,14 @@ class Conversations:
         return any(list(found) if every else found)
 
     def has_room(self, tokens: int, under_way: Iterable[Conversation]) -> bool:
-        """Whether an answer of so many tokens, its prompt among them, may begin: its caches and those of the ones
-        ``under_way`` are within the limit. One alone always may."""
+        """Whether an answer of ``tokens`` tokens, including its prompt, may begin: its caches and those of the answers
+        ``under_way`` must be within the limit. A single answer always may."""
         held = sum(conversation.nbytes for conversation in under_way)
         return not held or held + tokens * self.token_bytes <= self.limit
 
     @functools.cached_property
     def token_bytes(self) -> int:
-        """Bytes that a token takes in both caches."""
+        """Bytes of a token in both caches."""
         found = Conversation(self._target, self._draft, None, Opening("", (), ()))
         length = min(SAMPLE, self._target.context_length)
         found.target.sequence.reserve(length)
@@ -240,21 +241,22 @@ class Conversations:
         return -(-found.nbytes // length)
 
     def forget_drafts(self) -> None:
-        """The draft is another one: its caches begin anew."""
+        """Empty all caches of the draft, because the draft has changed."""
         for conversation in self._kept:
             conversation.forget_draft()
 
     def _find(self, opening: Opening, name: str | None) -> Conversation | None:
-        """The conversation of that name, or the one with the longest opening that the request repeats."""
+        """The conversation of that name, or without a name the one with the longest opening that the request
+        repeats."""
         if name is not None:
             return next((c for c in self._kept if c.opening is None and c.name == name), None)
         found = [c for c in self._kept if c.opening is not None and c.opening.begins(opening)]
         return max(found, key=lambda c: len(c.opening.tokens) if c.opening else 0, default=None)
 
     def _free_bytes(self, kept: Conversation, needed: int, source: Conversation | None = None) -> bool:
-        """Empty the caches of the least recently used, but not of ``kept``, until ``needed`` bytes are free. False, and
-        ``source`` is left as it is, where it would be among them."""
-        held = self.nbytes  # counted once: most of those remembered hold nothing any more
+        """Free the caches of the least recently used conversations, but not of ``kept``, until ``needed`` bytes are
+        free. Returns False, leaving ``source`` as it is, if ``source`` would have to be freed."""
+        held = self.nbytes  # counted once: most remembered conversations hold nothing
         for conversation in self._kept:
             if held + needed <= self.limit or conversation is kept:
                 return True

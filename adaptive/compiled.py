@@ -1,4 +1,4 @@
-"""Whether what was compiled is of the sources beside it."""
+"""A fingerprint of native sources, to tell whether a compiled library was built from the sources beside it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def fingerprint(folder: Path) -> str | None:
-    """Of the sources in ``folder``, as ``setup.py`` computes it; None where there are none, since an installed copy
-    has only what was compiled with it. An editable installation has both, and ``git pull`` changes one of them."""
+    """The fingerprint of the sources in ``folder``, as ``setup.py`` computes it. None if there are no sources, as in an
+    installed copy, which cannot differ from them. An editable installation has both, and ``git pull`` changes only the
+    sources."""
     sources = sorted(file for file in folder.glob("*") if file.suffix in (".h", ".cpp", ".map"))
     if not sources:
         return None

@@ -1,4 +1,4 @@
-"""Where a model runs: a device by name or found by trying, the memory there, and what quantises on it."""
+"""Devices: chooses the one that a model runs on, its free memory, and quantisation on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def choose_device(name: str) -> str:
-    """``auto`` is the first CUDA device, else MPS, else the CPU. Raises AdaptiveError for one that is not there."""
+    """The device to use. ``auto``: the first CUDA device, else MPS, else the CPU. Raises AdaptiveError if the named
+    device cannot be used."""
     import torch
 
     if name == "auto":
@@ -27,8 +28,8 @@ def choose_device(name: str) -> str:
 
 
 def free_bytes(device: str) -> int:
-    """What another program could still have of the machine's memory, and of the GPU's where ``device``
-    (``choose_device``) is one."""
+    """Bytes that another program could still allocate of the machine's memory, or of the GPU's if ``device``
+    (``choose_device``) is a GPU and has less."""
     import psutil
     import torch
 
@@ -38,8 +39,8 @@ def free_bytes(device: str) -> int:
 
 
 def device_bytes(device: str) -> int:
-    """What this program can still have of the memory of ``device`` (``choose_device``), with what torch holds of a
-    GPU's and does not use."""
+    """Bytes that this program can still allocate on ``device`` (``choose_device``), including GPU memory that torch
+    holds unused."""
     import psutil
     import torch
 
@@ -51,8 +52,8 @@ def device_bytes(device: str) -> int:
 
 
 def quantisation(kind: Quantisation, dtype: torch.dtype, skip: Sequence[str] | None = None) -> Any:
-    """The bitsandbytes configuration of transformers for ``kind``, None for none; ``skip`` are the modules that stay as
-    they are, None for those that transformers leaves out. Raises AdaptiveError where bitsandbytes does not load."""
+    """The bitsandbytes configuration of transformers for ``kind``, None for ``none``. ``skip``: modules that stay
+    unquantised, None for transformers' default. Raises AdaptiveError if bitsandbytes does not load."""
     if kind == "none":
         return None
     try:
@@ -74,7 +75,7 @@ def quantisation(kind: Quantisation, dtype: torch.dtype, skip: Sequence[str] | N
 
 
 def cure(otherwise: str = "leave --quantize out") -> str:
-    """What helps where bitsandbytes does not: to install one that is missing; ``otherwise`` where it is there."""
+    """What to do if bitsandbytes does not load: install it if it is missing, else ``otherwise``."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,7 +1,7 @@
-"""``adaptive draft-server``: a draft model behind a port, for a program whose target is elsewhere.
+"""``adaptive draft-server``: serves a draft model over HTTP to programs whose target runs elsewhere.
 
-In: questions (``wire.py``), one after the other, each with the tokens that are new in a conversation. Out: proposals,
-by the same drafters that draft beside a target. A few conversations keep their caches; nothing is written to disk.
+In: requests (``wire.py``), one after the other, each with the new tokens of a conversation. Out: proposals from the
+same drafters that draft beside a target. A few conversations keep their caches; nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.drafting")
 
-# Conversations that keep a cache, and seconds after which one that nobody goes on in is forgotten. More take memory,
-# fewer read a text anew that somebody comes back to.
+# Conversations that keep a cache, and seconds after which an unused one is dropped. Too high: memory. Too low: the text
+# of a conversation that continues is read again.
 MOST, IDLE_S = 16, 3600.0
-# Seconds between two looks at which adapter is promoted.
+# Seconds between two checks for a newly promoted adapter.
 LOOK_S = 1.0
-# Seconds for which a connection is kept open that says nothing: a person reads and thinks.
+# Seconds for which an idle connection stays open: a user reads and thinks.
 KEEP_ALIVE_S = 3600
 
 
 class UnknownError(Exception):
-    """A conversation of which less is known here than was said."""
+    """The server has a shorter text of this conversation than the request assumes."""
 
 
 @dataclass(eq=False)
 class Held:
-    """A conversation: its cache, its text, which grows in place, and the chain that was ``proposed`` behind that."""
+    """A conversation: its cache, its text, which grows in place, and the chain that was last ``proposed`` after it."""
 
     sequence: Sequence
     text: list[int] = field(default_factory=list)
@@ -82,25 +82,25 @@ class Held:
 
 
 class Drafts:
-    """Proposes with one model, for several conversations. Not for several threads at once."""
+    """Proposes with one model for several conversations. Not thread-safe."""
 
     def __init__(self, engine: Engine, cache_bytes: int) -> None:
         self.engine = engine
         self.adapter: str | None = None
-        self.latest: DraftsAhead | None = None  # whose proposal was the last
+        self.latest: DraftsAhead | None = None  # the drafter of the last proposal
         self._cache_bytes = cache_bytes
         self._held: OrderedDict[str, Held] = OrderedDict()  # the most recently used last
         self._chance = random.SystemRandom()
 
     def use_adapter(self, name: str | None, folder: Path | None) -> None:
-        """Draft with another adapter; what caches hold was made by other weights. Raises AdaptiveError."""
+        """Draft with another adapter, and drop all caches, which other weights computed. Raises AdaptiveError."""
         self.engine.apply_adapter(folder)
         self.adapter, self.latest = name, None
         self._held.clear()
 
     def answer(self, asked: Asked) -> bytes:
-        """The proposal that was asked for, as a body. Raises UnknownError where the text's beginning is not known,
-        Refused for what cannot be asked."""
+        """The requested proposal as a response body. Raises UnknownError if the server lacks the beginning of the text,
+        Refused for an invalid request."""
         proposal = self.propose(asked)
         if proposal is None:
             return drafted_bytes([], None, None)
@@ -108,12 +108,12 @@ class Drafts:
         return drafted_bytes(as_list(proposal.tokens), proposal.parents, probs)
 
     def propose(self, asked: Asked) -> Proposal | None:
-        """The same, as a proposal."""
+        """The requested proposal."""
         held = self._conversation(asked)
         if not asked.common and not asked.tokens:
             raise Refused("there is no text to draft behind")
         drafter, text = self._drafter(held, asked), held.text
-        # What only the target knows is read as some other token: it can cost a guess, nothing else.
+        # Ids that only the target has are replaced by another token; that can only lower acceptance.
         new = [min(token, self.engine.vocab_size - 1) for token in asked.tokens]
         stands = asked.common
         if stands == len(text):
@@ -134,7 +134,7 @@ class Drafts:
         return proposal
 
     def step(self) -> bool:
-        """Draft ahead behind the last proposal; whether there is more to be drafted."""
+        """Draft ahead after the last proposal. Returns whether more can be drafted."""
         return self.latest is not None and self.latest.step()
 
     def _conversation(self, asked: Asked) -> Held:
@@ -149,7 +149,7 @@ class Drafts:
         return held
 
     def _forget_idle(self) -> None:
-        """Give back the caches of those that were not used for long, or for which there is no room."""
+        """Free the caches of conversations that were unused for long, or for which there is no room."""
         now = time.monotonic()
         while self._held:
             oldest = next(iter(self._held.values()))
@@ -160,8 +160,8 @@ class Drafts:
             self._held.popitem(last=False)
 
     def _drafter(self, held: Held, asked: Asked) -> DraftsAhead:
-        """One for these parameters. What is drawn is drawn from the likeliest tokens, so that all probabilities can be
-        told."""
+        """The drafter for these parameters. Draws are limited to the TOP likeliest tokens, so that their probabilities
+        fit into a message."""
         tree = asked.tree and self.engine.trees
         wanted = asked.sampling, asked.vocab, tree
         if held.drafter is None or held.drafter_of != wanted:
@@ -182,24 +182,24 @@ def _row(row: torch.Tensor | Array) -> Array:
 
 
 class Desk:
-    """Hands questions to a model's thread, and their answers back."""
+    """Passes requests to the model's thread, and its answers back."""
 
     def __init__(self, drafts: Drafts, hello: Callable[[], Hello], vocabulary: Vocabulary, ahead: bool = True) -> None:
         self.drafts, self.hello, self.vocabulary = drafts, hello, vocabulary
-        self.worker = Worker() if ahead else None  # drafts on until the next question
-        self.before: Callable[[], None] = lambda: None  # called before every question, on the model's thread
+        self.worker = Worker() if ahead else None  # drafts ahead until the next request
+        self.before: Callable[[], None] = lambda: None  # called before every request, on the model's thread
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="draft")
 
     async def greet(self, request: Request) -> Response:
-        """Who drafts here."""
+        """Describe the draft (``Hello``)."""
         return JSONResponse(self.hello().model_dump())
 
     async def say_vocabulary(self, request: Request) -> Response:
-        """In what tokens."""
+        """Send the draft's vocabulary."""
         return JSONResponse(self.vocabulary.model_dump())
 
     async def propose(self, request: Request) -> Response:
-        """What comes next in a text."""
+        """Propose the next tokens of a text."""
         try:
             asked = Asked.from_bytes(await request.body())
             answer = await asyncio.get_running_loop().run_in_executor(self.thread, self._answer, asked)
@@ -224,14 +224,14 @@ class Desk:
 
 
 class Promoted:
-    """Follows the adapter that is promoted in the pair's store."""
+    """Follows the promoted adapter in the pair's store."""
 
     def __init__(self, drafts: Drafts, store: AdapterStore) -> None:
         self._drafts, self._store = drafts, store
         self._looked, self._seen = float("-inf"), object()
 
     def __call__(self) -> None:
-        """Look, now and then."""
+        """Check for another promoted adapter, at most every LOOK_S seconds, and use it."""
         if time.monotonic() - self._looked < LOOK_S:
             return
         self._looked, current = time.monotonic(), self._store.current_id()
@@ -251,9 +251,9 @@ class Promoted:
 
 
 def serve(settings: Settings, adapter: Path | None, ahead: bool) -> None:
-    """Serve the draft until SIGTERM or ctrl-C: with that ``adapter``, or where the settings name a target too with the
-    one that is promoted for the pair. ``ahead``: it drafts on while the target verifies. Raises AdaptiveError for what
-    cannot be served."""
+    """Serve the draft until SIGTERM or ctrl-C, with ``adapter``, or else, if the settings name a target, with the
+    adapter that is promoted for the pair. ``ahead``: draft ahead while the target verifies. Raises AdaptiveError if the
+    draft cannot be served."""
     settings = with_key(settings)
     draft, tokenizer = draft_alone(settings)
     device = settings.draft_device or settings.device
@@ -299,7 +299,7 @@ def serve(settings: Settings, adapter: Path | None, ahead: bool) -> None:
 
 
 def guarded(desk: Desk, settings: Settings) -> Guard:
-    """The application, behind who may ask."""
+    """The application, behind the check of the key, the origin and the size of each request."""
     routes = [
         Route(HELLO, desk.greet),
         Route(VOCABULARY, desk.say_vocabulary),

@@ -1,6 +1,6 @@
-"""From chats and texts to token ids: the chat template, and what is refused before it is tokenized.
+"""Converts chats and texts to token ids: applies the chat template, and refuses text that is far too long.
 
-A tokenizer takes a second a megabyte and more, so that a text far beyond the context is told by its beginning.
+A tokenizer takes a second per megabyte or more, so a text far beyond the context is detected from its beginning.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from transformers import PreTrainedTokenizerBase
 
 from adaptive.errors import AdaptiveError, ContextFullError, first_line
 
-# Characters tokenized at a time to tell that a text is too long: 16,000 take about 15 ms.
+# Characters tokenized at a time to detect that a text is too long: 16,000 take about 15 ms.
 PIECE = 16_384
-# Tokens that a cut between two pieces may add; more lets a little more text through to be tokenized whole.
+# Tokens that a cut between two pieces may add. Too low: a text that fits may be refused. Too high: a little more text
+# is tokenized as a whole before it is refused.
 PER_CUT = 16
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, context: int, add_special: bool = True) -> list[int]:
     """Token ids of a text for a model whose context holds ``context`` tokens.
 
-    Raises AdaptiveError for text that is no valid Unicode, or surely longer than the context.
+    Raises AdaptiveError for text that is not valid Unicode, or is certainly longer than the context.
     """
     try:
         _refuse_too_long(tokenizer, text, context)
-        # It would warn of what is refused in a sentence.
+        # Not verbose: transformers would warn of long text, which callers refuse with their own message.
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special, verbose=False)
-    except (TypeError, ValueError) as error:  # half of a surrogate pair, say
+    except (TypeError, ValueError) as error:  # for example half of a surrogate pair
         raise AdaptiveError("the text is not valid Unicode") from error
     return ids
 
@@ -38,10 +39,10 @@ def render_chat(
     context: int,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[int]:
-    """Token ids of a chat, as the chat template takes it, with tool definitions and the generation prompt.
+    """Token ids of a chat, formatted by the chat template, with tool definitions and the generation prompt.
 
-    Raises AdaptiveError where the tokenizer has no chat template, the template refuses the chat, or the chat is
-    surely longer than the ``context``.
+    Raises AdaptiveError if the tokenizer has no chat template, the template refuses the chat, or the chat is certainly
+    longer than the ``context``.
     """
     return encode_rendered(tokenizer, chat_text(tokenizer, chat, tools), context)
 
@@ -52,8 +53,8 @@ def chat_text(
     tools: Sequence[dict[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """A chat as the chat template writes it, with tool definitions and the generation prompt; ``variables`` are what
-    the template is told beside. Raises AdaptiveError as ``render_chat``, but for the length.
+    """A chat formatted by the chat template, with tool definitions and the generation prompt. ``variables`` are further
+    arguments of the template. Raises AdaptiveError as ``render_chat``, except for the length.
     """
     if not tokenizer.chat_template:
         raise AdaptiveError("the target's tokenizer has no chat template; it can only continue raw text (--raw)")
@@ -64,18 +65,18 @@ def chat_text(
                 chat, tools=offered, tokenize=False, add_generation_prompt=True, **(variables or {})
             )
         )
-    except Exception as error:  # a template raises whatever its author chose
+    except Exception as error:  # a template may raise anything
         raise AdaptiveError(f"the target's chat template refuses this chat: {first_line(error)}") from error
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, context: int) -> list[int]:
-    """Token ids of a chat that a template has written, special tokens included. Raises AdaptiveError as
+    """Token ids of a chat that a template has formatted, special tokens included. Raises AdaptiveError as
     ``encode_text``."""
     return encode_text(tokenizer, text, context, add_special=False)
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template, or all of them where there are several; empty where there is none."""
+    """The chat template, or all of them if there are several; empty if there is none."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         return "\n".join(str(text) for text in template.values())
@@ -83,9 +84,10 @@ def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _refuse_too_long(tokenizer: PreTrainedTokenizerBase, text: str, context: int) -> None:
-    """Tokenize ``text`` by pieces until there are surely more tokens than the context holds."""
+    """Raise ContextFullError if ``text`` certainly has more tokens than the context. Tokenizes pieces only until
+    then."""
     if len(text) <= PIECE or len(text) <= 2 * context:
-        return  # quick to tokenize, or more likely to fit than not
+        return  # quick to tokenize, or likely to fit
     count = 0
     for start in range(0, len(text), PIECE):
         count += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False, verbose=False)) - PER_CUT

@@ -1,4 +1,5 @@
-"""The exceptions that are shown to people. They stand in ``checkpoints``, which raises them and imports nobody."""
+"""The exceptions that are shown to users. They are defined in ``checkpoints``, which raises them and imports no other
+package."""
 
 from checkpoints.errors import AdaptiveError, ContextFullError, first_line
 

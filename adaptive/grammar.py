@@ -1,8 +1,8 @@
-"""Answers that keep to a JSON schema, a grammar or a regular expression: which tokens may come next.
+"""Answers constrained to a JSON schema, a grammar or a regular expression: which tokens may come next.
 
-In: a ``Grammar`` as a request names it. Out: a ``Constraint`` for one answer, which masks logits by what stands before
-each of them, the drafted tokens among it. The engine behind it is llguidance, which compiles a schema in milliseconds
-and lets a state be taken back, as drafted tokens are (docs/notes/2026-11-constraints.md says why this one).
+In: a ``Grammar`` from a request. Out: a ``Constraint`` for one answer, which masks each row of logits by the tokens
+before it, drafted ones included. It uses llguidance, which compiles a schema in milliseconds and can roll a state back,
+as drafted tokens need (docs/notes/2026-11-constraints.md explains the choice).
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 Kind = Literal["json_schema", "lark", "gbnf", "regex"]
 Bits: TypeAlias = npt.NDArray[np.int32]
-# White space between the parts of JSON, where a schema does not say otherwise. More lets a small model write spaces
-# for ever; none keeps larger ones from the lines that they are used to.
+# White space between the parts of JSON, unless the schema defines it. Too permissive: a small model writes spaces for
+# ever. None at all: larger models cannot write the line breaks that they are used to.
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
-# Grammars that stay compiled: agents send the same few with every request. One takes up to some megabytes.
+# Compiled grammars that are kept: agents send the same few with every request. One takes up to some megabytes.
 COMPILED = 16
-# Bits of one number of a mask.
+# Bits in one word of a mask.
 WORD = 32
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer may be. ``text`` is the schema as JSON, the grammar (Lark's or llama.cpp's notation) or the
+    """The form of an answer. ``text`` is the schema as JSON, the grammar (Lark's or llama.cpp's notation) or the
     regular expression."""
 
     kind: Kind
     text: str
 
     def source(self) -> str:
-        """As llguidance takes it. Raises AdaptiveError for what cannot be read."""
+        """The grammar in llguidance's notation. Raises AdaptiveError if it cannot be parsed."""
         from llguidance import LLMatcher
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -55,27 +55,27 @@ class Grammar:
                 return str(LLMatcher.grammar_from_regex(self.text))
             lark = gbnf_to_lark(self.text) if self.kind == "gbnf" else self.text
             return str(LLMatcher.grammar_from_lark(lark))
-        except Exception as error:  # a parser raises whatever its author chose
+        except Exception as error:  # a parser may raise anything
             raise AdaptiveError(f"the {self.name} cannot be used: {first_line(error)}") from error
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """The name of its kind, for messages."""
         return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.kind, "grammar")
 
 
 def notation(text: str) -> Grammar:
-    """A grammar in whichever notation it is written: llama.cpp's defines ``root ::=``, Lark's ``start:``."""
+    """A grammar in the notation it is written in: llama.cpp's defines ``root ::=``, Lark's ``start:``."""
     return Grammar("gbnf" if "::=" in text else "lark", text)
 
 
 def json_schema(schema: dict[str, Any]) -> Grammar:
-    """The grammar of a schema. Raises AdaptiveError as ``as_json``."""
+    """The grammar for a schema. Raises AdaptiveError as ``as_json``."""
     return Grammar("json_schema", as_json(schema))
 
 
 def as_json(schema: dict[str, Any]) -> str:
-    """A schema as text. Raises AdaptiveError for one that is nested beyond reason."""
+    """A schema as text. Raises AdaptiveError if it is nested too deeply."""
     try:
         return json.dumps(schema)
     except RecursionError as error:
@@ -83,23 +83,23 @@ def as_json(schema: dict[str, Any]) -> str:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer; safe for several threads."""
+    """Compiles grammars for one tokenizer; thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_tokens: frozenset[int]) -> None:
-        """``vocab_size`` is the target's, ``end_tokens`` what may stand where an answer may end."""
+        """``vocab_size`` is the target's; ``end_tokens`` are allowed where an answer may end."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._ends = sorted(end_tokens)
         self._known: LLTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # at their beginnings, the latest used last
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # in their initial states, latest used last
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> None:
-        """Have a grammar ready. Raises AdaptiveError, saying why, for one that cannot be used."""
+        """Compile a grammar in advance. Raises AdaptiveError with the reason if it cannot be used."""
         self.constraint(grammar)
 
     def constraint(self, grammar: Grammar) -> Constraint:
-        """For a new answer. Raises AdaptiveError as ``compile``."""
+        """A constraint for a new answer. Raises AdaptiveError as ``compile``."""
         from llguidance import LLMatcher
 
         with self._lock:
@@ -131,20 +131,20 @@ class Grammars:
 
 
 class Constraint:
-    """Where one answer stands in its grammar. Not for several threads."""
+    """The state of one answer in its grammar. Not thread-safe."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._words = -(-vocab_size // WORD)
-        self._ahead: list[int] = []  # drafted tokens that the matcher has been led along
-        self._stands = True  # what was committed keeps to the grammar; behind a stop string, say, it need not
-        self._known: dict[tuple[int, ...], Bits | None] = {}  # by drafted tokens: draft and target ask
+        self._ahead: list[int] = []  # drafted tokens that the matcher has consumed
+        self._stands = True  # whether the committed text matches the grammar; text after a stop string need not
+        self._known: dict[tuple[int, ...], Bits | None] = {}  # by drafted tokens: draft and target need the same masks
 
     def mask(self, logits: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
-        """Logits (n, vocab), -inf where a token may not stand; rows as in ``LogitsProcessor.apply``.
+        """Logits (n, vocab) with -inf for tokens that are not allowed; rows as in ``LogitsProcessor.apply``.
 
-        A row behind a drafted token that may not stand is left as it is: it is never reached. So is one of a draft that
-        knows none of the tokens that may.
+        A row after a drafted token that is not allowed stays unchanged, since it is never reached. So does a row of a
+        draft whose vocabulary contains none of the allowed tokens.
         """
         rows, vocab = logits.shape
         first = len(drafted) - rows + 1
@@ -155,12 +155,12 @@ class Constraint:
         return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
 
     def place(self, drafted: Sequence[int]) -> int:
-        """A ``Mask``, as the kernels ask for it."""
+        """The address of the mask after ``drafted``, 0 if all tokens are allowed: a ``Mask`` for the kernels."""
         bits = self._bits(drafted)
         return 0 if bits is None else bits.ctypes.data
 
     def _bits(self, drafted: Sequence[int]) -> Bits | None:
-        """What may stand behind tokens that are drafted; None behind one that may not stand itself."""
+        """The mask of tokens allowed after ``drafted``; None if a drafted token is not allowed itself."""
         key = tuple(drafted)
         if key not in self._known:
             bits = None
@@ -171,7 +171,7 @@ class Constraint:
         return self._known[key]
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """These tokens became part of the answer."""
+        """Advance the state by tokens that became part of the answer."""
         self._known.clear()
         self._stands = self._stands and self._lead_to(tokens)
         if not self._stands:
@@ -179,14 +179,14 @@ class Constraint:
         self._ahead = []
 
     def forced(self, most: int) -> list[int]:
-        """At most so many of the tokens that a tokenizer makes of what must come next."""
+        """Tokens that must come next: at most ``most``, of those that the tokenizer makes of the forced text."""
         if not self._stands or most <= 0:
             return []
         self._take_back(0)
         return list(self._matcher.compute_ff_tokens()[:most])
 
     def _lead_to(self, tokens: Sequence[int]) -> bool:
-        """Have the matcher stand behind ``tokens``; False where one of them may not stand."""
+        """Move the matcher to the state after ``tokens``. Returns False if one of them is not allowed."""
         if not self._stands:
             return False
         same = 0

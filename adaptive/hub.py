@@ -1,7 +1,7 @@
-"""Models of the hub: each name is resolved once, to one commit, and that is what it means until the process ends.
+"""Models on the hub. Each name is resolved once, to one commit, which stays its meaning until the process ends.
 
-A revision such as ``main`` may move at any time. Whoever starts another process hands over what the names meant here
-(``resolved``, ``adopt``), so that both have the same weights.
+A revision such as ``main`` may move at any time. A process passes its resolved names to the processes that it starts
+(``resolved``, ``adopt``), so that both use the same weights.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from pathlib import Path
 
 from adaptive.errors import AdaptiveError, first_line
 
-# (name, revision asked for) -> the folder or file of one commit.
+# (name, requested revision) -> the folder or file of one commit.
 _found: dict[tuple[str, str | None], Path] = {}
 _lock = threading.Lock()
 
-# What is fetched of a checkpoint on the hub: config, tokenizer, chat template, code, and weights as transformers wants
-# them. Not the same weights again for other programs (Mistral's own file, ONNX), which may double a download.
+# Files of a hub checkpoint to download: config, tokenizer, chat template, code, and weights in the format of
+# transformers. Not the same weights in formats for other programs (Mistral's own file, ONNX), which may double a
+# download.
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py"]
 NOT_FETCHED = ["consolidated*", "onnx/*", "original/*", "openvino/*", "coreml/*"]
 
 
 def hub_folder(name: str, revision: str | None) -> Path:
-    """The local folder of the repository ``name``, fetched where it is not there. Raises AdaptiveError."""
+    """The local folder of the repository ``name``, downloaded if it is missing. Raises AdaptiveError."""
 
     def fetch() -> str:
         from huggingface_hub import snapshot_download
@@ -34,7 +35,7 @@ def hub_folder(name: str, revision: str | None) -> Path:
 
 
 def hub_file(repository: str, file: str, revision: str | None) -> Path:
-    """One file of a repository, fetched where it is not there. Raises AdaptiveError."""
+    """One file of a repository, downloaded if it is missing. Raises AdaptiveError."""
 
     def fetch() -> str:
         from huggingface_hub import hf_hub_download
@@ -46,13 +47,13 @@ def hub_file(repository: str, file: str, revision: str | None) -> Path:
 
 
 def resolved() -> list[tuple[str, str | None, str]]:
-    """What names of the hub have meant so far: (name, revision asked for, path), as plain JSON values."""
+    """All names resolved so far: (name, requested revision, path), as plain JSON values."""
     with _lock:
         return [(name, revision, str(path)) for (name, revision), path in _found.items()]
 
 
 def adopt(known: Iterable[tuple[str, str | None, str]]) -> None:
-    """Let names mean what they meant in the process whose ``resolved`` this is."""
+    """Resolve names as the process did whose ``resolved`` is given."""
     with _lock:
         _found.update({(name, revision): Path(path) for name, revision, path in known})
 

@@ -1,7 +1,7 @@
-"""How this program was installed, and so how more of it, or something beside it, is installed.
+"""How this program was installed, and the commands that install extras or other packages beside it.
 
-On the public index ``adaptive`` is another project; this one is DISTRIBUTION there. The messages that name a command
-get it here, so that it works where it is read: in a checkout, from a wheel, in pipx's or uv's environment of its own.
+``adaptive`` is another project on the public index; this one is DISTRIBUTION there. Messages take install commands from
+here, so that they work in this installation: a checkout, a wheel, or pipx's or uv's own environment.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ DISTRIBUTION = "adaptive-speculation"
 
 
 def version() -> str:
-    """The version that is installed; 0 for a checkout that never was."""
+    """The installed version; 0 for a checkout that was never installed."""
     found = _found()
     return "0" if found is None else found.version
 
 
 def requirements() -> list[str] | None:
-    """What the installed version asks for, as pip writes it; None where it is not installed."""
+    """The requirements of the installed version, in pip's notation; None if it is not installed."""
     found = _found()
     return None if found is None else list(found.requires or [])
 
 
 def requirement(name: str) -> str:
-    """A package that this program asks for, also by an extra, with the versions that it asks for; else its name."""
+    """A required package, also of an extra, with its version constraints; the bare name if it is not required."""
     from packaging.requirements import Requirement
 
     asked = map(Requirement, requirements() or ())
@@ -40,10 +40,11 @@ def requirement(name: str) -> str:
 
 
 def install_command(*packages: str, extra: str | None = None, again: bool = False) -> str:
-    """The command that installs ``packages`` beside this program, or the program with an ``extra``.
+    """The command that installs ``packages`` beside this program, or the program with an ``extra``. Without arguments
+    it installs the program itself.
 
-    ``again`` also where they are there already: fetched and compiled anew, since pip would take what it compiled
-    before. With nothing said, it installs the program itself.
+    ``again``: reinstall what is there already, fetched and compiled anew, since pip would reuse what it compiled
+    before.
     """
     kind, editable, spec = _source(extra)
     in_place = "--editable " * editable
@@ -59,21 +60,21 @@ def install_command(*packages: str, extra: str | None = None, again: bool = Fals
         return f"pipx install --force {'--pip-args=--no-cache-dir ' * again}{in_place}{spec}"
     if kind == "uv tool":
         return f"uv tool install --force {'--reinstall ' * again}{in_place}{spec}"
-    if editable:  # which is built each time
+    if editable:  # always built anew
         return f"{_pip(kind)} -e {spec}"
     return f"{_pip(kind)} {'--force-reinstall --no-cache-dir --no-deps ' * again}{spec}"
 
 
 def build_advice() -> str:
-    """How to have the compiled parts of an installation that was built without a C++ compiler."""
+    """How to get the compiled parts of an installation that was built without a C++ compiler."""
     wheel = Path(unquote(urlsplit(_url()).path)).name
-    if wheel.endswith(".whl"):  # installing it again would change nothing
+    if wheel.endswith(".whl"):  # reinstalling the same wheel would change nothing
         return f"there is nothing compiled in {wheel}: install one with it, or from the sources with a C++ compiler"
     return f"install one (g++ or clang++), then {install_command(again=True)}"
 
 
 def _url() -> str:
-    """Where pip found what it installed; empty where that is an index."""
+    """The URL that pip installed from; empty for an index."""
     return str(_direct().get("url", ""))
 
 
@@ -91,7 +92,7 @@ def _found() -> Distribution | None:
 
 
 def _source(extra: str | None) -> tuple[str, bool, str]:
-    """Who installed it (pip, uv, pipx, uv tool), whether it is a checkout that is used in place, and its name there."""
+    """The installer (pip, uv, pipx, uv tool), whether a checkout is used in place, and the requirement to install."""
     prefix, found = Path(sys.prefix), _found()
     kind = "uv" if found is not None and (found.read_text("INSTALLER") or "").strip() == "uv" else "pip"
     if (prefix / "uv-receipt.toml").is_file():
@@ -100,7 +101,7 @@ def _source(extra: str | None) -> tuple[str, bool, str]:
         kind = "pipx"
     asked = f"[{extra}]" if extra else ""
     root = Path(__file__).resolve().parent.parent
-    if (root / "pyproject.toml").is_file():  # a checkout that is used in place
+    if (root / "pyproject.toml").is_file():  # a checkout used in place
         return kind, True, shlex.quote(f"{root}{asked}")
     said, url = _direct(), urlsplit(_url())
     if "vcs_info" in said:
@@ -113,7 +114,7 @@ def _source(extra: str | None) -> tuple[str, bool, str]:
 
 
 def _pip(kind: str) -> str:
-    """The pip of this very environment."""
+    """The pip command of this environment."""
     python = os.path.abspath(sys.executable)
     if kind == "uv":
         return f"uv pip install --python {shlex.quote(python)}"

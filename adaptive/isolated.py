@@ -1,9 +1,9 @@
-"""Starts a module of ours as a process of its own that imports nothing from the folder where it is started.
+"""Starts one of our modules as a separate process that imports nothing from the current folder.
 
-``python -m trainers.worker`` looks for ``trainers`` in the current folder first (before Python 3.11 nothing
-turns that off for a module), so that a folder of that name would be run in its place. Here Python starts in
-isolated mode with this very file as its script, and takes the list of folders to import from as its argument:
-isolated mode alone would lose packages that were installed for one user, and those that PYTHONPATH names.
+``python -m trainers.worker`` looks for ``trainers`` in the current folder first (before Python 3.11 this cannot be
+turned off for a module), so a folder of that name would be run instead. Here Python starts in isolated mode with this
+very file as its script, and takes the list of import folders as its argument: isolated mode alone would lose packages
+that were installed for one user, and those that PYTHONPATH names.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import runpy
 import sys
 from pathlib import Path
 
-# Where ``adaptive`` and its sisters lie: a folder of installed packages, or a checkout.
+# The folder that contains ``adaptive`` and its sister packages: installed packages, or a checkout.
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def command(module: str) -> list[str]:
-    """The command that runs ``module`` (by its full name) with this process's imports, less the current folder's."""
+    """The command that runs ``module`` (by its full name) with this process's imports, except the current folder's."""
     return [sys.executable, "-I", str(Path(__file__).resolve()), module, json.dumps(import_path())]
 
 
 def import_path() -> list[str]:
-    """``sys.path`` as absolute folders, without the current one, and with ours first where it is not among them."""
+    """``sys.path`` as absolute folders, without the current one, and with ROOT first if it is not among them."""
     here = os.path.realpath(os.curdir)
     known = [os.path.abspath(entry) for entry in sys.path if entry]
     path = [entry for entry in known if os.path.realpath(entry) != here or entry == str(ROOT)]

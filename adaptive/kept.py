@@ -1,8 +1,8 @@
-"""Caches of conversations on disk, so that a server which was restarted does not read a long history again.
+"""Caches of conversations on disk, so that a restarted server does not compute a long history again.
 
-In: what a sequence of the target holds of a text. Out: files in the pair's folder, private as all of it, at most so
-many bytes, the least recently used of which goes first; and the one that holds the longest beginning of a prompt. A
-file is of one way to compute (dtype, kernels, layout); a damaged one is as good as none.
+In: the target's sequences and their tokens. Out: private files in the pair's folder, within a limit of bytes (the least
+recently used is removed first), and the file with the longest beginning of a prompt. A file is valid only for one way
+to compute (dtype, kernels, layout). Damaged files are removed and ignored.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from checkpoints import files
 
 logger = logging.getLogger("adaptive")
 
-# Tokens from which a text's cache is kept, and which a file has to hold beyond what is in memory to be read. Fewer are
-# computed as quickly.
+# Tokens from which a text's cache is written, and that a file must hold beyond the cache in memory to be read. Fewer
+# tokens are computed as quickly as they are read.
 LEAST = 256
-# Whatever reading a file raises that is cut, of another program or not readable.
+# Exceptions from reading a file that is truncated, was written by another program, or is not readable.
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AdaptiveError)
 DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A file, and the tokens whose cache it holds."""
+    """A cache file, and the tokens whose cache it holds."""
 
     path: Path
     tokens: list[int]
 
     def common(self, prompt: Sequence[int]) -> int:
-        """Tokens at the beginning of ``prompt`` that it holds, but for its last one, which is always fed anew."""
+        """The number of its tokens at the beginning of ``prompt``, whose last token does not count: it is always fed
+        again."""
         pairs = enumerate(zip(self.tokens, prompt, strict=False))
         return next((i for i, (a, b) in pairs if a != b), min(len(self.tokens), len(prompt) - 1))
 
@@ -54,7 +55,7 @@ class KeptCaches:
     """The files of one pair, for one engine."""
 
     def __init__(self, folder: Path, limit: int, engine: KeepsCaches, days: float | None = None) -> None:
-        """At most ``limit`` bytes in ``folder``, and none that was not used for so many ``days``."""
+        """At most ``limit`` bytes in ``folder``, and no file that was unused for ``days``."""
         self.folder, self.limit = folder, limit
         self._engine, self._days = engine, days
         self._kept: list[Kept] = []
@@ -70,13 +71,13 @@ class KeptCaches:
                 path.unlink(missing_ok=True)
 
     def best(self, prompt: Sequence[int], held: int) -> Kept | None:
-        """The file worth reading for a prompt of which ``held`` tokens are in memory."""
+        """The file worth reading for a prompt of which ``held`` tokens are in memory; None if there is none."""
         found = max(self._kept, key=lambda one: one.common(prompt), default=None)
         return found if found is not None and found.common(prompt) >= held + LEAST else None
 
     def read(self, kept: Kept, sequence: EngineSequence, length: int) -> bool:
-        """Have a sequence hold the first ``length`` tokens of a file. False where that cannot be; it holds nothing
-        then, and the file is gone."""
+        """Restore the first ``length`` tokens of a file into a sequence. Returns False if that fails; the sequence is
+        then empty, and the file is removed."""
         try:
             with safe_open(kept.path, "pt") as file:
                 sums = json.loads(file.metadata()["sums"])
@@ -93,8 +94,8 @@ class KeptCaches:
             return False
 
     def keep(self, sequence: EngineSequence, tokens: list[int], instead: Path | None) -> Path | None:
-        """Write what a sequence holds of ``tokens``, ``instead`` of an earlier file; where to, or None where it is not
-        kept: too short, too large, or there is no disk for it."""
+        """Write the cache of ``tokens`` in a sequence, replacing the earlier file ``instead``, if there is one. Returns
+        the path, or ``instead`` if nothing is written: too short, too large, or the disk refuses it."""
         held = tokens[: sequence.length]
         if len(held) < LEAST:
             return instead
@@ -121,21 +122,21 @@ class KeptCaches:
 
     @property
     def erased(self) -> bool:
-        """Whether somebody has erased what was kept since this was made."""
+        """Whether the folder was erased from outside since this object was made."""
         return not self.folder.is_dir()
 
     def forget(self) -> None:
-        """Keep nothing of what was kept."""
+        """Remove all files."""
         self._kept = []
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
 
     def _files(self) -> list[Path]:
-        """The least recently used first."""
+        """The files, least recently used first."""
         return sorted(self.folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
 
     def _shrink(self) -> None:
-        """Remove what is too old or too much."""
+        """Remove files that are too old, or exceed the limit."""
         known = self._files()
         total = sum(path.stat().st_size for path in known)
         for path in known:

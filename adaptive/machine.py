@@ -1,8 +1,8 @@
-"""What else uses this machine, and which machine it is.
+"""The load of other programs on this machine, and the machine's identity.
 
-In: the operating system's accounts of processor time. Out: how many cores other programs took since the last look
-(``LoadMeter``), and a line that changes where measured costs no longer hold (``identity``). It is also given memory
-back. Imports nothing of ours.
+In: the operating system's accounts of processor time. Out: the cores that other programs used since the last read
+(``LoadMeter``, ``LoadWatch``), and a string that changes when measured costs no longer hold (``identity``). Also
+returns freed memory to the system. Imports no other module of this program.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import NamedTuple
 
 import psutil
 
-# Cores that others have to take before the machine counts as busy: a share of those that may be used, but no more
-# than so many. A desktop at rest takes 0.1 to 0.2; passes whose threads wait for each other on two cores are already
-# slower beside a third of a core.
+# Cores that other programs must use before the machine counts as busy: a share of the usable cores, but at most
+# BUSY_CORES. Too low: a desktop at rest, which uses 0.1 to 0.2, counts as busy. Too high: on two cores, passes whose
+# threads wait for each other are slower already beside a third of a core.
 BUSY_SHARE, BUSY_CORES = 0.15, 0.75
-# Share of the cores that others take where threads on all of them can no longer run at the same time. Each of a pass's
-# hundred waits for another thread can then last as long as a program's turn.
+# Share of the cores used by other programs from which threads on all cores can no longer run at the same time. Each of
+# the hundred waits of a pass for another thread can then last as long as a scheduler's time slice.
 CROWDED_SHARE = 0.35
-# Seconds of a core that others have to take as well: what is shorter than that is a moment, and over.
+# Core-seconds that other programs must also use: a shorter load is over already.
 MOMENT_S = 0.08
-# Seconds between two reads below which nothing can be said: the accounts are kept in steps of 10 ms a core.
+# Shortest time in seconds between two reads that gives a meaningful load: the accounts have steps of 10 ms a core.
 LEAST_S = 0.1
 # Consecutive reads that must find the machine busy before it counts as busy. For crowded cores one read is enough,
 # because passes on all threads then take many times as long at once.
@@ -40,7 +40,7 @@ BUSY_READS = 2
 CALM_S = 0.5
 # Seconds of the longest pause between answers whose load counts for the next one. In longer pauses a trainer may run.
 PAUSE_S = 4.0
-# Seconds for which the number of cores that may be used is believed.
+# Seconds after which the number of usable cores is read again.
 CORES_HOLD_S = 10.0
 
 CGROUPS, CPUFREQ = Path("/sys/fs/cgroup"), Path("/sys/devices/system/cpu/cpufreq/policy0")
@@ -48,10 +48,10 @@ CGROUPS, CPUFREQ = Path("/sys/fs/cgroup"), Path("/sys/devices/system/cpu/cpufreq
 
 @dataclass(frozen=True)
 class Load:
-    """Who used the processor over ``seconds``, in cores (1.0 is one core all the time).
+    """The use of the processor over ``seconds``, in cores (1.0 is one core all the time).
 
-    ``others`` is what other programs took of the ``cores`` that this process may use, or a hypervisor (steal), and
-    ``ours`` what all threads of this process took. Processes that this one has started are others.
+    ``others``: cores used by other programs, of the ``cores`` that this process may use, or taken by a hypervisor
+    (steal). ``ours``: cores used by all threads of this process. Processes that this one has started count as others.
     """
 
     seconds: float
@@ -61,12 +61,12 @@ class Load:
 
     @property
     def busy(self) -> bool:
-        """Whether others took enough for passes to be slower, and for longer than a moment."""
+        """Whether other programs used enough to slow passes down, and for more than a moment."""
         return self.others > min(BUSY_SHARE * self.cores, BUSY_CORES) and self.others * self.seconds > MOMENT_S
 
     @property
     def crowded(self) -> bool:
-        """Whether others took so much that a thread for each core is in their way."""
+        """Whether other programs used so much that one thread per core is too many."""
         return self.busy and self.others > CROWDED_SHARE * self.cores
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Load:
 
 
 class _Accounts(NamedTuple):
-    """Seconds since the machine or the process began."""
+    """Processor seconds since the start of the machine, or of the process (``ours``); ``at`` is the time of reading."""
 
     at: float
     idle: float
@@ -83,7 +83,7 @@ class _Accounts(NamedTuple):
 
 
 class LoadMeter:
-    """The load between two reads. One read takes some 30 us."""
+    """Measures the load between two reads. One read takes some 30 us."""
 
     def __init__(self) -> None:
         self._mine = _allowed()
@@ -97,7 +97,7 @@ class LoadMeter:
         return time.monotonic()
 
     def read(self) -> Load | None:
-        """The load since the last read; None, and nothing is forgotten, where that was less than ``LEAST_S`` ago."""
+        """The load since the last read. None, without a new read, if that was less than ``LEAST_S`` ago."""
         now = self._accounts()
         seconds = now.at - self._last.at
         if seconds < LEAST_S:
@@ -110,7 +110,7 @@ class LoadMeter:
             self._mine = _allowed()
             self.cores = _cores(self._mine)
         self._last = now
-        # What is neither idle nor ours was somebody else's. With a quota there may be more idle cores than may be used.
+        # Time that is neither idle nor ours is other programs'. With a quota, more cores may be idle than are usable.
         return Load(seconds, min(self.cores, max(self.cores - idle - ours, steal)), ours, self.cores)
 
     def _accounts(self) -> _Accounts:
@@ -119,7 +119,7 @@ class LoadMeter:
         else:
             every = psutil.cpu_times(percpu=True)
             kept = [every[core] for core in self._mine if core < len(every)]
-        # A core that waits for a disk is free.
+        # A core that waits for a disk is usable.
         idle = sum(times.idle + getattr(times, "iowait", 0.0) for times in kept)
         steal = sum(getattr(times, "steal", 0.0) for times in kept)
         return _Accounts(self.now(), idle, steal, time.process_time())
@@ -161,12 +161,12 @@ class LoadWatch:
 
 
 def identity() -> str:
-    """Which machine this is and how it is run, as far as costs depend on it: processor, cores, power, governor."""
+    """The machine and how it is run, as far as costs depend on it: processor, cores, power, governor."""
     return f"{processor_name()}; {_cores(_allowed()):g} cores; {_power()}{_governor()}"
 
 
 def processor_name() -> str:
-    """As its maker calls it."""
+    """The processor's name, as its maker gives it."""
     try:
         if sys.platform == "darwin":
             asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
@@ -180,7 +180,7 @@ def processor_name() -> str:
 
 
 def _allowed() -> list[int] | None:
-    """The cores that this process may run on; None for all there are."""
+    """The cores that this process may run on; None for all cores."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     mine = sorted(os.sched_getaffinity(0))
@@ -188,13 +188,13 @@ def _allowed() -> list[int] | None:
 
 
 def _cores(mine: list[int] | None) -> float:
-    """How many cores' time this process may take."""
+    """The number of cores whose time this process may use."""
     cores = float(len(mine) if mine else os.cpu_count() or 1)
     return min(cores, _quota())
 
 
 def _quota(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> float:
-    """Cores that the control groups of this process allow (Linux, versions 1 and 2); infinite where none says so."""
+    """Cores that the control groups of this process allow (Linux, versions 1 and 2); infinite without a limit."""
     least = float("inf")
     try:
         lines = membership.read_text().splitlines()
@@ -206,7 +206,7 @@ def _quota(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -
             continue
         top = root / controllers if controllers else root
         folder = top / path.lstrip("/")
-        # A limit holds for all below it. In a container the path may be one that only the host can see.
+        # A limit holds for all groups below it. In a container the path may be one that only the host can see.
         for group in (folder, *folder.parents):
             if group.is_relative_to(top):
                 least = min(least, _limit(group))
@@ -214,7 +214,7 @@ def _quota(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -
 
 
 def _limit(group: Path) -> float:
-    """Cores that one control group allows itself."""
+    """Cores that one control group itself allows; infinite without a limit."""
     try:
         if (group / "cpu.max").is_file():
             quota, period = (group / "cpu.max").read_text().split()
@@ -236,7 +236,7 @@ def _power() -> str:
 
 
 def _governor(folder: Path = CPUFREQ) -> str:
-    """What chooses the processor's frequency, where that can be read (Linux)."""
+    """The processor's frequency governor and energy preference, if they can be read (Linux)."""
     said = []
     for name in ("scaling_governor", "energy_performance_preference"):
         try:
@@ -247,7 +247,7 @@ def _governor(folder: Path = CPUFREQ) -> str:
 
 
 def give_memory_back() -> None:
-    """Return to the system what the C library keeps of freed memory: what is large comes and goes, and glibc never
-    gives back the holes between what is small and stays."""
+    """Return freed memory that the C library holds to the system. Large blocks come and go, and glibc never returns the
+    holes between small blocks that stay."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,9 +1,9 @@
-"""Measuring what a round costs, with the very round that decoding runs.
+"""Measures the costs of a round, with the same rounds that decoding runs.
 
-In: a pair of engines. Out: ``Measured``: a ``CostTable``, what else used the machine meanwhile, and how far the figures
-are to be trusted. Some hundreds of rounds, the lengths in random order so that a slow moment of the machine falls on
-all of them. Whatever a machine does besides only makes rounds slower: of each length a low quantile counts, and what
-the other lengths contradict is measured again.
+In: a pair of engines. Out: ``Measured``: a ``CostTable``, the load of other programs meanwhile, and how consistent the
+samples are. Some hundreds of rounds run, with the lengths in random order so that a slow moment of the machine affects
+all of them. Other programs only make rounds slower, so a low quantile counts for each length, and lengths that the
+others contradict are measured again.
 """
 
 from __future__ import annotations
@@ -29,33 +29,35 @@ from adaptive.pair import Pair
 from adaptive.timed_rounds import CATCH_UP, LENGTHS, PLACES, Kind, Samples, TimedRounds, by_tokens, low, thread_counts
 from adaptive.types import Round, SamplingParams
 
-# Tokens of context at the quick measurement, and how many more for the share that context has.
+# Tokens of context for the quick measurement, and tokens added to measure the cost of context.
 CONTEXT, FURTHER = 64, 448
-# Share of a draft step that one token to catch up with takes at least, where the clock shows none (a GPU): what is 0 is
-# never learned. And the share of a long draft's seconds, by its tokens, that a step takes at least.
+# LEAST_CATCH_UP: lowest cost of a token to catch up with, as a share of a draft step, if the clock shows none (a GPU):
+# a cost of 0 is never corrected later. LEAST_STEP: lowest cost of a step, as a share of a long draft's seconds per
+# token.
 LEAST_CATCH_UP, LEAST_STEP = 0.001, 0.25
-# Sweeps over all lengths, and seconds after which no further ones are started. Fewer than 5 leave a quantile to chance.
+# Most sweeps over all lengths, seconds after which no more are started, and least sweeps: with fewer a quantile is
+# chance.
 SWEEPS, ENOUGH_S, LEAST_SWEEPS = 15, 3.0, 5
-# Sweeps at least on a number of threads that takes longer than another. One that takes so many times as long is given
-# up: its threads wait for other programs.
+# Least sweeps on every number of threads, even a slower one. A number of threads is given up if a sweep takes HOPELESS
+# times as long as the fastest: its threads wait for other programs.
 LEAST_OF_EACH, HOPELESS = 2, 6.0
-# Sweeps over what is in doubt, and how often at most that is done.
+# Sweeps over doubtful lengths at a time, and how many times at most.
 SWEEPS_AGAIN, AGAIN = 8, 4
-# Relative difference between the two halves of a pass's samples up to which they agree.
+# Relative difference between the two halves of a length's samples up to which they agree.
 AGREE = 0.1
-# Share of what comes between two rounds of plain decoding that is of the round, whatever it commits. What is lived with
-# tells the two apart (``Between``).
+# Share of the time between two rounds of plain decoding that is counted per round; the rest is counted per token. Live
+# decoding corrects the split (``Between``).
 OF_ROUND = 0.75
-# Rounds over which choosing is timed at once, and how often.
+# Rounds over which choosing is timed together, and repetitions.
 CHOICES, CHOICE_REPEATS = 16, 9
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What rounds cost.
+    """Measured costs of rounds.
 
-    ``load`` is what else used the machine meanwhile (None: it was over before that could be said). ``spread`` is by how
-    much two halves of the samples differ, as a share, for verifying 0 to ``LONGEST`` drafted tokens.
+    ``load``: use of the machine during the measurement (None: it was too short to tell). ``spread``: relative
+    difference between two halves of the samples, for verifying 0 to ``LONGEST`` drafted tokens.
     """
 
     costs: CostTable
@@ -64,12 +66,12 @@ class Measured:
 
     @property
     def trusted(self) -> bool:
-        """Whether these costs hold when nothing else runs: others left the machine alone, and the halves agree."""
+        """Whether these costs hold on an otherwise idle machine: no load meanwhile, and the halves agree."""
         return not (self.load is not None and self.load.busy) and max(self.spread) <= AGREE
 
 
 def where_it_runs(pair: Pair) -> str:
-    """Names what the costs depend on besides the checkpoints: how both models run, on what."""
+    """A string of what the costs depend on besides the checkpoints: engines, weights, devices, threads, kernels."""
     engines = [engine for engine in (pair.target, pair.draft) if engine is not None]
     found = library()
     kernels = "torch" if found is None else found.name
@@ -79,22 +81,23 @@ def where_it_runs(pair: Pair) -> str:
 
 
 def trees_pay(pair: Pair) -> bool:
-    """Whether the target's passes take what reading its weights takes, so that trees may be verified for nothing."""
+    """Whether a pass of the target takes as long as reading its weights (from disk), so that verifying trees is
+    free."""
     draft = pair.draft if pair.remote is None else pair.remote.hello
     can = draft is not None and draft.trees and pair.target.trees
     return can and forward_of(pair.target) is Forward.STREAMED
 
 
 def attentive_on(pair: Pair) -> bool:
-    """Whether asking the draft for its confidence at every token is cheap: on the processor, and where a device asks
-    itself (``drafting/queued.py``); elsewhere it is waited for before the next step is queued."""
+    """Whether reading the draft's confidence at every token is cheap: on the CPU, and on CUDA, where the device itself
+    applies the thresholds (``drafting/queued.py``). Elsewhere the program would wait for it before every step."""
     return pair.draft is not None and pair.draft.device.type in ("cpu", "cuda")
 
 
 def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Measured:
-    """Costs of ``pair`` here and now, under these sampling parameters (drawing costs more than an argmax).
+    """Costs of ``pair`` on this machine now, under these sampling parameters (drawing costs more than an argmax).
 
-    ``thorough`` takes longer and also measures what a longer context adds.
+    ``thorough`` takes longer and also measures the cost of a longer context.
     """
     rounds = measuring(pair, sampling, thorough)
     while True:
@@ -106,8 +109,8 @@ def measure(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Mea
 
 
 def measuring(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> Generator[None, None, Measured]:
-    """``measure`` in steps of a round each (the first is a pass over some tokens of context): whoever has something
-    else to do does it between two steps, or gives the generator up. Engines may be used meanwhile."""
+    """``measure`` as a generator with a step per round (the first is a pass over some tokens of context). Between two
+    steps the caller may do other work, use the engines, or close the generator."""
     meter, whole, attentive = LoadMeter(), LoadMeter(), attentive_on(pair)
     context = min(CONTEXT, pair.target.context_length // 4)
     rounds = TimedRounds(pair, sampling, context, attentive)
@@ -121,7 +124,7 @@ def measuring(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> G
     spread = samples.spread(Kind.VERIFY)
     verify_s = samples.costs(Kind.VERIFY, alone)
     if not alone or max(spread.values()) > AGREE:
-        # Else what breaks a bound time and again with nothing in the way is how this engine's kernels are.
+        # On an idle machine with consistent samples, broken bounds are a property of this engine's kernels, and stay.
         verify_s = {count - 1: seconds for count, seconds in bounded(by_tokens(verify_s)).items()}
     start_s, draft_s, catch_up_s = _drafting(samples, alone, waiting)
     context_s = 0.0
@@ -150,7 +153,8 @@ def measuring(pair: Pair, sampling: SamplingParams, thorough: bool = False) -> G
 def _sweeps(
     rounds: TimedRounds, samples: Samples, waiting: int, threads: list[int], times: int, enough: float
 ) -> Iterator[None]:
-    """All lengths, plain decoding between them, on the number of ``threads`` that has had the least time so far."""
+    """Sweeps over all lengths, with plain decoding between them, each on the number of ``threads`` with the least time
+    so far."""
     order, began, abandoned = random.Random(0), time.perf_counter(), Counter[int]()
     while True:
         done = max(samples.sweeps.values(), default=0)
@@ -175,7 +179,7 @@ def _sweeps(
 
 
 def _again(rounds: TimedRounds, samples: Samples, alone: bool, enough: float) -> Iterator[None]:
-    """Measure what the other lengths contradict, and what its own samples do, until they agree."""
+    """Repeat lengths that other lengths or their own samples contradict, until they agree."""
     order, began = random.Random(1), time.perf_counter()
     for _ in range(AGAIN):
         verify, draft = by_tokens(samples.costs(Kind.VERIFY, alone)), samples.costs(Kind.DRAFT, alone)
@@ -192,7 +196,7 @@ def _again(rounds: TimedRounds, samples: Samples, alone: bool, enough: float) ->
 
 
 def _drafting(samples: Samples, alone: bool, waiting: int) -> tuple[float, float, float]:
-    """Seconds of starting a draft, of a step, and of a token to catch up with."""
+    """Seconds of starting a draft, of a draft step, and of a token to catch up with."""
     drafts = bounded(samples.costs(Kind.DRAFT, alone))
     start_s, draft_s = line(drafts)
     least = LEAST_STEP * drafts[max(drafts)] / max(drafts)
@@ -207,7 +211,7 @@ def _longer(rounds: TimedRounds, longer: TimedRounds, threads: int) -> Generator
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(3 * LEAST_SWEEPS):
         for found, timed in zip(times, (rounds, longer), strict=True):
-            timed.round(0, threads)  # the other's has just used the caches
+            timed.round(0, threads)  # untimed: the other text has just used the processor's caches
             found.append(timed.round(0, threads).verify_s)
             yield
     return max(0.0, low(times[1]) - low(times[0])) / FURTHER
@@ -220,7 +224,7 @@ def line(points: dict[int, float]) -> tuple[float, float]:
 
 
 def _choosing(costs: CostTable, attentive: bool) -> Generator[None, None, float]:
-    """Seconds a round that the default policy takes for its choice, two drafted tokens a round."""
+    """Seconds per round that the default policy takes to choose, with two drafted tokens a round."""
     policy, times = GoodputLength(costs, attentive=attentive), []
     outcome = Round("model", 2, 1, 2 * costs.draft_s, costs.verify_s[2])
     for _ in range(CHOICE_REPEATS):

@@ -1,7 +1,7 @@
-"""A pair at work: models, log, the adapter in use and what the controller remembers, wired together.
+"""Puts a pair to work: models, log, the adapter in use and the controller's memory, wired together.
 
-In: settings and the loaded pair. Out: an ``OpenedPair``, ready to answer; what was said is in the log when it is
-closed. Every front end goes through here: the command line, the server, and ``adaptive.Assistant`` for Python.
+In: settings and the loaded pair. Out: an ``OpenedPair``, ready to answer; its answers are in the log when it is closed.
+Every front end uses it: the command line, the server, and ``adaptive.Assistant`` for Python.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ logger = logging.getLogger("adaptive")
 
 @dataclass(frozen=True)
 class OpenedPair:
-    """An assistant ready to answer, where its pair's state lives, what brings promoted adapters into use, and what
-    keeps the controller's costs true."""
+    """An assistant ready to answer, its pair, the pair's state and adapter store, the swapper of promoted adapters, and
+    the upkeep of measured costs."""
 
     assistant: Assistant
     pair: Pair
@@ -59,9 +59,9 @@ def opened(
     warn: Callable[[str], None] = _log_warning,
     measuring: AbstractContextManager[object] | None = None,
 ) -> Iterator[OpenedPair]:
-    """Everything that is needed to answer with a loaded ``pair``; what was said is in the log when it ends.
+    """Opens everything needed to answer with a loaded ``pair``; closes it and completes the log at the end.
 
-    ``cache_bytes`` as in ``Assistant``. ``warn`` is told what is wrong, in a line each; ``measuring`` is entered while
+    ``cache_bytes`` as in ``Assistant``. ``warn`` receives each problem as one line. ``measuring`` is entered while
     costs are measured, which happens once for a pair and a machine.
     """
     state = open_state(settings.state_dir, pair.identity.id)
@@ -84,7 +84,7 @@ def opened(
     swapper = Swapper(assistant, store, pair.identity.base, lambda said: warn(f"adapter: {said}"))
     try:
         swapper.use_promoted()
-        # Only now does the policy come in: what it remembers is in doubt only if the adapter is another one.
+        # The policy is set after the adapter, so that its estimates are doubted only if the adapter has changed.
         assistant.policy = policy
         if assistant.adapter != memory.adapter:
             policy.swapped(swapper.expected)
@@ -92,7 +92,7 @@ def opened(
         if forward_of(pair.target) is Forward.CUDA_GRAPHS:
             warm_up(pair.target, pair.draft, sampling, policy.adviser)
         with keeping(state.controller) as mine:
-            with measuring or nullcontext():  # where nothing is known of it
+            with measuring or nullcontext():  # measures only if no costs are known
                 upkeep = Upkeep(pair, policy, memory, sampling)
             try:
                 yield OpenedPair(assistant, pair, state, store, swapper, upkeep)
@@ -110,7 +110,7 @@ def opened(
 
 
 def _kept_caches(settings: Settings, pair: Pair, state: PairState, warn: Callable[[str], None]) -> KeptCaches | None:
-    """What keeps caches of conversations on disk, where the target's can be kept."""
+    """The store for caches of conversations on disk; None, with a warning, if the target's cannot be stored."""
     target = pair.target
     if not isinstance(target, KeepsCaches) or not target.cache_layout or target.sequence().memory.states:
         warn("keep_caches: the caches of this model cannot be kept on disk; only our own forward's can")

@@ -1,7 +1,7 @@
-"""A pair of models: who they are, whether they fit, and loading them.
+"""A pair of models: finds them, identifies them, checks that they are compatible, and loads them.
 
-In: settings. Out: a ``Pair`` of engines with one tokenizer. The identity of a pair (the name of its
-state folder) is known without loading any weights.
+In: settings. Out: a ``Pair`` of engines with one tokenizer. The identity of a pair (the name of its state folder) is
+known without loading any weights.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
     from adaptive.engines.protocol import Engine
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
-# What --draft may say instead of naming one: the head inside of the target's checkpoint, or where it has none one that
-# is grown on it (which is so where only a target is named); that head in the checkpoint; and nothing, so that the
-# target decodes plainly.
+# Values of --draft that name no model. GROW: the head in the target's checkpoint, or, if there is none, one that is
+# grown on it (also the default if only a target is named). MTP: only the head in the checkpoint. PLAIN: no draft, so
+# the target decodes plainly.
 GROW, MTP, PLAIN = "auto", "mtp", "none"
-# Seconds below which steps of a thread's own clock are fine enough to time rounds by.
+# Resolution in seconds up to which a thread's own clock is fine enough to time rounds.
 FINE_S = 1e-5
 
 
 @dataclass(frozen=True)
 class PairIdentity:
-    """``id`` names the state folder; ``base`` is what adapters of the draft belong to."""
+    """``id`` names the state folder; ``base`` is the model that the draft's adapters belong to."""
 
     id: str
     base: BaseDraft
@@ -65,8 +65,8 @@ class PairIdentity:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two loaded engines, their tokenizer, and what the user should know about the combination. There is no draft where
-    a draft server's is used (``remote``)."""
+    """Two loaded engines, their tokenizer, and warnings for the user about the combination. ``draft`` is None if a
+    draft server (``remote``) drafts."""
 
     identity: PairIdentity
     target: Engine
@@ -77,19 +77,19 @@ class Pair:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """What rounds are compared by (``WorkClock``). Where passes run elsewhere or wait for a disk, or a thread's own
-        clock is too coarse, the time on the wall."""
+        """The clock for comparing rounds: ``WorkClock``. It is the wall clock if passes run elsewhere or wait for a
+        disk, or if a thread's own clock is too coarse."""
         own = self.own_clock
         if own is time.perf_counter:
             return own
         engines = [engine for engine in (self.target, self.draft) if engine is not None]
-        # The target's choice and the draft's, or the target's and one that nobody asks.
+        # The choices of target and draft, or the target's and one without effect.
         choices = [engine.threads for engine in engines if engine.threads is not None]
         return WorkClock(choices[0], choices[-1] if len(choices) > 1 else ThreadChoice(0))
 
     @property
     def own_clock(self) -> Callable[[], float]:
-        """The time in which the calling thread was at work, for passes on one thread, where the same holds."""
+        """The processor time of the calling thread, for passes on one thread; the wall clock in the same cases."""
         engines = [engine for engine in (self.target, self.draft) if engine is not None]
         own = all(engine.device.type == "cpu" and engine.threads is not None for engine in engines)
         own = own and self.remote is None and Forward.STREAMED not in map(forward_of, engines)
@@ -99,10 +99,10 @@ class Pair:
 
 
 def sources(settings: Settings) -> tuple[Source, Source | None]:
-    """The target and the draft named in the settings; the bundled pair where neither is.
+    """The target and the draft named in the settings; the bundled pair if neither is named.
 
-    The draft may be a head inside of the target's checkpoint. There is none where none is wanted, a head is to be
-    grown (``grows_on``), or a draft server has it (``remote_of``). Raises AdaptiveError for a model that is not there.
+    The draft may be a head in the target's checkpoint. It is None if the settings want none, if a head is to be grown
+    (``grows_on``), or if a draft server drafts (``remote_of``). Raises AdaptiveError for a model that does not exist.
     """
     elsewhere = is_address(settings.draft)
     named = None if elsewhere or settings.draft in (GROW, MTP, PLAIN) else settings.draft
@@ -128,8 +128,8 @@ def sources(settings: Settings) -> tuple[Source, Source | None]:
 
 
 def _inside(target: Source, wanted: bool) -> Source | None:
-    """The multi-token head in the target's checkpoint, if there is one. Raises AdaptiveError where it is ``wanted`` and
-    there is none."""
+    """The multi-token head in the target's checkpoint, or None. Raises AdaptiveError if it is ``wanted`` and there is
+    none."""
     if target.gguf is None and mtp_weights(target.folder) is not None:
         return Source(MTP, target.folder, "none", head=HeadKind.MTP)
     if not wanted:
@@ -146,8 +146,9 @@ def _inside(target: Source, wanted: bool) -> Source | None:
 
 
 def grows_on(settings: Settings) -> Source | None:
-    """The target on which a head is to be grown, where its kind allows that; None where another draft is named, or is
-    in its checkpoint, or none is wanted. A GGUF file gives no hidden states. Raises AdaptiveError as ``sources``.
+    """The target on which a head is to be grown; None if another draft is named or in the target's checkpoint, or if
+    the settings want no draft. A GGUF target gives no hidden states, so none can grow. Raises AdaptiveError as
+    ``sources``, and for a GGUF target with ``--draft auto``.
     """
     if settings.draft not in (GROW, None) or (settings.target is None and settings.draft is None):
         return None
@@ -165,8 +166,8 @@ def grows_on(settings: Settings) -> Source | None:
 
 
 def trained_draft(settings: Settings) -> Source | None:
-    """The checkpoint that training starts from and adapters belong to: the draft, or what stands for a GGUF draft. A
-    head grows from its target (``grows_on``).
+    """The checkpoint that training starts from and adapters belong to: the draft, or the checkpoint named for a GGUF
+    draft. (A grown head starts from its target: ``grows_on``.)
 
     None without a draft, and for a GGUF draft without ``draft_checkpoint``. Raises AdaptiveError as ``sources``.
     """
@@ -200,7 +201,7 @@ def _source(name: str, revision: str | None, quantize: Quantisation, option: str
 
 
 def _folder(name: str, revision: str | None) -> Path:
-    """The local folder of a checkpoint, fetched from the hub if ``name`` is not a folder."""
+    """The local folder of a checkpoint, downloaded from the hub if ``name`` is not a folder."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -214,7 +215,7 @@ def _folder(name: str, revision: str | None) -> Path:
 
 
 def _weights_hash(source: Source, needed: bool = True) -> str:
-    """``weights_hash``, also of a GGUF file: its size, first and last megabyte."""
+    """``weights_hash``, extended to GGUF files: a hash of size, first and last megabyte."""
     if source.gguf is None:
         return weights_hash(source.folder, needed)
     size = source.gguf.stat().st_size
@@ -227,8 +228,8 @@ def _weights_hash(source: Source, needed: bool = True) -> str:
 
 
 def pair_identity(settings: Settings) -> PairIdentity:
-    """Names the pair from both ids and hashes, without loading weights. A target that another server runs may be a
-    folder of its config and tokenizer alone."""
+    """The identity of the pair, from ids and hashes, without loading weights. For a target that another server runs, a
+    folder with config and tokenizer is enough."""
     target, draft = sources(settings)
     grows = grows_on(settings) is not None
     return _identity(target, draft, _trained(draft, settings), grows, whole=grows, remote=remote_of(settings))
@@ -242,9 +243,9 @@ def _identity(
     whole: bool = True,
     remote: Remote | None = None,
 ) -> PairIdentity:
-    """``trained`` is the checkpoint that adapters belong to; a GGUF draft without one has adapters of its own file. A
-    head that ``grows`` shares the folder of its target alone, and so the log; a draft server's draft that of the pair
-    with the same draft here. ``whole``: the target needs weights."""
+    """``trained`` is the checkpoint that adapters belong to; without one, a GGUF draft's adapters belong to its file. A
+    head that ``grows`` shares the folder of its target without a draft, and so its log. The draft of a draft server
+    shares the folder of the same draft used here. ``whole``: the target needs weights."""
     target_hash = _weights_hash(target, whole)
     base = base_of(draft) if draft else BaseDraft("none", "none")
     if remote is not None:
@@ -259,13 +260,13 @@ def _identity(
 
 
 def base_of(draft: Source) -> BaseDraft:
-    """Which model this is. Raises AdaptiveError for one without weights."""
+    """The identity of a draft: its id and weights hash. Raises AdaptiveError for a folder without weights."""
     return BaseDraft(draft.id, _weights_hash(draft))
 
 
 def draft_alone(settings: Settings) -> tuple[Source, PreTrainedTokenizerBase]:
-    """The draft model and its tokenizer, for who serves it to others; the bundled one where none is named. Raises
-    AdaptiveError for one that is not there, or drafts on a target only."""
+    """The draft model and its tokenizer, for a draft server; the bundled draft if none is named. Raises AdaptiveError
+    if it does not exist, or is a head, which cannot draft without its target."""
     named = settings.draft or str(BUNDLED / "draft")
     if is_address(named) or named in (GROW, MTP, PLAIN):
         raise AdaptiveError(f"--draft is {named}; name a model's folder, hub id or GGUF file to serve")
@@ -277,7 +278,7 @@ def draft_alone(settings: Settings) -> tuple[Source, PreTrainedTokenizerBase]:
 
 
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, found to agree with the draft's. Raises AdaptiveError where they differ."""
+    """The target's tokenizer. Raises AdaptiveError if the draft's differs."""
     target, draft = sources(settings)
     return _tokenizer(target, draft, _trained(draft, settings), remote_of(settings), settings.trust_remote_code)
 
@@ -299,7 +300,7 @@ def _tokenizer(
 ) -> PreTrainedTokenizerBase:
     tokenizer = _read_tokenizer(target, trust)
     if draft is not None and draft.head:
-        return tokenizer  # it has the target's vocabulary, and none of its own
+        return tokenizer  # a head uses the target's vocabulary
     ours, theirs = vocabulary_of(tokenizer), None
     if draft is not None:
         theirs, name = vocabulary_of(_read_tokenizer(draft, trust)), f"draft {draft.id}"
@@ -322,7 +323,7 @@ def _tokenizer(
 
 
 def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | None = None) -> Pair:
-    """Load both models. ``on_progress(what, share done)`` is told what is happening.
+    """Load both models. ``on_progress(what, share done)`` receives the progress.
 
     Raises AdaptiveError for anything missing, broken, incompatible or too large, before any weights are read.
     """
@@ -384,13 +385,13 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
 
 
 def instead(source: Source) -> str:
-    """What can be done where a model decodes plainly, for people."""
+    """Advice for users whose model decodes plainly."""
     file = "" if source.gguf is not None else ", or its GGUF file, if llama.cpp takes its states back"
     return f"to draft, take another model{file}"
 
 
 def _refused(target: Source, settings: Settings) -> str | None:
-    """Why no head can be grown on the target. Raises AdaptiveError saying so where one was asked for."""
+    """The reason why no head can be grown on the target, or None. Raises AdaptiveError with it if one was requested."""
     from adaptive.engines.head.module import unsuitable
 
     reason = unsuitable(read_config(target, settings).get_text_config())
@@ -402,8 +403,8 @@ def _refused(target: Source, settings: Settings) -> str | None:
 
 
 def _check_checkpoint(settings: Settings, identity: PairIdentity, engine: Engine, trained: Source) -> None:
-    """That the draft's file and its checkpoint are one model. Found true once, it is not looked at again: that
-    takes loading the checkpoint."""
+    """Check that the draft's GGUF file and its checkpoint are the same model. A positive result is remembered, because
+    the check loads the checkpoint."""
     from adaptive.engines.llamacpp.engine import LlamaCppEngine
     from adaptive.engines.llamacpp.files import check_checkpoint
 
@@ -420,8 +421,8 @@ def _check_checkpoint(settings: Settings, identity: PairIdentity, engine: Engine
 
 
 def load_draft_for_training(settings: Settings) -> PreTrainedModel | Head | ForeignHead:
-    """A fresh float32 copy of the draft, unquantised, on the device it decodes on; of a head and its target's embedding
-    and vocabulary projection, without the target's other weights."""
+    """A fresh float32 copy of the draft, unquantised, on the device it decodes on. For a head: the head with its
+    target's embedding and vocabulary projection, without the target's other weights."""
     from adaptive.devices import choose_device
 
     elsewhere = untrained(settings)

@@ -1,7 +1,7 @@
-"""What the server and the training process say to each other, one line at a time.
+"""The line protocol between the server and the training process.
 
-To the worker's standard input: first an ``Order``, then ``busy``, ``idle`` and ``stop`` as they come;
-the end of the input means that the server is no more. From its standard output: ``Report`` lines.
+To the worker's standard input: first an ``Order``, then ``busy``, ``idle`` and ``stop`` at any time; the end of the
+input means that the server has ended. From its standard output: ``Report`` lines.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from adaptive import isolated
 
 BUSY, IDLE, STOP = "busy", "idle", "stop"
 
-# done: the run is over, whatever the gate said. refused: it could not be tried, for a reason that
-# more records will mend. stopped: it was asked to end early. memory: it ended because others needed
-# the memory. taken: another process distils this pair.
+# done: the run is over, whatever the gate decided. refused: it could not start, for a reason that more records will
+# remove. stopped: it was ordered to end early. memory: it ended because other programs needed the memory. taken:
+# another process trains this pair.
 Stage = Literal["loading", "training", "done", "refused", "stopped", "memory", "taken"]
 
 LAST: tuple[Stage, ...] = ("done", "refused", "stopped", "memory", "taken")
@@ -29,8 +29,8 @@ LAST: tuple[Stage, ...] = ("done", "refused", "stopped", "memory", "taken")
 class Order:
     """One training run: the settings as plain JSON values, the folder of the pair's state, and whether to begin paused.
 
-    ``reconsider`` names an adapter to judge once more, instead of training one. ``models`` is what names of the hub
-    mean (``adaptive.hub.resolved``).
+    ``reconsider`` names an adapter to judge again, instead of training one. ``models`` are the resolved names of hub
+    models (``adaptive.hub.resolved``).
     """
 
     settings: dict[str, Any]
@@ -51,7 +51,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a training run stands. ``share`` is how much of it is done, 0 to 1; ``adapter`` the one it made."""
+    """The state of a training run: ``share`` is the completed share, 0 to 1; ``adapter`` the adapter it has made."""
 
     stage: Stage
     message: str
@@ -72,7 +72,7 @@ class Report:
 
 
 def start_worker(errors: Path) -> subprocess.Popen[str]:
-    """The training process, which waits for its ``Order``; what it writes to its standard error goes to a file."""
+    """Start the training process, which waits for its ``Order``. Its standard error is written to ``errors``."""
     with errors.open("w") as stream:
         return subprocess.Popen(
             isolated.command("trainers.worker"),
@@ -82,5 +82,5 @@ def start_worker(errors: Path) -> subprocess.Popen[str]:
             text=True,
             encoding="utf-8",
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # ctrl-C is for us, and we tell it
+            start_new_session=True,  # ctrl-C reaches only this process, which then tells the worker
         )

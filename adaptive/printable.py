@@ -1,19 +1,19 @@
-"""Text from outside (a model, a client, a name in the log) as it may be written to a terminal or a log.
+"""Makes text from outside (a model, a client, a name in the log) safe to write to a terminal or a log.
 
-In: any text. Out: the same text with what a terminal would obey made visible, so that it can neither move the
-cursor, nor set a title or the clipboard, nor forge a line.
+In: any text. Out: the same text with terminal controls made visible, so that it can neither move the cursor, nor set a
+title or the clipboard, nor forge a line.
 """
 
 from __future__ import annotations
 
-# U+2400 and after: a picture of each control character of ASCII (ESC is shown as one sign).
+# From U+2400 on: a picture for each ASCII control character (ESC is shown as one sign).
 _PICTURES = 0x2400
 _CONTROLS = {code: chr(_PICTURES + code) for code in range(0x20)} | {0x7F: "\u2421"}
 # Terminals read U+009B as ESC [ and U+009D as ESC ]. A lone surrogate cannot be written as UTF-8.
 _UNSHOWN = dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], "\ufffd")
-# CR LF is a line break; a bare CR would let what follows overwrite the line.
+# CR LF is a line break; after a bare CR, further text would overwrite the line.
 _TEXT = {**_CONTROLS, **_UNSHOWN, ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
-# In a name, line and paragraph separators forge a line, and overrides of direction reorder what stands beside them.
+# In a name, line and paragraph separators could forge a line, and direction overrides would reorder adjacent text.
 _LINE = {
     **_CONTROLS,
     **_UNSHOWN,
@@ -22,15 +22,15 @@ _LINE = {
 
 
 def printable(text: str) -> str:
-    """``text`` of any number of lines. It may come in pieces: each character is treated by itself."""
+    """``text`` of any number of lines. It may come in pieces: each character is converted by itself."""
     return text.translate(_TEXT)
 
 
 def printable_line(text: str) -> str:
-    """``text`` on one line: its line breaks and tabs are made visible, too."""
+    """``text`` on one line: line breaks and tabs are made visible as well."""
     return text.translate(_LINE)
 
 
 def counted(count: int, one: str) -> str:
-    """A count and its noun, which takes an s: 1 session, 2 sessions."""
+    """A count and its noun, with an s for the plural: 1 session, 2 sessions."""
     return f"{count} {one}{'' if count == 1 else 's'}"

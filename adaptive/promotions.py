@@ -1,7 +1,7 @@
-"""What a promotion should bring in speed, from the gate's replay and the costs here, and what then came.
+"""The speed expected of a promotion, from the gate's replay and this machine's costs, and the speed measured later.
 
-In: the gate's figures of an adapter (``HeldOut``), the costs of a round (``CostTable``), and what answers before and
-after took (``Spent``). Out: ``Promotion``, kept in ``promotions.json`` beside the log, oldest first.
+In: the gate's figures for an adapter (``HeldOut``), the costs of a round (``CostTable``), and the time of answers
+before and after (``Spent``). Out: ``Promotion``, kept in ``promotions.json`` beside the log, oldest first.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from adaptive.records.saved import Spent, speed_change
 from checkpoints import files
 from checkpoints.manifest import HeldOut
 
-# Answers under an adapter on which what it was expected to bring is checked, and as many before it. Fewer leave the
-# ratio to chance, more bring in other work.
+# Answers under an adapter that the expected speed is compared with, and as many before it. Too low: the ratio is mostly
+# chance. Too high: the answers are about other work.
 CHECKED = 40
-# Steps of the bisection that finds the acceptance of later positions: to a billionth.
+# Steps of the bisection for the acceptance of later positions: to a billionth.
 STEPS = 30
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """One promotion: ``at`` seconds since the epoch, when the newest answer of the log was ``answer`` (its id).
+    """One promotion, ``at`` seconds since the epoch, when the newest answer in the log had the id ``answer``.
 
-    ``expected`` is how many times as fast decoding was to become, by replay, and ``over_plain`` how many times as fast
-    as plain decoding; None where nothing was known. ``came``, from ``low`` to ``high`` at 95%, is what became of the
-    first ``answers`` answers under it; None until there are enough of them.
+    ``expected`` is the ratio of decoding speed after to before, by replay, and ``over_plain`` the ratio to plain
+    decoding; None if unknown. ``came``, between ``low`` and ``high`` at 95%, is the measured ratio over the first
+    ``answers`` answers; None until there are enough of them.
     """
 
     adapter: str
@@ -46,7 +46,7 @@ class Promotion:
 
     @property
     def text(self) -> str:
-        """What was expected and what came, in one line."""
+        """The expected and the measured ratio, in one line."""
         said = "its speed was not foreseen"
         if self.expected is not None:
             said = f"{self.expected:.2f} times as fast as before, by replay"
@@ -56,8 +56,8 @@ class Promotion:
 
 
 def by_position(acceptance: float, mean_length: float, length: int) -> list[float]:
-    """Conditional acceptance at each of LONGEST positions: ``acceptance`` at the first, and behind it the constant
-    that gives ``mean_length`` tokens a round at draft length ``length``."""
+    """Conditional acceptance at each of LONGEST positions: ``acceptance`` at the first, then the constant that gives
+    ``mean_length`` tokens a round at draft length ``length``."""
     low, high = 0.0, 1.0
     for _ in range(STEPS):
         middle = (low + high) / 2
@@ -67,7 +67,7 @@ def by_position(acceptance: float, mean_length: float, length: int) -> list[floa
 
 
 def seconds_a_token(acceptance: Sequence[float], costs: CostTable) -> float:
-    """Of decoding at the best draft length for these conditional acceptances, plain decoding being one of them."""
+    """Seconds per token at the best draft length for these conditional acceptances; 0 (plain decoding) is included."""
     best, reach, tokens = costs.plain_step_s + costs.overhead_s, 1.0, 1.0
     for length, accepted in enumerate(acceptance, 1):
         reach *= accepted
@@ -78,7 +78,8 @@ def seconds_a_token(acceptance: Sequence[float], costs: CostTable) -> float:
 
 
 def expected_speed(held: HeldOut, costs: CostTable) -> tuple[float, float]:
-    """How many times as fast an adapter decodes as the draft before it, and as plain decoding, by the gate's replay."""
+    """The decoding speed with an adapter by the gate's replay, relative to the draft before it and to plain
+    decoding."""
     before, after = (
         seconds_a_token(by_position(acceptance.mean, length.mean, held.draft_length), costs)
         for acceptance, length in (
@@ -90,13 +91,12 @@ def expected_speed(held: HeldOut, costs: CostTable) -> tuple[float, float]:
 
 
 def perfect_speed_up(costs: CostTable) -> float:
-    """How many times as fast as plain decoding a draft is here of which every token is accepted; 1 where even that
-    does not pay."""
+    """The speed of a draft whose tokens are all accepted, relative to plain decoding; 1 if even that does not pay."""
     return seconds_a_token((), costs) / seconds_a_token([1.0] * LONGEST, costs)
 
 
 def checked(promotion: Promotion, spent: Sequence[Spent]) -> Promotion | None:
-    """``promotion`` with what came of it; None where there are too few answers, or too few plain rounds, to say."""
+    """``promotion`` with its measured ratio; None if there are too few answers, or too few plain rounds, to tell."""
     before = [one for one in spent if one.id <= promotion.answer][-CHECKED:]
     after = [one for one in spent if one.id > promotion.answer][:CHECKED]
     if min(len(before), len(after)) < CHECKED:
@@ -112,7 +112,7 @@ _FILE = TypeAdapter(list[Promotion])
 
 
 def load(file: Path) -> list[Promotion]:
-    """Those in ``file``, oldest first; none where it is not there or cannot be read."""
+    """The promotions in ``file``, oldest first; empty if it is missing or cannot be read."""
     try:
         return _FILE.validate_json(file.read_bytes())
     except (OSError, ValueError):  # pydantic's error is a ValueError
@@ -120,5 +120,5 @@ def load(file: Path) -> list[Promotion]:
 
 
 def save(file: Path, promotions: Sequence[Promotion]) -> None:
-    """Replace ``file`` in one step. Raises OSError where that cannot be; it is then as it was."""
+    """Replace ``file`` atomically. Raises OSError if that fails; the file is then unchanged."""
     files.replace_text(file.parent, file, _FILE.dump_json(list(promotions), indent=1).decode())

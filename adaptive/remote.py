@@ -1,8 +1,8 @@
-"""The connection to a draft server: one, kept open, with a thread of its own that asks and waits.
+"""The connection to a draft server. A single connection stays open; a thread of its own sends requests and waits.
 
-In: what is asked (``wire.py``). Out: the bytes that were answered, or nothing. Whoever decodes waits for at most as
-long as a proposal may take and goes on without one; what comes later is dropped. Where the server has gone the thread
-looks for it, less and less often, and whoever asks meanwhile is told at once that there is nobody.
+In: requests (``wire.py``). Out: the bytes of the response, or nothing. Decoding waits for a proposal for a limited time
+and then continues without it; late responses are dropped. While the server is unreachable, the thread tries to connect
+again at growing intervals, and requests fail at once.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from adaptive.wire import CONTENT_TYPE, HELLO, MOST_BODY, PROPOSE, VOCABULARY, H
 logger = logging.getLogger("adaptive.drafting")
 Model = TypeVar("Model", bound=BaseModel)
 
-# Seconds for a connection, and for an answer that nobody waits for any more: reading a long text takes a small machine
-# that long. A server that takes longer is taken to be gone.
+# Seconds for connecting, and for a response, which decoding may no longer wait for: a small machine needs that long to
+# read a long text. A server that takes longer counts as lost.
 CONNECT_S, ANSWER_S = 3.0, 60.0
-# Seconds to the first try to reach a server that has gone; each further one waits twice as long, up to the last.
+# Seconds to the first attempt to reach a lost server; the pause doubles with each attempt, up to LONGEST_S.
 AGAIN_S, LONGEST_S = 0.1, 10.0
-# Bytes of a vocabulary at most: half a million tokens.
+# Most bytes of a vocabulary: half a million tokens.
 MOST_VOCABULARY = 1 << 26
-# A server that was late or talked nonsense is left alone for so many times the seconds that were lost, twice as long
-# each further time in a row. Less loses more to a useless server, more is late to see that it has become better.
+# After a late or invalid response the server gets no requests for REST times the seconds that it cost, and twice as
+# long after each further one in a row. Too low: a useless server costs more time. Too high: an improvement is noticed
+# late.
 REST = 4.0
 
 
 @dataclass
 class Figures:
-    """What has come of asking: proposals that came in time, ``late`` ones, those that were ``refused``, how often the
-    connection was ``lost``, and seconds that proposals were waited for."""
+    """Counts of the results of requests: proposals in time, ``late`` ones, ``refused`` ones, how often the connection
+    was ``lost``, and the seconds that decoding waited for proposals."""
 
     proposals: int = 0
     late: int = 0
@@ -57,8 +58,8 @@ class Figures:
 
 @dataclass(eq=False)
 class Text:
-    """A conversation as the server knows it: its name there, and the first ``known`` of these ``tokens``, which it was
-    told in the connection of that ``turn``. What follows them may grow."""
+    """The server's copy of a conversation: its name there, and the first ``known`` of these ``tokens``, sent over the
+    connection number ``turn``. Further tokens may be appended."""
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     tokens: list[int] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Text:
     turn: int = -1
 
     def common(self, text: list[int], turn: int) -> int:
-        """Tokens at the beginning of ``text`` that the server knows in this connection."""
+        """The number of tokens at the beginning of ``text`` that the server has, in this connection."""
         if turn != self.turn:
             return 0
         if text is self.tokens:
@@ -77,7 +78,7 @@ class Text:
 
 @dataclass(eq=False)
 class Call:
-    """A question under way. ``body`` makes it, with all of the text where the server does not know its beginning."""
+    """A request in progress. ``body`` makes its bytes, given whether to include all of the text."""
 
     body: Callable[[bool], bytes]
     done: threading.Event = field(default_factory=threading.Event)
@@ -86,9 +87,9 @@ class Call:
 
 
 class Remote:
-    """A draft server as a program sees it. ``hello`` is who it is; ``say`` is told what people should know of it.
+    """The client of a draft server. ``hello`` describes the server; ``say`` receives messages for users.
 
-    Raises AdaptiveError where there is none at ``url``, or it is not one that this program can talk to.
+    Raises AdaptiveError if there is no server at ``url``, or it is incompatible.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
@@ -116,22 +117,22 @@ class Remote:
 
     @property
     def ready(self) -> bool:
-        """Whether a proposal can be asked for now."""
+        """Whether a proposal can be requested now."""
         return self._up and not self._busy and time.monotonic() >= self._rests_until
 
     @property
     def connected(self) -> bool:
-        """Whether the server was there when it was last asked."""
+        """Whether the server answered when it was last contacted."""
         return self._up
 
     def as_object(self) -> dict[str, Any]:
-        """As the server's JSON has it."""
+        """The figures for the JSON of this program's own server."""
         named = {"url": self.url, "draft": self.hello.id, "adapter": self.hello.adapter, "connected": self._up}
         return named | asdict(self.figures)
 
     @property
     def sentence(self) -> str:
-        """The same in words."""
+        """The figures in words."""
         figures = self.figures
         parts = [f"{figures.proposals} proposals"]
         if figures.proposals:
@@ -142,23 +143,23 @@ class Remote:
         return f"draft server {self.url} ({self.hello.id}){there}: {', '.join(parts)}"
 
     def text_of(self, holder: object) -> Text:
-        """What the server knows of the conversation of this object."""
+        """The server's copy of the conversation that belongs to ``holder``."""
         return self._texts.setdefault(holder, Text())
 
     def forget(self) -> None:
-        """Go on in no conversation that the server knows. It forgets those that nobody goes on in by itself."""
+        """Continue none of the server's conversations. The server drops unused ones by itself."""
         self._texts.clear()
 
     def vocabulary(self) -> Vocabulary:
-        """The draft's. Raises AdaptiveError."""
+        """The draft's vocabulary. Raises AdaptiveError."""
         try:
             return _read(Vocabulary, self._got(VOCABULARY, MOST_VOCABULARY))
         except (httpx.HTTPError, Refused) as error:
             raise AdaptiveError(f"the draft server at {self.url} says no vocabulary: {reason(error)}") from error
 
     def ask(self, body: Callable[[bool], bytes]) -> Call | None:
-        """Begin to ask; None where nobody can be asked now. ``body`` is called with whether all of the text is wanted,
-        on another thread too."""
+        """Start a request; None if none is possible now. ``body`` is called, also on another thread, with whether to
+        include all of the text."""
         with self._lock:
             if not self.ready:
                 return None
@@ -171,18 +172,18 @@ class Remote:
         return call
 
     def in_time(self, waited: float) -> None:
-        """A proposal came after so many seconds."""
+        """Count a proposal that came after ``waited`` seconds."""
         self.figures.proposals += 1
         self.figures.waited_s += waited
         self._failures = 0
 
     def late(self, waited: float) -> None:
-        """None came in so many seconds."""
+        """Count a proposal that did not come within ``waited`` seconds."""
         self.figures.late += 1
         self._rest(waited)
 
     def refuse(self, why: str, waited: float) -> None:
-        """What came after so many seconds was no proposal."""
+        """Count an invalid response, which came after ``waited`` seconds."""
         self.figures.refused += 1
         self._rest(waited)
         if not self._said_refused:
@@ -195,7 +196,7 @@ class Remote:
         self._rests_until = time.monotonic() + pause
 
     def _run(self) -> None:
-        """Ask what is to be asked; look for a server that has gone."""
+        """Process the requests; while the server is lost, try to reach it."""
         while True:
             if self._up:
                 self._answer(self._calls.get())
@@ -210,14 +211,14 @@ class Remote:
             self._pause, self._said_lost = AGAIN_S, False
         except Refused as error:
             call.refused = str(error)
-        except Exception as error:  # whatever a connection can do: nobody drafts
+        except Exception as error:  # a connection may fail in any way; decoding continues without the draft
             self._lost(error)
         finally:
             self._busy = False
             call.done.set()
 
     def _asked(self, call: Call) -> bytes:
-        """Its answer; the whole text is told where the server does not know what it should. Raises Refused."""
+        """The response; sends all of the text if the server lacks its beginning. Raises Refused."""
         status, answer = self._post(call.body(False))
         if status == httpx.codes.CONFLICT:
             status, answer = self._post(call.body(True))
@@ -251,7 +252,7 @@ class Remote:
             self.say(f"draft server {self.url} has gone ({reason(error)}); decoding goes on plainly until it is back")
 
     def _look(self) -> None:
-        """Whether the server is back, with the same draft."""
+        """Check whether the server is back, with the same draft."""
         try:
             found = self._greeted()
         except Exception as error:
@@ -267,7 +268,7 @@ class Remote:
 
 
 def _all_of(response: httpx.Response, most: int) -> bytes:
-    """The body of a response, as long as it is not too long and comes soon enough. Raises Refused."""
+    """The body of a response. Raises Refused if it exceeds ``most`` bytes, and ReadTimeout if it takes too long."""
     parts, size, until = [], 0, time.monotonic() + ANSWER_S
     for part in response.iter_raw():
         size += len(part)
@@ -288,7 +289,7 @@ def _read(kind: type[Model], body: bytes) -> Model:
 
 
 def reason(error: Exception) -> str:
-    """Why a server could not be asked, for people."""
+    """The reason of a failed request, for users."""
     if isinstance(error, httpx.ConnectError):
         return "nothing answers there"
     if isinstance(error, httpx.TimeoutException):
@@ -297,12 +298,12 @@ def reason(error: Exception) -> str:
 
 
 def is_address(name: str | None) -> bool:
-    """Whether a draft is named by the address of a server."""
+    """Whether ``name`` is the address of a draft server."""
     return name is not None and name.lower().startswith(("http://", "https://"))
 
 
 def untrained(settings: Settings) -> str | None:
-    """Why the draft is not trained, where a draft server has it; else None."""
+    """The reason why the draft is not trained, if a draft server has it; else None."""
     if not is_address(settings.draft):
         return None
     return (
@@ -312,14 +313,14 @@ def untrained(settings: Settings) -> str | None:
 
 
 def remote_of(settings: Settings) -> Remote | None:
-    """The draft server that the settings name, which is asked once for who it is; None where the draft is none.
-    Raises AdaptiveError for an address that is none, and where no server answers there."""
+    """The draft server that the settings name, contacted once for its description; None if they name none. Raises
+    AdaptiveError for an invalid address, or if no server answers there."""
     if settings.draft is None or not is_address(settings.draft):
         return None
     try:
         parts = urlsplit(settings.draft)
         wrong = not parts.hostname or parts.port == 0 or parts.username or parts.query or parts.fragment
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         wrong = True
     if wrong:
         raise AdaptiveError(f"--draft is {settings.draft!r}; it must be an address such as http://127.0.0.1:8095")

@@ -1,4 +1,4 @@
-"""From logits to distributions to tokens: every transform is a few tensor operations over all rows."""
+"""Converts logits to distributions, and distributions to tokens, by a few tensor operations over all rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from adaptive.grammar import Constraint
 from adaptive.tokens import Rows, on_one_thread, uploaded
 from adaptive.types import SamplingParams
 
-# Numbers from which the work on a few distributions is shared by threads. torch would share five rows of any length,
-# and waking the others takes 70 us: as long as one thread needs for this many.
+# Numbers from which threads share the work on a few distributions. torch would share five rows of any length, and
+# waking the other threads takes 70 us: as long as one thread needs for this many numbers.
 SHARED = 1 << 17
-# Random numbers drawn in one call. More would be drawn in vain at the end of an answer, fewer cost more calls.
+# Random numbers drawn in one call. Too high: more are wasted at the end of an answer. Too low: more calls.
 AHEAD = 256
-# The largest random number: so much below 1 that no rounding makes it 1.
+# Factor for random numbers, far enough below 1 that no rounding gives 1.
 MOST = 1 - 2.0**-40
-# A vocabulary larger than this is added up in blocks first, and one of them token by token: adding up one after
-# the other waits for every sum. Below, the calls cost more than that.
+# A vocabulary larger than LARGE is summed in blocks first, and then one block token by token: a running sum waits for
+# every addition. Below that size the extra calls cost more than they save.
 LARGE, BLOCK = 8192, 256
 
 
 def transform_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Temperature, then top-k, top-p and min-p, on logits (n, vocab); -inf where a token is cut.
+    """Temperature, then top-k, top-p and min-p, on logits (n, vocab); -inf for tokens that are cut off.
 
     The order is that of transformers. Rows are independent. Not for temperature 0.
     """
@@ -47,10 +47,10 @@ def transform_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tens
 
 
 class Transform:
-    """From logits to the distributions that tokens are drawn from under ``params``.
+    """Converts logits to the distributions that tokens are drawn from under ``params``.
 
-    On the processor they come in a buffer that numpy knows as well: having torch say where a result lies takes
-    35 us after a pass over a model's weights, as long as adding up its numbers.
+    On the CPU the distributions are in a buffer whose address numpy has as well: asking torch for the address of a
+    result takes 35 us after a pass over a model's weights, as long as summing its numbers.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -59,8 +59,8 @@ class Transform:
         self._rows: Rows | None = None
 
     def __call__(self, logits: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Distributions (n, vocab), float32, of logits (n, vocab); on the processor in rows ``first`` to
-        ``first + n`` of the buffer, where they last until another call for one of these rows."""
+        """Distributions (n, vocab), float32, of logits (n, vocab). On the CPU they are in rows ``first`` to ``first +
+        n`` of the buffer, and valid until another call for one of these rows."""
         if logits.device.type != "cpu":
             return transform_logits(logits.float(), self.params).softmax(-1)
         if self._rows is None:
@@ -73,7 +73,8 @@ class Transform:
 
 
 class Uniform:
-    """Uniform random numbers below 1 of one generator, which are drawn many at a time: the call is what they cost."""
+    """Uniform random numbers below 1 from one generator, drawn many at a time because a call costs more than a
+    number."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -82,35 +83,35 @@ class Uniform:
         self._column = torch.empty(0, 1)
 
     def next(self) -> float:
-        """One number, where nothing waits for a device."""
+        """One number, as a Python float."""
         if self._used == len(self._numbers):
             self._draw(1)
         self._used += 1
         return self._numbers[self._used - 1]
 
     def ahead(self, count: int) -> list[float]:
-        """The numbers that the next ``count`` calls of ``next`` give, which ``skip`` takes."""
+        """The numbers that the next ``count`` calls of ``next`` would return; ``skip`` consumes them."""
         if self._used + count > len(self._numbers):
             self._draw(count)
         return self._numbers[self._used : self._used + count]
 
     def skip(self, count: int) -> None:
-        """Leave out so many of the numbers that were looked at."""
+        """Consume ``count`` of the numbers from ``ahead``."""
         self._used += count
 
     def _draw(self, count: int) -> None:
-        """Have at least so many that were not used."""
+        """Draw until at least ``count`` unused numbers are there."""
         self._numbers = self._numbers[self._used :] + self._drawn(count)[:, 0].tolist()
         self._used = 0
 
     def column(self, count: int) -> torch.Tensor:
-        """Numbers (count, 1) on the generator's device."""
+        """Numbers (count, 1) on the generator's device, consumed."""
         taken = self.column_ahead(count)
         self.skip_column(count)
         return taken
 
     def column_ahead(self, count: int) -> torch.Tensor:
-        """The numbers (count, 1) that the next calls of ``column`` give, which ``skip_column`` takes."""
+        """The numbers (count, 1) that the next calls of ``column`` would return; ``skip_column`` consumes them."""
         left = self._column
         if count > len(left):
             drawn = self._drawn(count)
@@ -118,37 +119,37 @@ class Uniform:
         return self._column[:count]
 
     def skip_column(self, count: int) -> None:
-        """Leave out so many of the numbers that were looked at."""
+        """Consume ``count`` of the numbers from ``column_ahead``."""
         self._column = self._column[count:]
 
     def _drawn(self, least: int = 0) -> torch.Tensor:
         device = self.generator.device
-        double = device.type != "mps"  # so that the mass of a large vocabulary adds up; one kind of device has none
+        double = device.type != "mps"  # float64, so that the mass of a large vocabulary adds up; MPS has none
         dtype = torch.float64 if double else torch.float32
         drawn = torch.rand(max(least, AHEAD), 1, generator=self.generator, dtype=dtype, device=device)
         return drawn.mul_(MOST if double else 1 - 2.0**-20)
 
 
 def draw_on_device(probs: torch.Tensor, uniform: Uniform) -> torch.Tensor:
-    """One token id a row from probs (n, vocab), not necessarily normalised; (n,) int64.
+    """One token id per row, drawn from probs (n, vocab), which need not be normalised; (n,) int64.
 
-    The first token at which the cumulative mass exceeds a uniform share of the whole (inverse transform): one
-    random number a row, where an exponential race takes one a token. A token of probability 0 adds nothing and
-    is never the first.
+    It is the first token at which the cumulative mass exceeds a uniform share of the whole (inverse transform). This
+    takes one random number per row, where an exponential race takes one per token. A token of probability 0 adds no
+    mass and is never chosen.
     """
     return draw_at(probs, uniform.column(len(probs)))
 
 
 def draw_at(probs: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The same by these random numbers (n, 1)."""
+    """``draw_on_device`` with these random numbers (n, 1)."""
     mass = probs.cumsum(-1, dtype=share.dtype)
-    # Of what are no numbers any token: an id that is none would end the device's work for good.
+    # A row of NaN gives an arbitrary token: an id outside of the vocabulary would make the device unusable.
     return torch.searchsorted(mass, share * mass[:, -1:], right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
 
 
 def pick(probs: npt.NDArray[np.float32], share: float, less: npt.NDArray[np.float32] | None = None) -> int | None:
-    """The same on the processor: the token id at ``share`` of the mass of probs (vocab,), None where there is none.
-    With ``less`` (at most vocab,) of what probs have more than that."""
+    """``draw_at`` for one row on the CPU: the token id at ``share`` of the mass of probs (vocab,), None if there is no
+    mass. With ``less`` (at most vocab,), the mass is that of max(probs - less, 0)."""
     kernels = sampling_kernels()
     if kernels is not None:
         return kernels.draw(probs, share, less)
@@ -172,12 +173,12 @@ def pick(probs: npt.NDArray[np.float32], share: float, less: npt.NDArray[np.floa
 
 
 class LogitsProcessor:
-    """Repetition, presence and frequency penalties, logit bias and the mask of a grammar, as a function of what came
-    before.
+    """Applies repetition, presence and frequency penalties, logit bias and the mask of a grammar, given the text before
+    each row.
 
-    Holds a count of every token of the text; the rows of one verification see, beyond the committed
-    text, the drafted tokens before their own position. ``active`` says whether logits are changed at all, ``alters``
-    whether by more than a mask, which kernels can apply.
+    Keeps a count of every token of the text. The rows of one verification see, after the committed text, the drafted
+    tokens before their own position. ``active``: whether logits are changed at all. ``alters``: whether they are
+    changed by more than a mask, which kernels can apply.
     """
 
     def __init__(
@@ -200,12 +201,12 @@ class LogitsProcessor:
             self.output = torch.zeros(vocab_size, device=device)
 
     def start(self, prompt: torch.Tensor) -> None:
-        """Begin a text: prompt (n,) int64."""
+        """Begin a text with a prompt (n,) int64."""
         if self.penalised:
             self.prompt[prompt.to(self.prompt.device)] = True
 
     def commit(self, tokens: list[int]) -> None:
-        """These tokens became part of the output."""
+        """Take in tokens that became part of the output."""
         if self.constraint is not None:
             self.constraint.commit(tokens)
         if self.penalised:
@@ -213,8 +214,8 @@ class LogitsProcessor:
             self.output.index_add_(0, counted, torch.ones(len(tokens), device=self.output.device))
 
     def apply(self, logits: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-        """Processed float32 logits (n, vocab), the last row of which follows all of ``drafted`` (k,) and
-        each row before it one token less: a verification has k + 1 rows, a draft step one.
+        """Processed float32 logits (n, vocab). The last row follows all of ``drafted`` (k,), each row before it one
+        token less: a verification has k + 1 rows, a draft step one.
         """
         logits = self._penalise(logits.float(), drafted)
         return logits if self.constraint is None else self.constraint.mask(logits, drafted.tolist())

@@ -1,7 +1,7 @@
-"""Every setting in one place: flags win over ``ADAPTIVE_*``, which wins over ``adaptive.toml``.
+"""All settings in one place. Flags override ``ADAPTIVE_*`` variables, which override ``adaptive.toml``.
 
-The bundled pair is used where neither target nor draft is named. None means "not said": the
-sampling defaults then come from the target's own ``generation_config.json``.
+The bundled pair is used if neither target nor draft is named. None means "not set": sampling defaults then come from
+the target's own ``generation_config.json``.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from adaptive.settings_file import config_file, doubtful, require_consent
 from adaptive.state import default_state_dir
 from adaptive.types import SamplingParams, StopParams
 
-# Requests that may be answered at once: more wait for each other anyway, and each has caches.
+# Most requests answered at once. More would only wait for each other, and each has caches.
 MOST_SLOTS = 64
-# Tokens of a command's answer at most. More is waited for where a small model repeats itself, less cuts usual answers.
+# Most tokens of a command's answer. Too high: the user waits when a small model repeats itself. Too low: usual answers
+# are cut.
 ANSWER_TOKENS = 512
 
 Quantisation = Literal["none", "int8", "nf4"]
 DraftQuantisation = Literal["auto", "none", "int8", "nf4"]
 
 
-# Of a drafted tree. Its nodes are verified in one pass, of which more take longer than any of them can be worth.
+# Most nodes of a drafted tree. One pass verifies them; with more it takes longer than the further nodes can be worth.
 MOST_NODES = 256
 
 
 def _bytes(value: object) -> object:
-    """A number of bytes that is written as 2GB or 500MB. Raises AdaptiveError."""
+    """Bytes of a size such as 2GB or 500MB. Raises AdaptiveError."""
     if not isinstance(value, str) or value.isdigit():
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)B?\s*", value)
@@ -105,8 +106,8 @@ class Settings(BaseSettings):
 
     @property
     def answer_tokens(self) -> int:
-        """The longest answer of a command, in tokens. A server's is what a request asks for, and where neither says
-        anything what the context has room for: clients that leave it out take a shorter one for a broken one."""
+        """The longest answer of a command, in tokens. A server uses the request's limit, and without one the room left
+        in the context: clients that set no limit take a shorter answer for a broken one."""
         return ANSWER_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     def model_post_init(self, context: Any) -> None:
@@ -134,16 +135,16 @@ class Settings(BaseSettings):
     @field_validator("cors", mode="before")
     @classmethod
     def _separated(cls, value: object) -> object:
-        """A variable of the environment has one origin after another, with commas between them."""
+        """Split the value of an environment variable, in which commas separate the origins."""
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
     def for_worker(self) -> dict[str, Any]:
-        """What the training process is told, as plain JSON values: all but keys."""
+        """The settings for the training process, as plain JSON values, without keys."""
         return self.model_dump(mode="json", exclude={"api_key", "api_key_file", "draft_key", "draft_key_file"})
 
     @property
     def state_dir(self) -> Path:
-        """The folder that holds one folder a pair."""
+        """The folder that contains a folder per pair."""
         return self.home if self.home is not None else default_state_dir()
 
     @classmethod
@@ -155,12 +156,12 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then environment, then the file named in ``_toml`` (see ``load_settings``)."""
+        """Flags, then environment, then the file that ``load_settings`` sets in ``model_config``."""
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
 
 def model_name(settings: Settings) -> str:
-    """The model id that clients see: ``name``, else that of the target without its owner or folder."""
+    """The model id that clients see: ``name``, else the target's name without its owner or folder."""
     if settings.name is not None:
         return settings.name
     if settings.target is None:
@@ -170,8 +171,8 @@ def model_name(settings: Settings) -> str:
 
 
 def fixed_draft_length(said: str) -> tuple[int, bool] | None:
-    """The number of tokens that every round drafts, and whether as the nodes of a tree; None for ``auto``. Raises
-    AdaptiveError for what is none of these."""
+    """The number of tokens that every round drafts, and whether they are the nodes of a tree; None for ``auto``. Raises
+    AdaptiveError for anything else."""
     if said == "auto":
         return None
     number, tree = said.removeprefix("tree:"), said.startswith("tree:")
@@ -182,7 +183,7 @@ def fixed_draft_length(said: str) -> tuple[int, bool] | None:
 
 
 def memory_bytes(said: str) -> int:
-    """Bytes of a size such as ``4GB``, ``1.5GiB`` or ``800MB``. Raises AdaptiveError for what is none."""
+    """Bytes of a size such as ``4GB``, ``1.5GiB`` or ``800MB``. Raises AdaptiveError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG])(i?)B", said.strip(), re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
         raise AdaptiveError(f"memory is {said[:80]!r}; it must be a size such as 4GB, 1.5GiB or 800MB")
@@ -191,9 +192,9 @@ def memory_bytes(said: str) -> int:
 
 
 def training_window(policy: str) -> tuple[int, int] | None:
-    """The daily window of a training policy in minutes after midnight, None for idle, always and off.
+    """The daily window of a training policy in minutes after midnight; None for idle, always and off.
 
-    The window may go over midnight (``22:00-06:00``). Raises AdaptiveError for anything else.
+    The window may cross midnight (``22:00-06:00``). Raises AdaptiveError for anything else.
     """
     if policy in ("idle", "always", "off"):
         return None
@@ -207,11 +208,11 @@ def training_window(policy: str) -> tuple[int, int] | None:
 def load_settings(
     overrides: dict[str, Any], config: Path | None = None, ask: Callable[[str], bool] | None = None
 ) -> Settings:
-    """Settings from ``overrides`` (flags that were given), the environment and the config file.
+    """Settings from ``overrides`` (the given flags), the environment and the config file.
 
-    ``ask`` puts a question to the user, where a file in the current folder sets more than it may by itself
-    (``settings_file.py``); without it such a file is refused. Raises AdaptiveError naming the setting that is
-    wrong and where it was.
+    If a file in the current folder sets more than it may without consent (``settings_file.py``), ``ask`` puts a
+    question to the user; without ``ask`` the file is refused. Raises AdaptiveError that names the wrong setting and its
+    source.
     """
     file = config_file(config)
 
@@ -226,7 +227,7 @@ def load_settings(
 
 
 def written_in(file: Path) -> dict[str, Any]:
-    """The settings that ``file`` sets. Raises AdaptiveError where it cannot be read or is not TOML."""
+    """The settings that ``file`` sets. Raises AdaptiveError if it cannot be read or is not TOML."""
     try:
         return dict(TomlConfigSettingsSource(Settings, file).toml_data)
     except OSError as error:
@@ -242,7 +243,7 @@ def set_in_environment() -> frozenset[str]:
 
 
 def change_settings(settings: Settings, said: dict[str, Any]) -> Settings:
-    """These settings with others beside. Raises AdaptiveError as ``load_settings``."""
+    """A copy of the settings with changes. Raises AdaptiveError as ``load_settings``."""
     return _checked(Settings, {**settings.model_dump(), **said}, None)
 
 

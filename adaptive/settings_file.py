@@ -1,8 +1,8 @@
-"""Which settings file is read, and what one that merely lies in the current folder may set.
+"""Chooses the settings file, and limits the settings that a file in the current folder may set.
 
-A file that was named (``--config``) or lies in the user's own config folder may set everything. One in the
-current folder may have come with somebody else's checkout: there it names no model, runs no code and decides
-nothing about data or doors, unless the user has said yes to that very file.
+A file that is named (``--config``) or lies in the user's own config folder may set everything. One in the current
+folder may have come with somebody else's checkout: unless the user has accepted that very file, it cannot name models,
+run code, or decide about data and access.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 from adaptive.errors import AdaptiveError
 from checkpoints import files
 
-# What a file of the current folder may set by itself: how text is sampled and how much of the machine is used. A new
-# setting is not among them until somebody has thought about it.
+# Settings that a file in the current folder may set without consent: sampling, and use of the machine. A new setting
+# needs a decision before it is added here.
 HARMLESS = frozenset(
     {
         "device", "draft_device", "dtype", "quantize", "draft_quantize", "memory", "cuda_graphs", "draft_length",
@@ -29,22 +29,23 @@ HARMLESS = frozenset(
     }
 )  # fmt: skip
 
-# What ``trusted.json`` holds: the SHA-256 of each file that the user has said yes to, by its absolute path.
+# Contents of ``trusted.json``: the SHA-256 of each file that the user has accepted, by its absolute path.
 _CONSENTS = TypeAdapter(dict[str, str])
 
-# Shown of a value in the question: a name, not a page.
+# Characters of a value that the question shows.
 SHOWN = 80
 
 
 def user_folder() -> Path:
-    """The platform's folder for the user's own settings."""
+    """The platform's config folder of this user."""
     import platformdirs
 
     return Path(platformdirs.user_config_dir("adaptive"))
 
 
 def config_file(explicit: Path | None) -> Path | None:
-    """``--config``, else ``adaptive.toml`` here, else the one in the platform's config folder."""
+    """The file of ``--config``, else ``adaptive.toml`` in the current folder, else the one in the user's config
+    folder."""
     if explicit is not None:
         if not explicit.is_file():
             raise AdaptiveError(f"config file {explicit} does not exist")
@@ -56,17 +57,17 @@ def config_file(explicit: Path | None) -> Path | None:
 
 
 def doubtful(file: Path, written: dict[str, Any], overridden: Collection[str]) -> dict[str, Any]:
-    """The settings of a ``file`` found in the current folder that need the user's word: those in use (not
-    ``overridden`` by a flag or the environment) and not HARMLESS, unless the user has said yes to this file."""
+    """The settings of a ``file`` in the current folder that need the user's consent: those in use (not ``overridden``
+    by a flag or the environment) and not HARMLESS, unless the user has accepted this file."""
     if file.resolve().parent == user_folder().resolve() or _known().get(str(file.resolve())) == _digest(file):
         return {}
     return {name: value for name, value in written.items() if name not in HARMLESS and name not in overridden}
 
 
 def require_consent(file: Path, found: dict[str, Any], ask: Callable[[str], bool] | None) -> None:
-    """Have ``ask`` put one question to the user, and remember a yes until the file changes.
+    """Put one question to the user through ``ask``, and remember a yes until the file changes.
 
-    Raises AdaptiveError where the answer is no, or where nobody can be asked (``ask`` is None).
+    Raises AdaptiveError if the answer is no, or if ``ask`` is None.
     """
     if not found:
         return
@@ -103,5 +104,5 @@ def _remember(file: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         files.replace_text(target.parent, target, _CONSENTS.dump_json(known, indent=1).decode())
-    except OSError:  # it will be asked again
+    except OSError:  # the question will be repeated
         return

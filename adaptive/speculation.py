@@ -1,7 +1,7 @@
-"""What decoding does now, and why, in one sentence that every front end shows.
+"""Describes how decoding works at present, and why, in one sentence that every front end shows.
 
-In: the rounds of the last answer, so that the sentence is right about them, and the draft-length policy's own
-estimate. Out: ``Speculation``, as data and in words.
+In: the rounds of the last answer, which the sentence describes, and the draft-length policy's own estimate. Out:
+``Speculation``, as data and in words.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from adaptive.pair import Pair
 from adaptive.records.stats import RoundCount, count_rounds
 from adaptive.types import REMOTE, Round
 
-# Share of an answer's rounds that must have drafted for it to be called drafting. A controller that decodes plainly
-# tries the draft in a few of a hundred rounds, one that drafts decodes plainly in as few.
+# Share of an answer's rounds that must have drafted for it to count as drafted. A controller that decodes plainly tries
+# the draft in a few percent of the rounds; one that drafts decodes a few percent plainly.
 MOSTLY = 0.5
-# Speed-ups this near to 1 are given with two digits: 0.96 is no 1.0.
+# Speed-ups this near to 1 are given with two digits: 0.96 is not shown as 1.0.
 NEARLY_ONE = 0.1
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How the last answer was decoded. ``rounds`` are all of it, ``drafting_rounds`` those that drafted something,
-    ``drafted`` their tokens; 0 of each before the first answer. ``switched_off`` is a draft length of 0 that was asked
-    for. ``expected_speed_up``, over plain decoding, is of rounds as they have lately been where the answer was drafted,
-    else what the policy expects of drafting now; None where unknown.
-    ``growing``: the draft is a head that has not been trained yet. ``away``: it is a draft server's, which does not
-    answer."""
+    """How the last answer was decoded. ``rounds``: all of its rounds; ``drafting_rounds``: those that drafted
+    something; ``drafted``: their tokens; all are 0 before the first answer. ``switched_off``: the settings ask for a
+    draft length of 0. ``expected_speed_up`` over plain decoding: if the answer was drafted, that of recent rounds, else
+    the policy's expectation of drafting now; None if unknown. ``growing``: the draft is a head that has not been
+    trained yet. ``away``: a draft server drafts, and does not answer."""
 
     draft: bool
     switched_off: bool
@@ -45,17 +44,17 @@ class Speculation:
 
     @property
     def drafting(self) -> bool:
-        """Whether the answer was drafted, for the most part."""
+        """Whether most of the answer was drafted."""
         return self.drafting_rounds > 0 and self.drafting_rounds >= MOSTLY * self.rounds
 
     @property
     def tokens_ahead(self) -> float:
-        """Tokens drafted a round, over the rounds that drafted; 0 where none did."""
+        """Mean drafted tokens of the rounds that drafted; 0 if none did."""
         return self.drafted / self.drafting_rounds if self.drafting_rounds else 0.0
 
     @property
     def sentence(self) -> str:
-        """What the last answer was decoded by, and why."""
+        """How the last answer was decoded, and why."""
         if not self.draft and not self.drafting:
             return "plain: no draft"
         if not self.rounds:
@@ -83,7 +82,7 @@ class Speculation:
         return f"{expected}, and comes next" if self.expected_speed_up > 1 else expected
 
     def as_object(self) -> dict[str, Any]:
-        """As the server's JSON has it."""
+        """The description for the server's JSON."""
         return {
             "sentence": self.sentence,
             "mode": "drafting" if self.drafting else "plain",
@@ -95,7 +94,7 @@ class Speculation:
 
 
 def speculation(assistant: Assistant, rounds: Sequence[Round] | None = None) -> Speculation:
-    """What ``assistant`` did in these rounds, by default those of the answer that began last."""
+    """The description of ``assistant``'s decoding in ``rounds``, by default those of the answer that began last."""
     if rounds is None:
         rounds = () if assistant.last is None else assistant.last.rounds
     policy = assistant.policy
@@ -111,7 +110,7 @@ def speculation(assistant: Assistant, rounds: Sequence[Round] | None = None) -> 
 
 
 def who_drafts(pair: Pair) -> str | None:
-    """Who drafts beside history and grammars, as rounds name it; None for nobody."""
+    """The name in rounds of the drafter besides history and grammars; None if there is none."""
     if pair.remote is not None:
         return REMOTE
     return None if pair.draft is None else drafter_name(pair.draft)
@@ -131,7 +130,7 @@ def of_counts(
     growing: bool = False,
     away: bool = False,
 ) -> Speculation:
-    """The same of rounds that are already summed up."""
+    """The description of rounds that are already summed up."""
     rounds = list(counts)
     return Speculation(
         draft=draft,

@@ -1,4 +1,4 @@
-"""Where things live on disk: one private folder a pair, under ``ADAPTIVE_HOME``."""
+"""The state on disk: one private folder per pair, under ``ADAPTIVE_HOME``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PairState:
 
     @property
     def training(self) -> Path:
-        """Where a training run stood when it was interrupted, while one is."""
+        """The state of an interrupted training run, if there is one."""
         return self.root / "training.safetensors"
 
     @property
@@ -38,12 +38,12 @@ class PairState:
 
     @property
     def caches(self) -> Path:
-        """Caches of conversations, where they are kept across restarts."""
+        """Caches of conversations that are kept across restarts."""
         return self.root / "caches"
 
     @property
     def typed(self) -> Path:
-        """What was typed in ``adaptive chat``, to be found again with the arrow keys."""
+        """The input history of ``adaptive chat``, for the arrow keys."""
         return self.root / "typed.txt"
 
     @property
@@ -53,12 +53,12 @@ class PairState:
 
     @property
     def promotions(self) -> Path:
-        """What each promotion was expected to bring, and what came."""
+        """The expected and the measured speed of each promotion."""
         return self.root / "promotions.json"
 
     @property
     def doubts(self) -> Path:
-        """The adapter that was rolled back and is to be judged once more."""
+        """The adapter that was rolled back and is to be judged again."""
         return self.root / "doubts.json"
 
 
@@ -70,16 +70,16 @@ def default_state_dir() -> Path:
 
 
 def open_state(state_dir: Path, pair_id: str) -> PairState:
-    """Create (0700) or open the folder of ``pair_id``, without what killed processes left unfinished, and restrict
-    new files to the user.
+    """Create (0700) or open the folder of ``pair_id``, remove unfinished files of killed processes, and restrict new
+    files to the user.
 
-    Raises AdaptiveError where the folder cannot be created or written.
+    Raises AdaptiveError if the folder cannot be created or written.
     """
     root = state_dir / pair_id
     os.umask(0o077)
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        files.finished(files.unfinished(root))  # whether it can be written
+        files.finished(files.unfinished(root))  # checks that the folder is writable
         files.sweep(root)
     except OSError as error:
         raise AdaptiveError(
@@ -91,7 +91,7 @@ def open_state(state_dir: Path, pair_id: str) -> PairState:
 def existing_states(state_dir: Path) -> list[PairState]:
     """Every pair's folder under ``state_dir`` that holds a log or an adapter store, most recently used first.
 
-    Raises AdaptiveError where ``state_dir`` cannot be read.
+    Raises AdaptiveError if ``state_dir`` cannot be read.
     """
     try:
         found = [(_used(folder), folder) for folder in state_dir.iterdir()] if state_dir.is_dir() else []
@@ -101,9 +101,9 @@ def existing_states(state_dir: Path) -> list[PairState]:
 
 
 def _used(folder: Path) -> float:
-    """When a pair's folder was used last; 0 for what is none."""
+    """When a pair's folder was last used; 0 for other folders."""
     try:
         known = (folder / "records.db").exists() or (folder / "adapters").is_dir()
         return folder.stat().st_mtime if known else 0.0
-    except OSError:  # somebody else's folder
+    except OSError:  # a folder of another user
         return 0.0

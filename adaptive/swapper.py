@@ -1,7 +1,7 @@
-"""Brings the promoted adapter into use: at once between two answers, or in slices between the rounds of one.
+"""Brings the promoted adapter into use: at once between two answers, or in slices between the rounds of an answer.
 
-In: the adapter store, which any process may change. Out: calls of the assistant, and a line for each
-thing that is wrong. A damaged or foreign adapter is passed over and said once; answers go on.
+In: the adapter store, which any process may change. Out: calls of the assistant, and a line for each problem. A damaged
+or incompatible adapter is skipped and reported once; decoding continues.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.service")
 
-# Seconds between two looks at the store while an answer is under way: a look reads one small file.
+# Seconds between two checks of the store during an answer; a check reads one small file.
 LOOK_S = 0.25
-# Seconds of a swap that may come between two rounds. More is felt as a pause in the text, less leaves the
-# answer without a draft for longer; one step of a large draft may take longer than this by itself.
+# Seconds of a swap between two bursts of rounds. Too high: the text pauses noticeably. Too low: the answer is without a
+# draft for longer. A single step of a large draft may take longer than this.
 SLICE_S = 0.015
 
 
@@ -30,21 +30,21 @@ class Swapper:
     """Follows ``store`` for one assistant, on the thread that runs it."""
 
     def __init__(self, assistant: Assistant, store: AdapterStore, base: BaseDraft, say: Callable[[str], None]) -> None:
-        """``say`` is told what is wrong with an adapter, in one line each."""
+        """``say`` receives each problem with an adapter as one line."""
         self.assistant = assistant
         self.store = store
         self.base = base
         self.swaps = 0
-        self.expected: list[float] | None = None  # acceptance by position that the adapter in use promised
+        self.expected: list[float] | None = None  # acceptance by position expected of the adapter in use
         self.on_swap: Callable[[], None] = lambda: None
         self._say = say
-        self._refused: str | None = ""  # what cannot be used (None: what CURRENT says) and has been said to be
+        self._refused: str | None = ""  # an unusable and reported value of CURRENT (None: it names no adapter)
         self._looked = 0.0
         self._first = True
         self._began, self._seconds, self._slices = 0.0, 0.0, 0
 
     def use_promoted(self) -> bool:
-        """Have the promoted adapter in use, wholly; True if another one was before."""
+        """Bring the promoted adapter into use completely. Returns whether the adapter has changed."""
         before = self.assistant.adapter
         self._go_on(float("inf"))
         self._begin()
@@ -52,20 +52,21 @@ class Swapper:
         return self.assistant.adapter != before
 
     def between_rounds(self) -> bool:
-        """For ``Assistant.between_rounds``: look now and then, go on with a swap; whether the draft may be used."""
+        """For ``Assistant.between_rounds``: check the store at intervals, continue a swap. Returns whether the draft
+        may be used."""
         if not self.assistant.swapping:
             now = time.perf_counter()
             if now - self._looked < LOOK_S:
                 return True
             self._looked = now
-            self._begin()  # its reading is this gap's share
+            self._begin()  # reads the adapter, which uses up this gap's share of time
             return not self.assistant.swapping
         return self._go_on(SLICE_S)
 
     def _begin(self) -> None:
         current, first, self._first = self.store.current_id(), self._first, False
         known = current in (self.assistant.adapter, self._refused)
-        # The first time also where none is in use: what says so may be damaged, which the store mends.
+        # The first call checks even if no adapter is in use: CURRENT may be damaged, and ``usable`` repairs it.
         if self.assistant.pair.draft is None or (known and not first):
             return
         began = time.perf_counter()
@@ -73,7 +74,7 @@ class Swapper:
         for problem in problems:
             self._say(problem)
         if problems:
-            self._refused = current  # said once, not before every round
+            self._refused = current  # report it once, not before every burst
         name = manifest.id if manifest else None
         if name == self.assistant.adapter:
             return
@@ -120,7 +121,7 @@ class Swapper:
 
 
 def promised(manifest: Manifest | None) -> list[float] | None:
-    """Acceptance by position that the gate found by replay on recent held-out answers; None where it did not judge."""
+    """Acceptance by position that the gate's replay found on recent held-out answers; None if it did not judge."""
     held = None if manifest is None else manifest.recent
     if held is None:
         return None

@@ -1,10 +1,10 @@
-"""Rounds that are run to be timed, and undone; and what their times say.
+"""Rounds that are run to be timed, and then undone, and the evaluation of their times.
 
-In: a pair of engines. Out: seconds of drafting and of verifying by draft length, kept by the number of threads that
-the passes used, of which a low quantile is what they cost.
+In: a pair of engines. Out: seconds of drafting and of verifying by draft length, stored by the number of threads that
+the passes used. Their cost is a low quantile of these seconds.
 
-Rounds are run over real text, and over another place of it in every sweep: which experts a mixture reads, and how many
-several tokens read together, depends on the tokens.
+Rounds use real text, at another place in every sweep: the tokens decide which experts a mixture reads, and how many
+experts several tokens share.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from adaptive.pair import Pair
 from adaptive.sampling import LogitsProcessor
 from adaptive.types import Round, SamplingParams, StopParams
 
-# Lengths that are measured; between them costs are taken as linear. Kernels change their ways at a
-# few rows, so the short ones are all there.
+# Measured lengths; costs between them are interpolated linearly. Kernels switch methods at a few rows, so all short
+# lengths are included.
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-# Tokens that the draft is made to catch up with, to see what one of them costs: more, and it is a prompt's pass.
+# Tokens that the draft catches up with, to measure the cost of one. With more the pass would be like a prompt's.
 CATCH_UP = 16
-# Share of the times of a pass that are below what it costs: whatever disturbs a pass makes it slower, and a few of the
-# fastest are luck (a moment of a higher clock). Higher, and a program that takes every second moment shows.
+# Quantile of a pass's times that counts as its cost. Disturbances make a pass slower, and a few of the fastest times
+# are luck (a moment of a higher clock). Too high: a program that runs every second moment distorts the cost.
 LOW = 0.2
-# In place of a number of threads: all that the engines have, which do not choose.
+# Used in place of a number of threads if the engines do not choose one: all their threads.
 ALL = 0
-# Seconds between two rounds after which the next one is not timed: something else has used caches and threads.
+# Seconds after a round from which the next one is run once untimed: other work has used caches and threads.
 PAUSE_S = 0.005
-# Tokens of the short generation that shows what a token takes beside the models: supervision is digested in batches,
-# of which this makes two. How often it is run, and seconds of rounds after which it is not run again.
+# Tokens of the short generation that measures the time per token outside of the models (supervision is reduced in
+# batches, and this makes two), repetitions, and seconds of rounds after which it is not repeated.
 TOKENS, GENERATIONS, GENERATED_S = 2 * BATCH + 1, 3, 2.0
-# Tokens behind the context among which rounds are run, and how many lie between one sweep's place and the next one's.
+# Tokens after the context among which rounds are placed, and the distance between the places of two sweeps.
 PLACES, STRIDE = 32, 5
 
 
 class Kind(enum.Enum):
-    """What is timed of a round: drafting, also with tokens to catch up with; verifying, and a plain step after another
+    """The timed part of a round: drafting, also with tokens to catch up with; verifying; a plain step after another
     plain step."""
 
     DRAFT = "draft"
@@ -61,60 +61,61 @@ class Kind(enum.Enum):
 
 
 def thread_counts(pair: Pair) -> list[int]:
-    """The numbers of threads that a pair's engines choose from while they run; ``ALL`` alone where they do not."""
+    """The numbers of threads that a pair's engines choose from; only ``ALL`` if they do not choose."""
     most = [engine.threads.most for engine in (pair.target, pair.draft) if engine is not None and engine.threads]
     return sorted({1, *most}) if most else [ALL]
 
 
 def low(seconds: Collection[float]) -> float:
-    """What a pass costs that took so many ``seconds`` at several times."""
+    """The cost of a pass that took ``seconds`` at several times."""
     ordered = sorted(seconds)
     return ordered[int(LOW * (len(ordered) - 1))]
 
 
 class Samples:
-    """Seconds by what was timed, number of threads and draft length."""
+    """Seconds, by the timed part, the number of threads and the draft length."""
 
     def __init__(self) -> None:
         self._taken: dict[Kind, dict[int, dict[int, list[float]]]] = {
             kind: defaultdict(lambda: defaultdict(list)) for kind in Kind
         }
-        self.passed: dict[int, float] = defaultdict(float)  # by number of threads: seconds by the clock on the wall
+        self.passed: dict[int, float] = defaultdict(float)  # by number of threads: wall-clock seconds
         self.sweeps: Counter[int] = Counter()
 
     def add(self, kind: Kind, length: int, threads: int, seconds: float) -> None:
-        """One more."""
+        """Add one sample."""
         self._taken[kind][threads][length].append(seconds)
 
     def drop(self, threads: int) -> None:
-        """Forget what was timed on so many threads, but for the time it took."""
+        """Forget the samples of a number of threads, but keep the time that they took."""
         for by_threads in self._taken.values():
             by_threads.pop(threads, None)
         self.sweeps.pop(threads, None)
 
     def usual(self) -> int:
-        """The number of threads on which rounds took the least time, waiting for other programs included."""
+        """The number of threads with the shortest sweeps, including waiting for other programs."""
         return min(self.sweeps, key=self.sweep_s)
 
     def sweep_s(self, threads: int) -> float:
-        """Seconds that a sweep over all lengths takes."""
+        """Wall-clock seconds of a sweep over all lengths."""
         return self.passed[threads] / self.sweeps[threads]
 
     def costs(self, kind: Kind, alone: bool) -> dict[int, float]:
-        """Seconds by draft length. On an idle machine (``alone``) an engine finds the better number of threads for
-        each; beside other programs which one is better changes by the moment, so all are taken of one number."""
+        """Seconds by draft length. On an idle machine (``alone``) an engine finds the better number of threads for each
+        length, so the minimum counts. Beside other programs the better number changes all the time, so only ``usual``
+        counts."""
         taken, usual = self._taken[kind], self.usual()
         by_threads = [taken[threads] for threads in taken if alone or threads == usual]
         return {length: min(low(taken[length]) for taken in by_threads) for length in sorted(by_threads[0])}
 
     def spread(self, kind: Kind) -> dict[int, float]:
-        """By how much what two halves of the samples say differs, as a share, by draft length."""
+        """The relative difference between the costs by two halves of the samples, by draft length."""
         taken = self._taken[kind][self.usual()]
         return {length: abs(low(some[::2]) / low(some[1::2] or some) - 1) for length, some in taken.items()}
 
 
 class TimedRounds:
-    """One text in both caches, on which rounds are run and undone."""
+    """A text in the caches of both models, on which rounds are run and undone."""
 
     def __init__(self, pair: Pair, params: SamplingParams, context: int, attentive: bool) -> None:
         assert pair.draft is not None
@@ -133,7 +134,7 @@ class TimedRounds:
         )
         self._processor = processor
         self.verifier = Verifier(params, processor, torch.Generator(pair.target.device))
-        self.advise = Stopping(LONGEST) if attentive else None  # which never stops
+        self.advise = Stopping(LONGEST) if attentive else None  # computes confidences, but never stops
         self._prepare()
         self._choices = [engine.threads for engine in (pair.target, pair.draft) if engine.threads is not None]
         self._own_clock, self._given = pair.own_clock, torch.get_num_threads()
@@ -141,19 +142,19 @@ class TimedRounds:
         self._move(context)
 
     def _move(self, length: int) -> None:
-        """Go on with so many tokens of the text, which both caches get."""
+        """Use the first ``length`` tokens of the text, and bring both caches up to them."""
         self.committed = self._text[:length]
         self._processor.start(torch.tensor(self.committed))
         self._round(1, 0, time.perf_counter)
 
     def round(self, length: int, threads: int, waiting: int = 0) -> Round:
-        """A round of ``length`` drafted tokens on so many ``threads``, undone again."""
+        """Run a round of ``length`` drafted tokens on ``threads`` threads, and undo it."""
         clock = self._own_clock if threads == 1 else time.perf_counter
-        self._prepare()  # what was recorded may have gone to another text meanwhile
+        self._prepare()  # another text may have taken the recorded passes meanwhile
         self._hold(threads)
         try:
             if threads != self._threads or time.perf_counter() - self._ended > PAUSE_S:
-                self._round(length, 0, clock)  # wakes the threads
+                self._round(length, 0, clock)  # untimed: wakes the threads
             return self._round(length, waiting, clock)
         finally:
             self._hold(None)
@@ -163,7 +164,7 @@ class TimedRounds:
         prepare(self.target, self.drafter, len(self.committed), LONGEST + 2, self.advise)
 
     def _hold(self, threads: int | None) -> None:
-        """Have passes use so many threads, and all other operations with them; None lets them choose again."""
+        """Fix the number of threads of passes and of all other operations; None lets the engines choose again."""
         if self._choices:
             torch.set_num_threads(threads or self._given)
         for choice in self._choices:
@@ -176,8 +177,8 @@ class TimedRounds:
         return speculative_round(self.target, self.drafter, self.verifier, committed, length, self.advise, clock)[0]
 
     def sweep(self, samples: Samples, lengths: Collection[int], threads: int) -> Iterator[None]:
-        """One round of each of the ``lengths``, in their order, at another place of the text each time; plain ones
-        are followed by another."""
+        """One round of each of the ``lengths``, in order, at the next place of the text; a plain round is followed by
+        another plain one."""
         self._move(self._context + (len(self.committed) - self._context + STRIDE) % max(1, self._places))
         for length in lengths:
             began = time.perf_counter()
@@ -191,11 +192,11 @@ class TimedRounds:
             yield
 
     def catch_up(self, samples: Samples, tokens: int, threads: int) -> None:
-        """A round in which the draft has so many tokens to catch up with."""
+        """Time a round in which the draft has ``tokens`` tokens to catch up with."""
         samples.add(Kind.CAUGHT_UP, 1, threads, self.round(1, threads, tokens).draft_s)
 
     def beside(self, pair: Pair) -> Generator[None, None, float]:
-        """Seconds that a plain round takes beside its pass, with its token: text, record, handing it over."""
+        """Seconds of a plain round outside of its pass: text, supervision, delivery of its token."""
         request = Request(self.committed, self.verifier.params, StopParams(TOKENS), frozenset())
         found: list[float] = []
         clock, began = self._own_clock, time.perf_counter()
@@ -205,7 +206,7 @@ class TimedRounds:
             plain = Decoding(request, self.target, length, None, self.verifier, FixedLength(0), stream)
             plain.clock = plain.policy.clock = clock
             steps, spent, ended = plain.steps(), 0.0, False
-            next(steps)  # the prompt's
+            next(steps)  # the prompt's token
             while not ended:
                 self._hold(1 if self._choices else None)
                 before = clock()
@@ -219,12 +220,12 @@ class TimedRounds:
 
 
 def real_text(pair: Pair, length: int) -> list[int]:
-    """So many tokens of what people write: this file, prose and code."""
+    """``length`` tokens of text by people: this file, prose and code."""
     written = Path(__file__).read_text(encoding="utf-8")
     tokens = [int(token) for token in pair.tokenizer.encode(written, add_special_tokens=False, verbose=False)]
     return (tokens * (1 + length // max(1, len(tokens))))[:length]
 
 
 def by_tokens(verify_s: Mapping[int, float]) -> dict[int, float]:
-    """Verification seconds by the tokens that a pass is over, one more than were drafted."""
+    """Verification seconds by the number of tokens in the pass, which is one more than were drafted."""
     return {1 + drafted: seconds for drafted, seconds in verify_s.items()}

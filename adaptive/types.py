@@ -1,7 +1,7 @@
-"""What passes between the parts of the program: plain data, no torch.
+"""Data types that pass between the parts of the program: plain data, no torch.
 
-What a caller may ask of one generation (``SamplingParams``, ``StopParams``), and the record of one, as it passes from
-the decoding loop to the log and to the trainer.
+These are the parameters of one generation (``SamplingParams``, ``StopParams``), and its record, which passes from the
+decoding loop to the log and to the trainer.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from adaptive.errors import AdaptiveError
 
-if TYPE_CHECKING:  # settings need this module before anything is shown, and numpy takes 50 ms
+if TYPE_CHECKING:  # settings import this module before anything is shown, and numpy takes 50 ms
     import numpy as np
     import numpy.typing as npt
 
-# What ``Generation.engine`` begins with where another server answered, and the servers of which that is known that a
-# draft's likeliest tokens are proposed, and stand where the target says the same: whatever the temperature, a token is
-# accepted where the draft's likeliest one was said.
+# Prefix of ``Generation.engine`` for answers of another server, and the engines of those servers that are known to
+# propose the draft's likeliest tokens and to accept each one that the target chooses too, at any temperature.
 UPSTREAM_PREFIX = "upstream "
 LIKELIEST_PROPOSED = frozenset(UPSTREAM_PREFIX + name for name in ("llama-server", "vllm", "sglang", "lm-studio"))
 
-# Who drafts, in rounds, records and figures; heads have names of their own. Those that are FREE take no forward and
-# learn nothing: what was said before, and a grammar. A TREE is the model's too; REMOTE is a draft server's model, whose
-# trees are a REMOTE_TREE. Between the names of two that took turns stands GRAFT.
+# Names of drafters in rounds, records and figures; heads have names of their own. FREE drafters take no forward and are
+# not trained: earlier text, and a grammar. TREE is the model drafting trees; REMOTE is a draft server's model, and
+# REMOTE_TREE its trees. GRAFT joins the names of two drafters that took turns.
 MODEL, TREE, HISTORY, GRAMMAR, GRAFT = "model", "tree", "history", "grammar", "+"
 REMOTE, REMOTE_TREE = "remote", "remote-tree"
 FREE = frozenset({HISTORY, GRAMMAR})
-# Below it logits divided by a temperature are no numbers any more; a client that sends 1e-8 wants the likeliest token.
+# Below this temperature, divided logits may no longer be numbers. A client that sends 1e-8 wants the likeliest token.
 LEAST_TEMPERATURE = 1e-5
 
 
@@ -37,12 +36,12 @@ LEAST_TEMPERATURE = 1e-5
 class SamplingParams:
     """How the next token is chosen from the target's logits.
 
-    ``temperature`` 0 is greedy, and so is one below ``LEAST_TEMPERATURE``. ``top_k`` 0, ``top_p`` 1 and
-    ``min_p`` 0 are off. Penalties follow the field: ``repetition`` divides positive and multiplies negative
-    logits of every token of prompt and output (CTRL, 1 = off); ``presence`` and ``frequency`` subtract from
-    tokens of the output (OpenAI, 0 = off). ``logit_bias`` maps token id to an addend. ``seed`` fixes the text,
-    whoever proposes (``adaptive/noise.py``); None draws tokens by chance, and accepts more of what is drafted.
-    ``constrained`` says that a grammar masked the logits, which the stored distributions do not show.
+    ``temperature`` 0 is greedy, and so is any below ``LEAST_TEMPERATURE``. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are
+    off. Penalties are the usual ones: ``repetition`` divides positive and multiplies negative logits of every token of
+    prompt and output (CTRL, 1 = off); ``presence`` and ``frequency`` subtract from tokens of the output (OpenAI, 0 =
+    off). ``logit_bias`` maps token id to an addend. ``seed`` fixes the text for every drafter (``adaptive/noise.py``);
+    None draws tokens by chance, and accepts more drafted tokens. ``constrained``: a grammar masked the logits, which
+    the stored distributions do not show.
     """
 
     temperature: float = 0.0
@@ -103,8 +102,8 @@ class SamplingParams:
         return cls(**known)
 
 
-# Stop strings of one request, and characters of one. OpenAI allows 4; what is looked for takes memory and some
-# milliseconds of preparation by the character of all of them.
+# Most stop strings of a request, and most characters of one. OpenAI allows 4. Their total length costs memory and some
+# milliseconds of preparation.
 MOST_STOPS, LONGEST_STOP = 64, 512
 
 
@@ -141,8 +140,8 @@ class Message:
 
 
 class Part(NamedTuple):
-    """What one drafter did of a round: tokens that it drafted, and those of them that were accepted. ``judged``: all
-    tokens before them were accepted; else the target has said nothing of them."""
+    """One drafter's share of a round: the tokens it drafted, and those that were accepted. ``judged``: all tokens
+    before them were accepted; else the target's logits do not apply to them."""
 
     drafter: str
     drafted: int
@@ -150,14 +149,14 @@ class Part(NamedTuple):
     judged: bool
 
 
-class Round(NamedTuple):  # which is made in a third of the time that a frozen dataclass takes
-    """One speculative round: what was drafted, what was accepted, what it cost.
+class Round(NamedTuple):  # made in a third of the time of a frozen dataclass
+    """One speculative round: what was drafted, what was accepted, and its seconds.
 
-    Each round commits ``accepted + 1`` tokens (the last round may commit fewer: a stop cuts it).
-    ``drafted`` 0 is a plain decoding step. Seconds are wall-clock; a ``LengthPolicy`` may observe rounds by a clock of
-    its own, in proportion to which they then share the time of their burst. Where two drafters took turns, ``drafter``
-    names both ("model+history"), and ``first`` is how many of the tokens, at least 1, the first one drafted; else it
-    is 0.
+    Each round commits ``accepted + 1`` tokens (the last round may commit fewer: a stop cuts it). ``drafted`` 0 is a
+    plain decoding step. Seconds are wall-clock; if a ``LengthPolicy`` observes rounds by a clock of its own, the
+    wall-clock time of a burst is divided among its rounds in proportion to that. If two drafters took turns,
+    ``drafter`` names both ("model+history"), and ``first`` is the number of tokens, at least 1, that the first one
+    drafted; else ``first`` is 0.
     """
 
     drafter: str
@@ -169,7 +168,7 @@ class Round(NamedTuple):  # which is made in a third of the time that a frozen d
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Apart by who drafted, in their order."""
+        """The round by drafter, in order."""
         if not self.first:
             return (Part(self.drafter, self.drafted, self.accepted, True),)
         one, _, other = self.drafter.partition(GRAFT)
@@ -181,9 +180,9 @@ class Round(NamedTuple):  # which is made in a third of the time that a frozen d
 
     @property
     def learned(self) -> Round | None:
-        """The round as the drafter that learns (a model or a head) had it: what it drafted and of that was accepted;
-        None where only others drafted, or nothing of its own was judged, or a tree was drafted, of whose nodes most are
-        not meant to stand. A plain step is as it is."""
+        """The round from the view of the trained drafter (a model or a head): the tokens that it drafted, and those
+        accepted. None if only other drafters drafted, if none of its tokens was judged, or for a tree, most of whose
+        nodes are not expected to be accepted. A plain step stays as it is."""
         if not self.first:
             return None if self.drafter in (*FREE, TREE, REMOTE_TREE) else self
         for part in self.parts:
@@ -192,11 +191,11 @@ class Round(NamedTuple):  # which is made in a third of the time that a frozen d
         return None
 
     def stretched(self, times: float) -> Round:
-        """The same in so many times the seconds."""
+        """The same with its seconds multiplied by ``times``."""
         return self._replace(draft_s=times * self.draft_s, verify_s=times * self.verify_s)
 
     def cut(self, tokens: int) -> Round:
-        """As if only the first ``tokens`` had been drafted, all of which were accepted."""
+        """The round as if only its first ``tokens`` tokens, all of them accepted, had been drafted."""
         if not self.first or tokens > self.first:
             return self._replace(drafted=tokens, accepted=tokens)
         return self._replace(drafter=self.parts[0].drafter, drafted=tokens, accepted=tokens, first=0)
@@ -204,11 +203,10 @@ class Round(NamedTuple):  # which is made in a third of the time that a frozen d
 
 @dataclass(frozen=True)
 class Timings:
-    """Prompt tokens computed now and found in the cache; seconds for the prompt and for the rest.
+    """Prompt tokens computed now and found in the cache; seconds of the prompt and of the rest.
 
-    The first token comes out of the prompt's own pass, so ``predicted_s`` covers ``predicted_n - 1``.
-    ``expected_s`` is what the draft-length policy expected of these before each round; 0 where it
-    forecast nothing.
+    The prompt's own pass gives the first token, so ``predicted_s`` covers ``predicted_n - 1`` tokens. ``expected_s`` is
+    the sum of the seconds that the draft-length policy expected of each round; 0 if it forecasts nothing.
     """
 
     prompt_n: int
@@ -220,16 +218,16 @@ class Timings:
 
     @property
     def per_second(self) -> float:
-        """Tokens per second of decoding, the prompt apart; 0 where nothing was timed."""
+        """Tokens per second of decoding, without the prompt; 0 if nothing was timed."""
         return (self.predicted_n - 1) / self.predicted_s if self.predicted_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """The target's distribution at each of the n output positions, at temperature 1, before any
-    sampling transform: the k most probable ids with natural-log probabilities, best first, and the
-    log of the mass left over (-inf when none is). ``chosen`` is the log-probability of the output
-    token under the distribution it was really drawn from (0 when greedy).
+    """The target's distribution at each of the n output positions, at temperature 1, before any sampling transform: the
+    k most probable ids with natural-log probabilities, best first, and the log of the remaining mass (-inf if there is
+    none). ``chosen`` is the log-probability of the output token under the distribution it was drawn from (0 when
+    greedy).
 
     Shapes: ids (n, k) int32, logprobs (n, k) float16, rest (n,) float16, chosen (n,) float16.
     """
@@ -242,13 +240,13 @@ class Supervision:
 
 @dataclass(frozen=True)
 class Generation:
-    """One finished generation: everything the log keeps of it.
+    """One finished generation, as it is logged.
 
-    ``prompt`` and ``output`` are token ids; ``messages`` is the chat that became the prompt (empty
-    for a raw text prompt, whose text is then ``prompt_text``); ``text`` is what was shown. ``domain``
-    is a free label of the kind of text. ``owner`` stands for the person or key that asked where a server tells them
-    apart (a digest, empty where it does not). ``adapter`` is the id of the draft's adapter, or None.
-    ``created`` is seconds since the epoch. ``finish_reason`` is ``stop``, ``length`` or ``cancelled``.
+    ``prompt`` and ``output`` are token ids; ``messages`` is the chat that became the prompt (empty for a raw text
+    prompt, whose text is then ``prompt_text``); ``text`` is the shown text. ``domain`` is a free label of the kind of
+    text. ``owner`` is a digest of the user or key, if the server distinguishes them, else empty. ``adapter`` is the id
+    of the draft's adapter, or None. ``created`` is seconds since the epoch. ``finish_reason`` is ``stop``, ``length``
+    or ``cancelled``.
     """
 
     session: str

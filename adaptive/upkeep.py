@@ -1,10 +1,10 @@
-"""Keeps what the controller believes of costs true: what is stored of them, and measuring anew while nobody waits.
+"""Keeps the controller's costs up to date: loads and saves them, and measures them again while the program is idle.
 
-In: the policy of a pair, what the last session left, and idle moments. Out: costs in the policy, and
-``controller.json`` at the end. Costs are due when they were not measured here, on this supply of power, within a day
-and on a quiet machine, and after a swap of the adapter; a first use of a pair does not wait for a quiet moment.
-A target without a draft here is not measured: what verifying history's proposals takes, or asking a draft server, is
-learned from them, and kept.
+In: the policy of a pair, the state that the last session saved, and idle moments. Out: costs in the policy, and
+``controller.json`` at the end. Costs are due for measurement if they are older than a day, or come from another
+machine, another power supply or a busy machine, and after a swap of the adapter. The first use of a pair does not wait
+for a quiet moment. A target without a local draft is not measured: the costs of verifying history's proposals, or of a
+draft server, are learned during decoding, and saved.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from adaptive.types import SamplingParams
 
 logger = logging.getLogger("adaptive.control")
 
-# Seconds until the next try where the machine was busy, doubled each time, and the most.
+# Seconds until the next measurement after one on a busy machine; doubled each time, up to the second number.
 AGAIN_S, LONGEST_S = 30.0, 3600.0
 
 
 class Upkeep:
-    """The costs of one pair's policy. Policies that know no costs need none: everything then does nothing."""
+    """The costs of one pair's policy. For policies without costs all methods do nothing."""
 
     def __init__(self, pair: Pair, policy: LengthPolicy, memory: Memory, sampling: SamplingParams) -> None:
         self.pair = pair
@@ -45,7 +45,7 @@ class Upkeep:
         self._not_before, self._pause = 0.0, AGAIN_S
         if self.policy is not None:
             self.policy.watch = LoadWatch(LoadMeter())
-            if memory.costs is None:  # a first use, and even a busy machine's costs are better than none
+            if memory.costs is None:  # first use: even a busy machine's costs are better than none
                 self.idle(lambda: False)
 
     @property
@@ -53,12 +53,12 @@ class Upkeep:
         return self.policy is not None and self.pair.draft is not None
 
     def swapped(self) -> None:
-        """Another adapter is in use: the next quiet moment shows what rounds cost with it."""
+        """After a change of adapter: measure costs again at the next quiet moment."""
         self.due = self._measures
         self._not_before, self._pause = 0.0, AGAIN_S
 
     def idle(self, wanted: Callable[[], bool]) -> None:
-        """Nobody waits: measure, if that is due, until ``wanted`` says that somebody does; the next call goes on."""
+        """While no request waits: measure costs, if due, until ``wanted`` returns True; the next call continues."""
         if self.policy is None or not self.due or time.monotonic() < self._not_before:
             return
         if self._running is None:
@@ -69,7 +69,7 @@ class Upkeep:
         except StopIteration as end:
             self._running = None
             self._take(end.value)
-        except Exception:  # memory, a device: whatever it is, answers go on with what is known
+        except Exception:  # of any kind, such as no memory: decoding continues with the known costs
             self._running, self.due = None, False
             logger.exception("costs could not be measured; what is known of them stays in use")
 
@@ -88,12 +88,12 @@ class Upkeep:
             self.measured = time.time()
 
     def save(self, file: Path, adapter: str | None) -> None:
-        """Write ``controller.json``. Raises OSError where that cannot be."""
+        """Write ``controller.json``. Raises OSError if that fails."""
         if self.policy is not None:
             memory, told = self.memory, (self.machine, self.measured, adapter)
             save(file, remembered(self.policy, memory.device, *told, memory.matches))
 
 
 def last_memory(file: Path, pair: Pair) -> Memory:
-    """What the last session of ``pair`` left, as far as it holds for how it runs now."""
+    """The saved state of the last session of ``pair``, as far as it applies to how the pair runs now."""
     return load(file, where_it_runs(pair))

@@ -1,4 +1,4 @@
-"""Whether two tokenizers are one, which a target and its draft must have: by what they say, not by their files."""
+"""Compares two tokenizers, which must be equal for a target and its draft, by their tokens, not by their files."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ PROBE = "Hello, World! 3.14 + 2710 = def f(x):\n\treturn  naïve\u200b Straße �
 
 
 class Vocabulary(BaseModel):
-    """A tokenizer as far as two are compared: the id of every token, and the ids of the probe text."""
+    """The compared parts of a tokenizer: the id of every token, and the ids of the probe text."""
 
     tokens: dict[str, int]
     probe: list[int]
 
     @property
     def digest(self) -> str:
-        """The same for equal ones."""
+        """A hash, the same for equal vocabularies."""
         return hashlib.sha256(json.dumps([sorted(self.tokens.items()), self.probe]).encode()).hexdigest()
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    """That of a tokenizer."""
+    """The vocabulary of a tokenizer."""
     return Vocabulary(tokens=tokenizer.get_vocab(), probe=tokenizer.encode(PROBE, add_special_tokens=False))
 
 
 def difference_of(target: Vocabulary, draft: Vocabulary) -> str | None:
     """The first difference that matters, in words, or None.
 
-    The same token for every id that both use, special tokens included, and the same ids for a probe
-    text. Ids that only one of them has are padding or additions and are no difference.
+    Every id that both use must be the same token, special tokens included, and the probe text must give the same ids.
+    Ids that only one of them has are padding or additions, and make no difference.
     """
     ours, theirs = ({i: t for t, i in vocabulary.tokens.items()} for vocabulary in (target, draft))
     for number in sorted(ours.keys() & theirs.keys()):

@@ -1,10 +1,10 @@
-"""What a program and a draft server say to each other, as bytes: a JSON head, and behind it arrays.
+"""The messages between a program and a draft server, as bytes: a JSON head followed by arrays.
 
 A body is the length of its head (4 bytes, little-endian), the head, and the arrays that the head lists as
-``[dtype, length]``, one after the other, little-endian. A program asks (``Asked``) with the tokens that the server has
-not seen; the server answers (``Drafted``) with tokens, and of a chain that was drawn the distributions that they were
-drawn from, each as the tokens of a probability above 0. What the other side sends is believed only as far as it can be
-checked: whatever is no proposal raises ``Refused``.
+``[dtype, length]``, one after the other, little-endian. A request (``Asked``) has the tokens that the server has not
+seen; the response (``Drafted``) has tokens, and for a drawn chain the distributions they were drawn from, each as the
+tokens of a probability above 0. All received data are validated: anything that is not a valid message raises
+``Refused``.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from pydantic import BaseModel, Field
 from adaptive.errors import AdaptiveError
 from adaptive.types import SamplingParams
 
-# Paths of a draft server: who it is, its vocabulary, and a proposal.
+# Paths of a draft server: its description, its vocabulary, and a proposal.
 HELLO, VOCABULARY, PROPOSE = "/draft", "/draft/vocabulary", "/draft/propose"
 CONTENT_TYPE = "application/octet-stream"
-# Bytes of a head and of a whole body at most. A proposal of 64 tokens of which each was drawn from a thousand has
-# half a megabyte; a text of a million tokens has four.
+# Most bytes of a head and of a body. A proposal of 64 tokens, each drawn from a thousand, has half a megabyte; a text
+# of a million tokens has four.
 MOST_HEAD, MOST_BODY = 1 << 16, 1 << 24
-# Tokens that a drafted token is drawn from at most, the likeliest. More cost time on the line, and hardly any token
-# that stands is beyond them.
+# Most tokens that a drafted token is drawn from: the likeliest. Too high: more time on the line. Too low: more tokens
+# that the target would accept are never drafted.
 TOP = 256
-# By how much the sum of a distribution may differ from 1: what float32 rounds in adding up a vocabulary.
+# Allowed deviation of a distribution's sum from 1: the float32 rounding when a vocabulary is summed.
 ROUNDING = 1e-5
-# What crosses of the sampling parameters. Penalties, biases and grammars change the target's logits alone.
+# Sampling parameters that are sent. Penalties, biases and grammars change only the target's logits.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 DTYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4")}
 
 Array = npt.NDArray[Any]
 
 
-class Refused(ValueError):  # noqa: N818 - what is refused, in words
-    """A body that is not what was asked for."""
+class Refused(ValueError):  # noqa: N818 - its text says what is refused
+    """A message that is invalid, or does not match its request."""
 
 
 class Hello(BaseModel):
-    """A draft server's answer to who it is: its model (``id``, and ``weights``, their hash), whether it drafts
-    ``trees``, the hash of its ``vocabulary``, and the adapter in use."""
+    """A draft server's description: its model (``id`` and the hash of its ``weights``), whether it drafts ``trees``,
+    the hash of its ``vocabulary``, and the adapter in use."""
 
     protocol: Literal[1] = 1
     id: str = Field(min_length=1, max_length=200)
@@ -59,9 +59,9 @@ class Hello(BaseModel):
 
 @dataclass(frozen=True)
 class Asked:
-    """A proposal that is wanted behind a text, of at most ``length`` tokens of the first ``vocab`` ids, 0 for none: the
-    server is then to read the text. The text is the first ``common`` tokens of what the server knows of the
-    ``conversation``, and ``tokens`` behind them. ``tree``: the tokens are nodes of a tree."""
+    """A request for a proposal after a text: at most ``length`` tokens among the first ``vocab`` ids. 0 requests no
+    proposal; the server then only reads the text. The text is the first ``common`` tokens of the server's copy of the
+    ``conversation``, followed by ``tokens``. ``tree``: the tokens are the nodes of a tree."""
 
     conversation: str
     common: int
@@ -72,14 +72,14 @@ class Asked:
     sampling: SamplingParams
 
     def to_bytes(self) -> bytes:
-        """As a body."""
+        """The request as a body."""
         sampling = {name: getattr(self.sampling, name) for name in SAMPLING}
         head = {name: getattr(self, name) for name in ("conversation", "common", "length", "tree", "vocab")}
         return packed({**head, "sampling": sampling}, np.array(self.tokens, DTYPES["int32"]))
 
     @classmethod
     def from_bytes(cls, body: bytes) -> Asked:
-        """What a body asks. Raises Refused."""
+        """The request in a body. Raises Refused."""
         head, arrays = unpacked(body)
         try:
             found = _AskedHead.model_validate(head)
@@ -110,8 +110,8 @@ class _AskedHead(BaseModel):
 
 
 class Drafted(NamedTuple):
-    """What a server proposes: tokens, of a tree their ``parents``, and of a chain that was drawn the distributions
-    ``probs`` (K, vocab), float32."""
+    """A server's proposal: tokens, the ``parents`` of a tree, and the distributions ``probs`` (K, vocab), float32, of a
+    drawn chain."""
 
     tokens: list[int]
     parents: list[int] | None
@@ -132,8 +132,8 @@ def drafted_bytes(tokens: list[int], parents: list[int] | None, probs: list[Arra
 
 
 def read_drafted(body: bytes, asked: Asked, drawn: bool) -> Drafted | None:
-    """What a server answered to what it was ``asked``, checked; None for no proposal. ``drawn``: distributions are
-    wanted of a chain; without them its tokens are nobody's draws, and verified as point masses. Raises Refused."""
+    """The validated response to ``asked``; None for no proposal. ``drawn``: the target samples, so distributions are
+    wanted for a chain; without them its tokens are verified as point masses. Raises Refused."""
     head, arrays = unpacked(body)
     tree, has_probs = head.get("tree") is True, head.get("drawn") is True
     expected = ["int32"] + ["int32"] * tree + ["int32", "int32", "float32"] * has_probs
@@ -157,7 +157,7 @@ def read_drafted(body: bytes, asked: Asked, drawn: bool) -> Drafted | None:
 
 
 def _parents(parents: Array, tokens: list[int]) -> list[int]:
-    """Of each node its parent, which comes before it; siblings are different tokens. Raises Refused."""
+    """The parent of each node, which must come before it; siblings must be different tokens. Raises Refused."""
     count = len(tokens)
     if len(parents) != count or not ((parents >= -1) & (parents < np.arange(count))).all():
         raise Refused("the parents are not those of a tree")
@@ -168,7 +168,7 @@ def _parents(parents: Array, tokens: list[int]) -> list[int]:
 
 
 def _distributions(vocab: int, tokens: Array, counts: Array, ids: Array, probs: Array) -> Array:
-    """Rows (K, vocab), each a distribution that gives its token something. Raises Refused."""
+    """Rows (K, vocab), each a distribution in which its token has a probability above 0. Raises Refused."""
     count = len(tokens)
     if len(counts) != count or (counts < 1).any() or counts.sum(dtype=np.int64) != len(ids) or len(ids) != len(probs):
         raise Refused("the distributions have another shape than the tokens")
@@ -190,7 +190,7 @@ def _distributions(vocab: int, tokens: Array, counts: Array, ids: Array, probs: 
 
 
 def packed(head: dict[str, Any], *arrays: Array) -> bytes:
-    """A body."""
+    """A body with this head and these arrays."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     listed = [[names[one.dtype], len(one)] for one in arrays]
     text = json.dumps({**head, "arrays": listed}).encode()

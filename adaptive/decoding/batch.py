@@ -28,7 +28,7 @@ PASS, LEAST = 128, 32
 # own, but only while reading the weights dominates: up to some tens of tokens on processors. Too high: first tokens
 # come late. Too low: the weights are read more often.
 FULL = 64
-# While at most so many tokens of prompts are unread, the draft does not read the prompts of other answers that have
+# While at most this many tokens of prompts are unread, the draft does not read the prompts of other answers that have
 # just joined. Too high: these answers decode without the draft for longer. Too low: the draft's passes delay the first
 # tokens of the answers whose prompts are unread.
 SOON = 1024

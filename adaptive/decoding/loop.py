@@ -34,8 +34,8 @@ from adaptive.types import FREE, HISTORY, Round, SamplingParams, StopParams, Sup
 BURST_S = 0.016
 # Relative difference between two clocks, read one after the other, up to which they count as equal.
 SAME = 0.001
-# Tokens of an answer that the caches are reserved for at first, and at least so many more at each growth. Most answers
-# are shorter than their limit. Too low: a long answer's cache is copied more often. Too high: memory is wasted.
+# Tokens of an answer for which the caches are reserved at first, and the least growth later. Most answers are shorter
+# than their limit. Too low: a long answer's cache is copied more often. Too high: memory is wasted.
 ANSWER_RESERVE = 1024
 # Tokens after the committed ones that are always reserved as well: a recorded pass writes up to 17.
 AHEAD = 32

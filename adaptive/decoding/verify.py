@@ -45,7 +45,7 @@ class Verdict:
 
 def verify_greedy(logits: torch.Tensor, drafted: Ids, queued: Queued | None = None) -> Verdict:
     """The greedy rule, given the target's logits (K + 1, vocab) and K drafted tokens, of which a ``queued`` proposal
-    may count only the first. Raises AdaptiveError if the logits of a row that is reached are not numbers."""
+    may count only the first ones. Raises AdaptiveError if the logits of a row that is reached are not numbers."""
     rows = as_array(logits)
     if rows is None or queued is not None:
         return verify_greedy_on_device(logits, moved(as_tensor(drafted), logits.device), queued)
@@ -183,7 +183,7 @@ def verify_on_device(
     p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, uniform: Uniform, queued: Queued | None = None
 ) -> Verdict:
     """The same in tensor operations, which synchronise with the device once; q is (K, vocab). Of the K tokens of a
-    ``queued`` proposal only the first ``queued.count`` count."""
+    ``queued`` proposal, only the first ``queued.count`` count."""
     most = drafted.shape[0]
     if not most:
         extra = draw_on_device(p, uniform)

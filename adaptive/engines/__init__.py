@@ -1,1 +1,1 @@
-"""The protocol of a model, and an engine in each package behind it."""
+"""The engine protocol, and a package for each engine that implements it."""

@@ -1,7 +1,7 @@
-"""What a pair will take of a device's memory, known from its configs before any weight is read, and what fits.
+"""Computes from configs, before any weight is read, what a pair takes of a device's memory, and what fits.
 
-In: where the models come from and the settings. Out: a ``Budget`` for each device, whose ``text`` people read; or an
-error that says what to do where not even the weights and a short text fit.
+In: the sources of the models and the settings. Out: a ``Budget`` for each device, with a ``text`` for users; or an
+error with advice if the weights and a short text do not fit.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from adaptive.settings import Settings, memory_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-# Tokens of text that have to fit beside the weights: a short chat. Fewer load a pair that is of no use, more refuse one
-# that would do.
+# Tokens of text that must fit beside the weights: a short chat. Too low: a loaded pair is useless. Too high: a useful
+# pair is refused.
 LEAST_TOKENS = 1024
-# Bytes of passes beside weights and caches: activations of a piece of a prompt, logits, workspaces of libraries.
+# Bytes of passes besides weights and caches: activations of a piece of a prompt, logits, workspaces of libraries.
 PASSES = 256 << 20
-# Weights that take less of the free memory than this share are loaded without a look at their config, which takes a
-# tenth of a second. Training and caches of any use fit beside.
+# Weights below this share of the free memory are loaded without reading their config, which takes a tenth of a second.
+# Useful caches and training then fit as well.
 SMALL = 0.2
-# Bytes of a weight in bitsandbytes' nf4 with the scale of every 64, and in int8.
+# Bytes per weight in bitsandbytes' nf4, with a scale for every 64 weights, and in int8.
 NF4, INT8 = 0.5 + 4 / 64, 1.0
-# Bytes of a training run: the libraries; and per byte of draft weights in float32 the weights, a layer's gradients, the
-# adapter with its optimiser and the logits of a batch.
+# Bytes of a training run: the libraries, and a multiple of the draft's float32 weights, for the weights, a layer's
+# gradients, the adapter with its optimiser and the logits of a batch.
 TRAINING_LIBRARIES = 600 << 20
 TRAINING_PER_BYTE = 4
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one model takes of its ``device``: bytes of ``weights``, and of a ``token`` in its cache, None where that is
-    not known before it is loaded. ``numbers``: of its weights."""
+    """The memory of one model on its ``device``: bytes of ``weights``, and of a ``token`` in its cache, None if unknown
+    before loading. ``numbers``: the count of its weights."""
 
     device: str
     weights: int
@@ -49,7 +49,7 @@ class Need:
 @dataclass(frozen=True)
 class Budget:
     """Bytes on one ``device``: ``free``, of all ``weights``, of a ``token`` in all caches, of a ``training`` run beside
-    decoding (0 for none). ``context``: tokens that the target takes at most."""
+    decoding (0 for none). ``context``: most tokens of a text of the target."""
 
     device: str
     free: int
@@ -60,7 +60,7 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """For caches and training."""
+        """Bytes that remain for caches and training."""
         return self.free - self.weights - PASSES
 
     @property
@@ -69,15 +69,15 @@ class Budget:
         return self.left >= LEAST_TOKENS * (self.token or 0)
 
     def tokens(self, training: bool) -> int | None:
-        """Tokens of text that fit beside the weights, and with a ``training`` run beside; None where that is not
-        known."""
+        """Tokens of text that fit beside the weights, and beside a ``training`` run if that is True; None if
+        unknown."""
         if not self.token:
             return None
         return min(self.context, max(0, self.left - training * self.training) // self.token)
 
     @property
     def text(self) -> str:
-        """All of it in one line."""
+        """The budget in one line."""
         said = f"{_size(self.weights)} of weights"
         said += f", {self.token / 1e3:.0f} kB a token of text" if self.token else ""
         said += f", {_size(self.training)} to train" if self.training else ""
@@ -94,13 +94,13 @@ class Budget:
 
 
 def budgets(target: Source, draft: Source | None, grows: bool, settings: Settings) -> list[Budget]:
-    """What a pair takes of each device that it runs on. Raises AdaptiveError for a config that cannot be read."""
+    """The budget of a pair on each device that it uses. Raises AdaptiveError for a config that cannot be read."""
     needs = [need(target, settings, settings.device)]
     if draft is not None:
         where = settings.device if draft.head else settings.draft_device or settings.device
         needs.append(need(draft, settings, where, draft=True))
     learns = 4 * needs[-1].numbers if draft is not None and not draft.head else 0
-    if grows or (draft is not None and draft.head):  # a layer, with the target's embedding and projection
+    if grows or (draft is not None and draft.head):  # a head's layer, with the target's embedding and projection
         learns = 4 * _layer_of(target, settings)
     if settings.distill == "off":
         learns = 0
@@ -117,7 +117,7 @@ def budgets(target: Source, draft: Source | None, grows: bool, settings: Setting
 
 
 def check(target: Source, draft: Source | None, grows: bool, settings: Settings) -> None:
-    """Raises AdaptiveError with the way out where a pair does not fit into memory."""
+    """Raises AdaptiveError with advice if a pair does not fit into memory."""
     where = choose_device(settings.device)
     if (weight_bytes(target) + weight_bytes(draft)) < SMALL * device_bytes(where) and not settings.draft_device:
         return
@@ -133,13 +133,13 @@ def check(target: Source, draft: Source | None, grows: bool, settings: Settings)
 
 
 def ways_out(target: Source, draft: Source | None, grows: bool, settings: Settings) -> Iterator[str]:
-    """What would make it fit, as far as that is known."""
+    """Changes with which the pair would fit, as far as known."""
     for said, changed in _changes(target, draft, settings):
         other, without = changed
         try:
             if all(one.fits for one in budgets(*other, grows and draft is None, without)):
                 yield said
-        except AdaptiveError:  # what cannot be quantised so
+        except AdaptiveError:  # a model that cannot be quantised like this
             continue
     yield "take a smaller target, or free memory"
 
@@ -160,20 +160,20 @@ def _changes(
 
 
 def need(source: Source, settings: Settings, device: str, draft: bool = False) -> Need:
-    """What one model takes. Raises AdaptiveError for a config that cannot be read."""
-    if source.gguf is not None or source.head:  # whose configs are none of a model's
+    """The memory of one model. Raises AdaptiveError for a config that cannot be read."""
+    if source.gguf is not None or source.head:  # their configs do not describe a model
         return Need(_named(choose_device(device)), weight_bytes(source), None if source.gguf else 0, 0)
     chosen = choose_forward(source, settings, device, draft)
     where = _named(chosen.device)
     assert chosen.dtype is not None
     config = read_config(source, settings)
-    keys = 4 if chosen.forward.own else chosen.dtype.itemsize  # our own forward keeps them in float32
+    keys = 4 if chosen.forward.own else chosen.dtype.itemsize  # our own forward caches in float32
     token = keys * _cached(config.get_text_config())
     model = _skeleton(source, config, settings)
     parameters = {id(one): one for one in model.parameters()}.values()
     numbers = sum(one.numel() for one in parameters)
     weights = sum(int(one.numel() * _bytes(name, one, chosen, model)) for name, one in model.named_parameters())
-    if chosen.held is not None and not chosen.held.dense:  # about as large as its files
+    if chosen.held is not None and not chosen.held.dense:  # kept quantised: about as large as its files
         weights = weight_bytes(source)
     if chosen.forward is Forward.STREAMED and settings.memory is not None:
         weights = min(weights, memory_bytes(settings.memory))
@@ -181,7 +181,7 @@ def need(source: Source, settings: Settings, device: str, draft: bool = False) -
 
 
 def _named(device: str) -> str:
-    """With its number."""
+    """The device with its number."""
     return "cuda:0" if device == "cuda" else device
 
 
@@ -195,13 +195,13 @@ def _skeleton(source: Source, config: Any, settings: Settings) -> nn.Module:
     try:
         with torch.device("meta"):
             model: nn.Module = loader.from_config(config, trust_remote_code=settings.trust_remote_code)
-    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
+    except Exception as error:  # a damaged or unknown checkpoint may raise anything in transformers
         raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
     return model
 
 
 def _bytes(name: str, parameter: nn.Parameter, chosen: Choice, model: nn.Module) -> float:
-    """Of one of a parameter's numbers."""
+    """Bytes of one number of a parameter."""
     import torch
 
     assert chosen.dtype is not None
@@ -217,7 +217,7 @@ def _bytes(name: str, parameter: nn.Parameter, chosen: Choice, model: nn.Module)
 
 
 def _cached(config: Any) -> int:
-    """Numbers that a token takes in a cache: keys and values of each layer of attention."""
+    """Numbers per token in a cache: keys and values of each attention layer."""
     from adaptive.engines.hf.cache import ATTENTION, layer_kinds
     from adaptive.engines.hf.kinds import Kinds
 
@@ -228,14 +228,14 @@ def _cached(config: Any) -> int:
 
 
 def _keys_and_values(config: Any) -> int:
-    """Of one layer."""
+    """Numbers per token in the keys and values of one layer."""
     heads = int(config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 2 * int(getattr(config, "num_key_value_heads", None) or heads) * size
 
 
 def _layer_of(target: Source, settings: Settings) -> int:
-    """Numbers of a head on the target, about: a layer of its own, with the target's embedding and projection."""
+    """Approximate numbers of a head on the target: its own layer, with the target's embedding and projection."""
     config = read_config(target, settings).get_text_config()
     width, vocab = int(config.hidden_size), int(config.vocab_size)
     inner = int(getattr(config, "intermediate_size", None) or 4 * width)
@@ -243,7 +243,7 @@ def _layer_of(target: Source, settings: Settings) -> int:
 
 
 def _context(target: Source, settings: Settings) -> int:
-    """Tokens of the longest text that a target takes, as far as its config says."""
+    """Tokens of the target's longest text, according to its config; 2**31 if that is unknown."""
     if target.gguf is not None:
         return 2**31
     config = read_config(target, settings).get_text_config()

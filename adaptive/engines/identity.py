@@ -1,4 +1,4 @@
-"""Which weights a checkpoint's folder holds, told without reading them all."""
+"""Identifies the weights in a checkpoint's folder without reading all of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from adaptive.errors import AdaptiveError
 
-# Bytes read at either end of a weights file for its identity: enough for the whole safetensors header
-# of any model here, and two checkpoints that differ only in the middle do not occur by training.
+# Bytes read at either end of a weights file to identify it: more than the whole safetensors header of the supported
+# models. Training does not produce two checkpoints that differ only between the ends.
 IDENTITY_BYTES = 1 << 20
 
 
 def weights_hash(folder: Path, needed: bool = True) -> str:
     """A short hash of config, tokenizer and the weights' identity (names, sizes, first and last megabyte).
 
-    Raises AdaptiveError where there are no weights and they are ``needed``.
+    Raises AdaptiveError if there are no weights and they are ``needed``.
     """
     digest = hashlib.sha256()
     weights = sorted(folder.glob("*.safetensors"))

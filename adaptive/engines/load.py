@@ -1,4 +1,4 @@
-"""Which engine and which forward serve a checkpoint on this machine, decided here; and loading its weights.
+"""Chooses the engine and the forward for a checkpoint on this machine, and loads its weights.
 
 In: a ``Source`` and the settings. Out: an engine. The table in docs/architecture.md has a row for each ``Forward``.
 """
@@ -35,10 +35,10 @@ logger = logging.getLogger("adaptive.engines")
 
 @dataclass(frozen=True)
 class Source:
-    """Where one model comes from. ``id`` is what the user typed, ``folder`` where it lies on disk.
+    """The source of one model: ``id`` as the user typed it, ``folder`` on disk.
 
-    ``gguf`` is the file for llama.cpp, None for a checkpoint for transformers; ``head``: what kind of head on its
-    target that checkpoint is, or has, None for a model by itself.
+    ``gguf`` is the file for llama.cpp, None for a checkpoint for transformers. ``head`` is the kind of head on its
+    target that the checkpoint is, or contains; None for a model by itself.
     """
 
     id: str
@@ -49,7 +49,7 @@ class Source:
 
 
 class Forward(Enum):
-    """What computes the logits of a model."""
+    """The implementation that computes a model's logits."""
 
     LLAMA_CPP = "llama.cpp"
     CPU_FUSED = "our own on a CPU, a pass in one native call"
@@ -61,7 +61,7 @@ class Forward(Enum):
 
     @property
     def own(self) -> bool:
-        """Whether it is our own arithmetic and cache."""
+        """Whether it uses our own arithmetic and cache."""
         return self is Forward.STREAMED or self in OWN.values()
 
 
@@ -70,8 +70,8 @@ OWN = {"fused": Forward.CPU_FUSED, "native": Forward.CPU_NATIVE, "torch": Forwar
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model is to run. ``dtype`` is None for a GGUF file; ``int8`` is that of our own linear layers, ``quantize``
-    what bitsandbytes does as it is loaded, ``held`` how weights that come quantised are held."""
+    """How a model runs. ``dtype`` is None for a GGUF file. ``int8``: our own int8 linear layers. ``quantize``:
+    bitsandbytes' quantisation at loading. ``held``: how the weights of a quantised checkpoint are held."""
 
     forward: Forward
     device: str
@@ -82,23 +82,23 @@ class Choice:
 
     @property
     def weights(self) -> str:
-        """In what numbers the weights are, as the engine will say."""
+        """The format of the weights, as in ``Engine.weights``."""
         if self.dtype is None:
             return "gguf"
         return "int8" if self.int8 else str(self.dtype).removeprefix("torch.")
 
     @property
     def how(self) -> str:
-        """On what and in what numbers transformers' own forward computes."""
+        """The device and number formats of transformers' own forward."""
         return f"{self.device} {self.dtype} {self.quantize}{f' {self.held.text}' if self.held else ''}"
 
 
 def choose_forward(source: Source, settings: Settings, device: str, draft: bool = False) -> Choice:
-    """Which forward serves this model here, as target or as ``draft``; known without reading its weights.
+    """The forward for this model on this machine, as target or as ``draft``, without reading its weights.
 
-    Where memory is short for the packed copy of the weights that our own forwards keep, and for a model that is hooked
-    or whose weights differ in dtype, it is transformers' own instead (``forward_of`` says what it became). Raises
-    AdaptiveError for a device that is not there, a config that cannot be read, or weights in a format that cannot be.
+    Transformers' own is used instead of our own forwards if there is no memory for their packed copy of the weights,
+    and for a model that has hooks or weights of several dtypes (``forward_of`` gives the result). Raises AdaptiveError
+    for an unusable device, a config that cannot be read, or an unsupported format of weights.
     """
     if settings.memory is not None and not draft:
         return _streamed_choice(source, settings, device)
@@ -117,7 +117,7 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
     held = held_as(source, config, where, draft)
     small = draft and where == "cpu" and settings.draft_quantize in ("auto", "int8")
     if small and (settings.draft_quantize == "int8" or (settings.dtype == "auto" and fast_int8())):
-        # A draft's int8 is our own: bitsandbytes' is for the memory it saves, not for speed.
+        # A draft uses our own int8: bitsandbytes' saves memory, but not time.
         kind = forward_kind(name, config, dtype, torch.device(where), int8=True)
         if kind == "fused" or (kind is not None and not source.head):
             return Choice(OWN[kind], where, dtype, int8=True, held=held)
@@ -125,7 +125,7 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
         kind = forward_kind(name, config, dtype, torch.device(where))
         if kind == "fused" or (kind is not None and not source.head):
             return Choice(OWN[kind], where, dtype, held=held)
-    # bitsandbytes' int8 waits for the device within a pass, which cannot be captured.
+    # bitsandbytes' int8 synchronises with the device within a pass, which cannot be captured.
     eight = source.quantize == "int8" or (held is not None and not held.dense and bool(held.said.get("load_in_8bit")))
     forward = Forward.CUDA_GRAPHS if graphs and not eight else Forward.TRANSFORMERS
     if source.head:
@@ -134,11 +134,11 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
 
 
 def held_as(source: Source, config: Any, device: str, draft: bool = False) -> Quantised | None:
-    """How the weights of a checkpoint that comes quantised are held on ``device``, as ``choose_device`` calls it; None
-    for others, and for a head.
+    """How the weights of a quantised checkpoint are held on ``device`` (a result of ``choose_device``); None for other
+    checkpoints, and for a head.
 
-    A draft's are dequantised wherever that can be, but on a GPU for bitsandbytes', beside which an adapter can lie.
-    Raises AdaptiveError where they cannot be read there, and for one that is asked to be quantised anew.
+    A draft's weights are dequantised if that is possible, except bitsandbytes' on a GPU, which can have an adapter
+    beside them. Raises AdaptiveError if they cannot be read there, and if the settings ask to quantise them again.
     """
     from adaptive.engines.hf.quantised import BITSANDBYTES, method_of, quantised, settings_of
 
@@ -156,14 +156,14 @@ def held_as(source: Source, config: Any, device: str, draft: bool = False) -> Qu
 
 
 def check_readable(source: Source, settings: Settings, device: str, draft: bool = False) -> None:
-    """Raise AdaptiveError where a checkpoint's weights are in a format that cannot be read on that device; it is known
-    without reading them."""
+    """Raise AdaptiveError if the format of a checkpoint's weights is not supported on that device, without reading
+    them."""
     if source.gguf is None and not source.head:
         held_as(source, read_config(source, settings), choose_device(device), draft)
 
 
 def _streamed_choice(source: Source, settings: Settings, device: str) -> Choice:
-    """How a target runs whose weights take no more than ``--memory``. Raises AdaptiveError where it cannot."""
+    """The choice for a target whose weights must fit into ``--memory``. Raises AdaptiveError if that is impossible."""
     import torch
 
     from adaptive.engines.cpu.families import forward_kind
@@ -188,7 +188,7 @@ def _streamed_choice(source: Source, settings: Settings, device: str) -> Choice:
 
 
 def beside_eagle(chosen: Choice) -> tuple[Choice, Choice]:
-    """How a target that would run as ``chosen`` runs where an EAGLE-3 head reads its layers, and how the head does."""
+    """The choice for a target, otherwise run as ``chosen``, whose layers an EAGLE-3 head reads, and for that head."""
     target, head = chosen.forward, Forward.TRANSFORMERS
     if target is Forward.CPU_FUSED:
         target = Forward.CPU_NATIVE
@@ -198,7 +198,7 @@ def beside_eagle(chosen: Choice) -> tuple[Choice, Choice]:
 
 
 def forward_of(engine: Engine) -> Forward:
-    """Which forward a loaded engine runs."""
+    """The forward that a loaded engine runs."""
     from adaptive.engines.head.engine import HeadEngine
     from adaptive.engines.hf.engine import TransformersEngine
 
@@ -211,7 +211,7 @@ def forward_of(engine: Engine) -> Forward:
 
 
 def choose_dtype(settings: Settings, device: str, config: Any) -> torch.dtype:
-    """The dtype that is asked for; ``auto`` is bfloat16 (or float16) on a GPU, and on a CPU measured once."""
+    """The dtype of the settings; ``auto`` is bfloat16 (or float16) on a GPU, and measured once on a CPU."""
     import torch
 
     if settings.dtype != "auto":
@@ -225,7 +225,7 @@ def choose_dtype(settings: Settings, device: str, config: Any) -> torch.dtype:
     from adaptive.engines.cpu.families import forward_kind
     from adaptive.engines.cpu.weights import packs
 
-    # Where only the native kernels multiply bfloat16, a model that they do not run would be emulated, and crawl.
+    # If only the native kernels multiply bfloat16, a model that they cannot run would be emulated, and be very slow.
     cpu, half = torch.device("cpu"), torch.bfloat16
     if not packs(half, cpu) and forward_kind(class_name(config), config, half, cpu) is None:
         return torch.float32
@@ -233,7 +233,7 @@ def choose_dtype(settings: Settings, device: str, config: Any) -> torch.dtype:
 
 
 def class_name(config: Any) -> str:
-    """The class that transformers makes of a checkpoint of this config; empty for one of no causal language model."""
+    """The class of transformers for a checkpoint with this config; empty if it is no causal language model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
@@ -241,8 +241,8 @@ def class_name(config: Any) -> str:
 
 
 def read_config(source: Source, settings: Settings) -> Any:
-    """A checkpoint's config, of its language model alone where it has vision too and transformers knows a class for
-    that. Raises AdaptiveError where it cannot be read."""
+    """A checkpoint's config; for a model with vision only that of its language model, if transformers has a class for
+    it. Raises AdaptiveError if it cannot be read."""
     from transformers import AutoConfig
 
     from adaptive.engines.hf.language import language_config
@@ -250,12 +250,12 @@ def read_config(source: Source, settings: Settings) -> Any:
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=settings.trust_remote_code)
         return language_config(config)
-    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
+    except Exception as error:  # a damaged or unknown checkpoint may raise anything in transformers
         raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
 
 
 def lacks_kernels(engine: Engine) -> str | None:
-    """Why an engine that native kernels would make faster on this processor has none, and what to do; or None."""
+    """Why an engine runs without native kernels that would speed it up on this processor, with advice; or None."""
     from adaptive.engines.cpu import kernels
 
     slow = forward_of(engine) in (Forward.CPU_TORCH, Forward.TRANSFORMERS) and engine.device.type == "cpu"
@@ -263,7 +263,7 @@ def lacks_kernels(engine: Engine) -> str | None:
 
 
 def sampling_kernels() -> SamplingKernels | None:
-    """Compiled code that chooses tokens, from logits on the processor whichever engine they come from; or None."""
+    """Compiled code that chooses tokens, from any engine's logits on the CPU; None if it is not built."""
     from adaptive.engines.cpu import kernels
 
     found = kernels.library()
@@ -280,7 +280,7 @@ def _sampling_of(library: Library) -> SamplingKernels:
 def load_engine(
     source: Source, settings: Settings, device: str, tell: Callable[[float], None], draft: bool = False
 ) -> Engine:
-    """The engine that runs this kind of file, as target or as ``draft``."""
+    """Load the engine for this kind of file, as target or as ``draft``."""
     chosen = choose_forward(source, settings, device, draft)
     engine = _loaded(source, settings, chosen, tell)
     logger.info("%s: %s, %s, on %s", source.id, forward_of(engine).value, engine.weights, engine.device)
@@ -298,7 +298,7 @@ def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[
     with weights_progress(tell):
         plain, held = dataclasses.replace(source, quantize=chosen.quantize), chosen.held
         engine = TransformersEngine(load_model(plain, settings, chosen.device, chosen.dtype, held), int8=chosen.int8)
-        if engine.cpu_forward is None and source.quantize != chosen.quantize and held is None:  # no memory for our own
+        if engine.cpu_forward is None and source.quantize != chosen.quantize and held is None:  # no memory for packing
             engine = TransformersEngine(load_model(source, settings, chosen.device, chosen.dtype))
     engine.check()
     if engine.cpu_forward is None:
@@ -322,7 +322,7 @@ def _streamed(source: Source, settings: Settings, chosen: Choice, tell: Callable
 
 @contextlib.contextmanager
 def weights_progress(tell: Callable[[float], None]) -> Iterator[None]:
-    """Hear from transformers how far it is with the weights, instead of letting it draw bars of its own."""
+    """Pass transformers' loading progress to ``tell``, and suppress its own progress bars and messages."""
     from transformers.utils import logging
 
     class Counted:
@@ -347,7 +347,7 @@ def weights_progress(tell: Callable[[float], None]) -> Iterator[None]:
 
 
 def weight_bytes(source: Source | None) -> int:
-    """Of the files that a source's weights lie in; 0 for none, and for a head that lies in its target's."""
+    """Bytes of a source's weight files; 0 for None, and for a head in its target's files."""
     if source is not None and source.head is HeadKind.MTP:
         return 0
     if source is not None and source.gguf is not None:
@@ -356,7 +356,7 @@ def weight_bytes(source: Source | None) -> int:
 
 
 def four_bits(source: Source, config: Any, settings: Settings) -> Fit:
-    """Which layers of a checkpoint nf4 can hold. Raises AdaptiveError where that is none."""
+    """Which layers of a checkpoint nf4 can hold. Raises AdaptiveError if it can hold none."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from adaptive.engines.hf.blocks import nf4_fit
@@ -366,7 +366,7 @@ def four_bits(source: Source, config: Any, settings: Settings) -> Fit:
         fit = nf4_fit(
             config, AutoModelForCausalLM if language else AutoModelForImageTextToText, settings.trust_remote_code
         )
-    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
+    except Exception as error:  # a damaged or unknown checkpoint may raise anything in transformers
         raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
     if fit.layers and fit.misfits == fit.layers:
         raise AdaptiveError(f"--quantize nf4 cannot hold {source.id}: {fit.text}; leave it out, or take int8")
@@ -374,7 +374,7 @@ def four_bits(source: Source, config: Any, settings: Settings) -> Fit:
 
 
 def _four_bits(source: Source, config: Any, settings: Settings, dtype: torch.dtype) -> tuple[str, ...] | None:
-    """The modules that are to stay as they are; None where that is what transformers leaves out anyway."""
+    """The modules that stay unquantised; None for those that transformers excludes by default."""
     fit = four_bits(source, config, settings)
     if not fit.misfits:
         return None
@@ -385,8 +385,8 @@ def _four_bits(source: Source, config: Any, settings: Settings, dtype: torch.dty
 def load_model(
     source: Source, settings: Settings, device: str, dtype: torch.dtype | None = None, held: Quantised | None = None
 ) -> PreTrainedModel:
-    """A checkpoint on the device asked for, in ``dtype`` or else the one that the settings name. Weights that come
-    quantised are held as ``held`` says, without it dequantised. Raises AdaptiveError where it cannot be loaded."""
+    """Load a checkpoint on the requested device, in ``dtype`` or else the dtype of the settings. Weights of a quantised
+    checkpoint are held as ``held`` says, or dequantised without it. Raises AdaptiveError if it cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from adaptive.engines.hf.language import has_projection, is_part, text_weights, weight_names
@@ -423,6 +423,6 @@ def load_model(
             made_dense(model, held, dtype)
     except AdaptiveError:
         raise
-    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
+    except Exception as error:  # a damaged or unknown checkpoint may raise anything in transformers
         raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
     return model

@@ -1,4 +1,4 @@
-"""Making a head on a loaded target: one that a checkpoint is or has, or one that is to be grown.
+"""Makes a head on a loaded target: a head checkpoint, the head in the target's checkpoint, or a new one to be grown.
 
 In: a ``Source`` or None, the settings and the target's engine. Out: the engine that drafts.
 """
@@ -28,9 +28,9 @@ logger = logging.getLogger("adaptive.engines")
 
 
 def load_head(source: Source | None, settings: Settings, target: Engine) -> HeadEngine:
-    """The head of that checkpoint on a loaded target, or for None the one that is to be grown on it, as it starts.
+    """The head of ``source`` on a loaded target, or, for None, the untrained head that is to be grown on it.
 
-    Raises AdaptiveError where the target gives no hidden states, or the head does not fit it.
+    Raises AdaptiveError if the target gives no hidden states, or the head does not fit it.
     """
     import torch
 
@@ -67,7 +67,7 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
 
 
 def _head(source: Source | None, target: TransformersEngine) -> HeadModule:
-    """The module of that head, or of one that is to be grown. Raises AdaptiveError where it does not fit."""
+    """The module of ``source``, or of a head to be grown. Raises AdaptiveError if it does not fit the target."""
     from adaptive.engines.head.eagle import Eagle3Head
     from adaptive.engines.head.module import Head
     from adaptive.engines.head.mtp import MtpHead
@@ -85,9 +85,10 @@ def _head(source: Source | None, target: TransformersEngine) -> HeadModule:
 
 
 def head_for_training(source: Source | None, target: Path, trust_remote_code: bool) -> Head | ForeignHead:
-    """The same in float32, without the target's other weights; its checkpoint is in ``target``.
+    """The module of ``source``, or of a head to be grown, in float32, without the target's other weights. ``target`` is
+    the folder of the target's checkpoint.
 
-    Raises AdaptiveError where it does not fit.
+    Raises AdaptiveError if the head does not fit the target.
     """
     import torch
 

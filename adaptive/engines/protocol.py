@@ -1,8 +1,7 @@
-"""What the decoding loop asks of a model.
+"""The interface between the decoding loop and a model.
 
-An ``Engine`` is a model with its weights; a ``Sequence`` is one text in its cache. The loop never
-sees more than this, so that any engine that can extend, roll back and return logits stands behind
-it: transformers here, others beside it.
+An ``Engine`` is a model with its weights; a ``Sequence`` is one text in its cache. The loop uses nothing else, so any
+engine can be used that can extend a sequence, roll it back and return logits.
 """
 
 from __future__ import annotations
@@ -25,24 +24,25 @@ from adaptive.tokens import Ids
 from adaptive.types import SamplingParams
 
 Floats: TypeAlias = npt.NDArray[np.float32]
-# Asked with a position (from 1) and the largest probability there, before anything is drawn; answers with the number of
-# an ``Advice`` of control/policy.py.
+# Called with a position (from 1) and the largest probability there, before anything is drawn; returns the number of an
+# ``Advice`` of control/policy.py.
 Asked: TypeAlias = Callable[[int, float], int]
-# Asked with tokens that are drafted; answers with the address of the tokens (vocab,) that may stand behind them, a bit
-# each in words of 32, which stays until tokens are committed; 0 where all may.
+# Called with drafted tokens; returns the address of a mask of the tokens (vocab,) allowed after them, one bit per token
+# in 32-bit words, valid until tokens are committed; 0 if all are allowed.
 Mask: TypeAlias = Callable[[Numbers[int]], int]
 
 
 @dataclass(eq=False)
 class Thresholds:
-    """When a draft ends on its own confidence, as numbers, so that nobody has to be asked between two of its tokens.
+    """When a draft ends by its own confidence, as numbers, so that kernels can decide it without a call into Python.
 
-    A confidence falls into one of n + 1 bins, of n ``edges`` (float64). By bin (n + 1): the probability that a token is
-    ``accepted``, and that the one after it is (``follow``). By position (``longest``): that of all up to it below which
-    it is dropped (``drop_below``), and that of the next one too at which it is the last (``last_below``). What is
-    written: the ``bins`` (kept * longest) of each position that was asked about, of the last drafts, how many were
-    ``asked`` about (kept), the number of ``drafts`` (1), all int32, and ``reach`` (1), the probability that all up to
-    there are accepted. control/stopping.py applies them in Python.
+    A confidence falls into one of n + 1 bins between n ``edges`` (float64). By bin (n + 1): the probability that a
+    token is ``accepted``, and that the token after it is (``follow``). By position (``longest``): a token is dropped if
+    the probability that all tokens up to it are accepted is below ``drop_below``, and it is the last one if that
+    probability for the next token is at most ``last_below``. Outputs, int32: the ``bins`` (kept * longest) of each
+    position that the last drafts asked about, the number of positions ``asked`` about (kept), and the number of
+    ``drafts`` (1). Output, float64: ``reach`` (1), the probability that all tokens up to the last of
+    these positions are accepted. control/stopping.py applies the thresholds in Python.
     """
 
     edges: array[float]
@@ -56,7 +56,7 @@ class Thresholds:
     reach: array[float]
 
     def told(self, bins: Numbers[int]) -> None:
-        """Write what is written: somebody has applied them to a draft, and asked about positions of these ``bins``."""
+        """Write the outputs for a draft to which the caller has applied the thresholds; ``bins`` of its positions."""
         longest = len(self.drop_below)
         row = self.drafts[0] % len(self.asked)
         self.drafts[0] += 1
@@ -67,10 +67,10 @@ class Thresholds:
 
 @dataclass(slots=True)
 class ProposalCall:
-    """A whole proposal: feed ``tokens``, then one after the other choose at most ``length`` tokens of the first
-    ``vocab`` ids by ``sampling``, and feed each but the last. ``uniform`` (length,) are random numbers below 1, one a
-    token; none where the likeliest is taken, or a seed decides. ``advise`` says what becomes of each position, ``mask``
-    what may stand there."""
+    """The arguments of a whole proposal: feed ``tokens``, then choose at most ``length`` tokens one after the other
+    from the first ``vocab`` ids by ``sampling``, and feed each but the last. ``uniform`` (length,) are random numbers
+    below 1, one per token; empty if the likeliest token is taken or a seed decides. ``advise`` decides about each
+    position, ``mask`` gives the tokens allowed there."""
 
     tokens: list[int]
     length: int
@@ -82,8 +82,8 @@ class ProposalCall:
 
 
 class Proposed(NamedTuple):
-    """What came of it: the tokens, and the distributions (n, vocab) that they were drawn from, which last until the
-    sequence's next proposal; None where the likeliest were taken, or a seed decided."""
+    """The result: the tokens, and the distributions (n, vocab) that they were drawn from, valid until the sequence's
+    next proposal; None if the likeliest tokens were taken, or a seed decided."""
 
     tokens: list[int]
     probs: torch.Tensor | None
@@ -91,8 +91,8 @@ class Proposed(NamedTuple):
 
 @dataclass(slots=True)
 class VerificationCall:
-    """A pass over tokens ``fed`` and those ``drafted``, and the acceptance rule over its logits; ``q``, ``uniform`` and
-    ``allowed`` as in ``SamplingKernels.judge``."""
+    """The arguments of a pass over the tokens ``fed`` and ``drafted``, and the acceptance rule over its logits; ``q``,
+    ``uniform`` and ``allowed`` as in ``SamplingKernels.judge``."""
 
     fed: list[int]
     drafted: list[int]
@@ -103,9 +103,9 @@ class VerificationCall:
 
 
 class Judgement(NamedTuple):
-    """What stands of K drafted tokens: how many; the token that the target adds, -1 where its logits are not numbers;
-    how many random numbers that took; the log-probabilities of the accepted + 1 tokens that are committed, None where
-    the likeliest are."""
+    """The result of the acceptance rule for K drafted tokens: the number accepted; the token that the target adds, -1
+    if its logits are not numbers; the random numbers used; the log-probabilities of the accepted + 1 committed tokens,
+    None if greedy."""
 
     accepted: int
     extra: int
@@ -114,19 +114,19 @@ class Judgement(NamedTuple):
 
 
 class SamplingKernels(Protocol):
-    """Compiled code that chooses tokens. Logits and distributions are on the processor."""
+    """Compiled code that chooses tokens. Logits and distributions are on the CPU."""
 
     def probabilities(self, logits: torch.Tensor, params: SamplingParams, out: torch.Tensor) -> torch.Tensor:
-        """Probabilities, into ``out`` (n, vocab) float32, of logits (n, vocab). A row in which a logit is no number
-        has none."""
+        """Write the probabilities of logits (n, vocab) into ``out`` (n, vocab) float32. A row with a NaN logit becomes
+        NaN."""
 
     def draw(self, probs: Floats, uniform: float, less: Floats | None = None) -> int | None:
-        """The first token at which the mass of probs (vocab,), or of what they have more than ``less`` (at most
-        vocab,), exceeds that share of it; None where there is no mass."""
+        """The first token at which the cumulative mass of probs (vocab,), or of max(probs - less, 0) with ``less`` (at
+        most vocab,), exceeds the share ``uniform`` of all mass; None if there is no mass."""
 
     def race(self, probs: Floats, seed: int, position: int) -> int | None:
-        """The token of probs (vocab,) that the noise of a seed chooses at a position of the text; None where there is
-        no mass."""
+        """The token of probs (vocab,) that a seed's noise chooses at a position of the text; None if there is no
+        mass."""
 
     def judge(
         self,
@@ -138,45 +138,45 @@ class SamplingKernels(Protocol):
         uniform: Numbers[float],
         allowed: Numbers[int] = (),
     ) -> Judgement:
-        """The acceptance rule, given logits (K + 1, vocab) for the tokens at ``position`` of the text and behind it.
-        ``q`` (K, at most vocab), float32 and contiguous, is what the K tokens were drawn from, ``uniform`` (K + 2,) are
-        random numbers below 1; neither is looked at where the likeliest is taken, or a seed decides. ``allowed``
-        (K + 1,) is what a ``Mask`` says of each row, or nothing where all may stand. Raises IndexError for an id beyond
-        the vocabulary."""
+        """The acceptance rule, given logits (K + 1, vocab), the first for the token at ``position`` of the text. ``q``
+        (K, at most vocab), float32 and contiguous, are the distributions of the K drafted tokens, ``uniform`` (K + 2,)
+        random numbers below 1; both are unused if the likeliest token is taken or a seed decides. ``allowed`` (K + 1,)
+        are the results of a ``Mask`` for each row, or empty if all tokens are allowed. Raises IndexError for an id
+        beyond the vocabulary."""
 
     def likeliest_of(self, logits: torch.Tensor, count: int, kept: int, into: tuple[int, int, int]) -> None:
-        """Of the first ``count`` rows of logits (n, vocab), float32 and contiguous, the ``kept`` likeliest tokens,
-        likeliest first, their log-probabilities, and the logarithm of the mass of all others. ``into`` says where in
-        memory to write them: int32 and float32 (count, kept), float32 (count,). A row in which a logit is no number
-        has no numbers."""
+        """For each of the first ``count`` rows of logits (n, vocab), float32 and contiguous: the ``kept`` likeliest
+        tokens, likeliest first, their log-probabilities, and the logarithm of the mass of all others. ``into`` are the
+        addresses to write to: int32 and float32 (count, kept), float32 (count,). A row with a NaN logit becomes NaN."""
 
 
 def judged(kernels: SamplingKernels, logits: torch.Tensor, position: int, call: VerificationCall) -> Judgement:
-    """The rule by itself, for a ``call`` whose pass has given these logits, for the tokens at ``position`` on."""
+    """Apply the rule to the logits of the pass of a ``call``, the first for the token at ``position``."""
     return kernels.judge(logits, call.drafted, position, call.sampling, call.q, call.uniform, call.allowed)
 
 
 class FusedCalls(Protocol):
-    """A sequence of an engine that does in one call what ``extend`` and a choice do token by token, and what it and the
-    acceptance rule do. What runs between two passes finds the processor's caches full of weights."""
+    """A sequence whose engine does two things in one call each: ``extend`` and a choice, token by token; and ``extend``
+    and the acceptance rule. Code that runs between two passes finds the processor's caches full of weights."""
 
     def propose(self, call: ProposalCall) -> Proposed:
-        """Append the tokens of ``call`` and those that are chosen, but the last of them."""
+        """Append the tokens of ``call`` and the chosen ones, except the last of them."""
 
     def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
-        """Append all tokens of ``call``; what stands of the K drafted ones, and the logits (K + 1, vocab) as from
-        ``extend``."""
+        """Append all tokens of ``call``. Returns the judgement of the K drafted ones, and the logits (K + 1, vocab) as
+        from ``extend``."""
 
 
 class Chooser(Protocol):
-    """What chooses a token from the logits (1, vocab) of a pass by tensor operations that wait for no device, over
-    tensors of its own; it may be recorded with the pass. ``outcome`` is what its calls have left in these."""
+    """Chooses a token from the logits (1, vocab) of a pass, by tensor operations that do not synchronise with the
+    device and write only tensors of its own. It may be recorded with the pass. ``outcome`` returns what its calls
+    wrote."""
 
     def __call__(self, logits: torch.Tensor) -> None:
-        """Choose, and remember what."""
+        """Choose a token, and store it."""
 
     def reset(self) -> None:
-        """Forget what was chosen."""
+        """Forget the chosen tokens."""
 
     def outcome(self) -> tuple[torch.Tensor, ...]:
         """See above."""
@@ -184,25 +184,25 @@ class Chooser(Protocol):
 
 @runtime_checkable
 class Chooses(Protocol):
-    """A sequence of an engine that makes a pass and the choice behind it as one, where that has been recorded."""
+    """A sequence whose engine runs a pass and the following choice as one recorded unit, where that was recorded."""
 
     def choose(self, tokens: Ids, chooser: Chooser) -> None:
-        """``Sequence.extend`` by ``tokens``, and then the ``chooser`` on the logits (1, vocab) of the last."""
+        """``Sequence.extend`` by ``tokens``, followed by the ``chooser`` on the logits (1, vocab) of the last token."""
 
 
 @runtime_checkable
 class Prepares(Protocol):
-    """A sequence whose engine has passes to prepare, which takes a while the first time."""
+    """A sequence whose engine prepares passes, which takes a while the first time."""
 
     def prepare(self, length: int, chooser: Chooser | None = None) -> None:
-        """Before an answer: a text of ``length`` tokens in all is to be decoded, with that ``chooser`` behind passes
-        where they are proposals'. What can be prepared for that is; what cannot be is done without."""
+        """Prepare, before an answer, the passes for a text of ``length`` tokens in all; those of proposals with
+        ``chooser`` after them. What cannot be prepared is run unprepared."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of what is held of a text, or of several: ``keys`` and values, recurrent ``states`` with what a rollback
-    needs, ``checkpoints`` of them for going back further, hidden states (``features``)."""
+    """Bytes held for one or several texts: ``keys`` and values; recurrent ``states`` with the data for a rollback;
+    ``checkpoints`` of states for rolling back further; hidden states (``features``)."""
 
     keys: int = 0
     states: int = 0
@@ -211,7 +211,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All bytes."""
         return self.keys + self.states + self.checkpoints + self.features
 
     def __add__(self, other: Memory) -> Memory:
@@ -224,9 +224,9 @@ class Memory:
 
 
 class Sequence(Protocol):
-    """The cached context of one text. Its length is how many tokens the cache holds.
+    """The cached context of one text. Its length is the number of tokens in the cache.
 
-    ``fused`` is the same sequence where its engine offers that.
+    ``fused`` is the same sequence, if its engine supports fused calls.
     """
 
     @property
@@ -239,11 +239,11 @@ class Sequence(Protocol):
 
     @property
     def memory(self) -> Memory:
-        """What the cache takes."""
+        """The memory of the cache."""
 
     def reserve(self, length: int) -> None:
-        """Reserve capacity for ``length`` tokens in all, so that no pass up to there allocates. Raises AdaptiveError
-        where there is no memory for them; what is held stays."""
+        """Reserve capacity for ``length`` tokens in all, so that passes up to there do not allocate. Raises
+        AdaptiveError if there is not enough memory; the contents stay."""
 
     def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Append n ``tokens`` and return the logits of the last ``rows`` of them, (rows, vocab).
@@ -252,41 +252,42 @@ class Sequence(Protocol):
         are on the engine's, in its dtype, and may be overwritten by the sequence's next ``extend``. The caller
         keeps ``length + n`` within the context.
 
-        With ``parents`` (n,) the tokens are nodes of a tree, which is not in the text yet: ``length`` stays until
-        ``keep`` chooses a path, and whatever else is done to the text forgets the tree. Each token follows the node of
-        that number, or for -1 the last token held: it sees what is held and the nodes of its path, and stands as deep.
-        Nodes are numbered in the order in which they come, over all passes since the tree began. Raises ValueError for
-        a parent that is not there yet, and AdaptiveError where the engine makes no passes over ``trees``.
+        With ``parents`` (n,) the tokens are nodes of a tree, which is not part of the text yet: ``length`` stays until
+        ``keep`` chooses a path, and any other change of the text drops the tree. Each token follows the node of that
+        number, or for -1 the last token of the text: it attends to the text and to the nodes of its path, and its
+        position is its depth. Nodes are numbered in the order of their arrival, over all passes since the tree began.
+        Raises ValueError for a parent that does not exist yet, and AdaptiveError if the engine has no ``trees``.
         """
 
     def keep(self, path: list[int]) -> None:
-        """Append the nodes ``path`` of the tree, of which each follows the one before it, and forget the others. They
-        are not computed again; nothing is copied where they are the first nodes in order, as those of a chain are.
-        Raises ValueError for what is no path.
+        """Append the nodes ``path`` of the tree, each of which follows the one before it, and drop the others. They are
+        not computed again, and nothing is copied if they are the first nodes in order, as in a chain. Raises ValueError
+        if ``path`` is not a path.
         """
 
     def features(self, begin: int, end: int) -> torch.Tensor:
-        """The hidden states (end - begin, feature_width) of these tokens of the cache, as the last layer leaves them
-        before the final norm: float32 on the engine's device, a view where they are held so, which lasts until the
-        sequence is extended or rolled back. Raises ValueError where the sequence keeps none, or not so many.
+        """The hidden states (end - begin, feature_width) of these tokens of the cache, after the last layer and before
+        the final norm: float32 on the engine's device; a view if they are stored like this, valid until the sequence
+        is extended or rolled back. Raises ValueError if the sequence does not keep them.
         """
 
     def rollback(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens. Copies no keys. States that cannot be taken back so far
-        go back further, so that fewer are held then; not within the last pass, nor within the last single steps."""
+        """Forget everything after the first ``length`` tokens. Copies no keys. Recurrent states that cannot be rolled
+        back that far go back further, and fewer tokens are held then; never within the last pass or the last single
+        steps."""
 
     def copy_prefix(self, other: Sequence, length: int) -> None:
-        """Hold the first ``length`` tokens of ``other``, a sequence of the same engine, instead of what is held; or
-        fewer, as after a rollback. Either both keep features or neither.
+        """Replace the contents by the first ``length`` tokens of ``other``, a sequence of the same engine, or by fewer,
+        as after a rollback. Either both keep features or neither.
 
-        Raises AdaptiveError where there is no memory; nothing is held then.
+        Raises AdaptiveError if there is not enough memory; the sequence is then empty.
         """
 
 
 @dataclass(slots=True)
 class ExtendCall:
-    """What a pass over several sequences appends to one of them: ``tokens``, of how many of the last the logits are
-    wanted (``rows``), and which they follow where they are nodes of a tree (``parents``), as in ``Sequence.extend``."""
+    """The arguments of ``Sequence.extend`` for one sequence in a pass over several: ``tokens``, ``rows`` and
+    ``parents``."""
 
     sequence: Sequence
     tokens: Ids
@@ -295,34 +296,33 @@ class ExtendCall:
 
 
 def distinct(calls: Numbers[ExtendCall]) -> None:
-    """Raises ValueError where a sequence is named twice."""
+    """Raises ValueError if two calls have the same sequence."""
     if len({id(call.sequence) for call in calls}) < len(calls):
         raise ValueError("a pass over several sequences appends to each of them once")
 
 
 def one_after_another(calls: Numbers[ExtendCall], shared: bool = False) -> list[torch.Tensor]:
-    """``Engine.extend_together`` as a pass for each sequence. ``shared``: logits of one may lie where the next
-    computes, as those of recorded passes do."""
+    """``Engine.extend_together`` as a pass for each sequence. ``shared``: the next pass may overwrite the logits of
+    one, as recorded passes do, so they are copied."""
     distinct(calls)
     each = (call.sequence.extend(call.tokens, call.rows, call.parents) for call in calls)
     return [logits.clone() for logits in each] if shared and len(calls) > 1 else list(each)
 
 
 def no_trees(who: str) -> AdaptiveError:
-    """What an engine whose ``trees`` are False raises for one."""
+    """The error of an engine without ``trees`` that is given one."""
     return AdaptiveError(f"{who} makes no passes over trees of tokens; draft chains")
 
 
 class Engine(Protocol):
     """A model that can score tokens in the context of a sequence.
 
-    ``weights`` says how they are held (a dtype, a quantisation), ``end_tokens`` are the ids its
-    checkpoint calls the end of a sequence, ``sampling`` what the checkpoint recommends. ``threads`` chooses how many
-    threads short passes use; None where that is not chosen while it runs. ``feature_width``: numbers of a token's
-    hidden state, 0 where sequences cannot keep them. ``undraftable``: why it decodes plainly and drafts nothing, in
-    words that follow "it"; None where passes over several tokens may be taken back. ``joint``: whether
-    ``extend_together`` reads the weights once for several sequences. ``trees``: whether ``Sequence.extend`` takes
-    ``parents``.
+    ``weights`` is the format of its weights (a dtype, a quantisation), ``end_tokens`` are the checkpoint's ids for the
+    end of a sequence, ``sampling`` is the checkpoint's recommendation. ``threads`` chooses the number of threads of
+    short passes; None if that is fixed. ``feature_width``: numbers of a token's hidden state, 0 if sequences cannot
+    keep them. ``undraftable``: the reason why it decodes plainly and drafts nothing, in words that follow "it"; None if
+    passes over several tokens can be rolled back. ``joint``: whether ``extend_together`` reads the weights once for
+    several sequences. ``trees``: whether ``Sequence.extend`` supports ``parents``.
     """
 
     name: str
@@ -348,18 +348,18 @@ class Engine(Protocol):
         """See above."""
 
     def extend_together(self, calls: Numbers[ExtendCall]) -> list[torch.Tensor]:
-        """``Sequence.extend`` of several sequences of this engine, each named once, in one pass where the engine is
-        ``joint``, else one after the other. The logits (rows, vocab) of each, which may be overwritten by the engine's
-        next ``extend_together`` too. They depend on the other sequences no more than on how a text is cut into
-        passes: not at all, or by rounding; the engine says which.
+        """``Sequence.extend`` for several sequences of this engine, each named once: in one pass if the engine is
+        ``joint``, else one after the other. Returns the logits (rows, vocab) of each, which the engine's next
+        ``extend_together`` may overwrite as well. They depend on the other sequences as little as on the division of a
+        text into passes: not at all, or by rounding; the engine defines which.
 
-        Raises ValueError for a sequence that is named twice, and what ``Sequence.extend`` raises; a sequence may
-        then have been extended or not, and is to be rolled back.
+        Raises ValueError for a sequence that is named twice, and the errors of ``Sequence.extend``. After an error each
+        sequence may have been extended or not, and must be rolled back.
         """
 
     def sequence(self, features: bool = False) -> Sequence:
         """A new empty sequence. With ``features`` it keeps the hidden state of every token in its cache, for
-        ``Sequence.features``. Raises ValueError where the engine gives none."""
+        ``Sequence.features``. Raises ValueError if the engine cannot give them."""
 
     def apply_adapter(self, folder: Path | None) -> None:
         """Use the weights with this LoRA adapter (a PEFT folder), or the pristine ones for None.
@@ -369,20 +369,21 @@ class Engine(Protocol):
         """
 
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
-        """``apply_adapter`` in steps short enough to come between two rounds; it is checked up to the first.
+        """``apply_adapter`` in steps short enough to run between two rounds. The adapter is checked up to the first
+        step.
 
-        Between two steps other engines, and sequences of this one that are rolled back, may be used;
-        this one may not be extended. Whoever begins it runs it to its end.
+        Between two steps, other engines may be used, and sequences of this one rolled back, but no sequence of this one
+        may be extended. The caller must run the iterator to its end.
         """
 
 
 @runtime_checkable
 class ProposesTogether(Protocol):
-    """An engine that makes proposals for several sequences, which are ``fused``, in one call."""
+    """An engine that makes proposals for several ``fused`` sequences in one call."""
 
     def propose_together(self, calls: Numbers[tuple[Sequence, ProposalCall]]) -> list[Proposed]:
-        """What ``FusedCalls.propose`` of each sequence gives, each named once. Raises what that raises; the sequences
-        then hold what they held, or some of the tokens that they were to be fed."""
+        """The results of ``FusedCalls.propose`` for each sequence, each named once. Raises the same errors; the
+        sequences then hold what they held before, or also some of the tokens to be fed."""
 
 
 @runtime_checkable
@@ -391,22 +392,22 @@ class KeepsCaches(Protocol):
 
     @property
     def cache_layout(self) -> dict[str, str | int]:
-        """What a file has to agree with to be read: how the numbers were computed, and how they lie."""
+        """The conditions under which a file can be read: how the numbers were computed, and their layout."""
 
     def stored(self, sequence: Sequence) -> dict[str, torch.Tensor] | None:
-        """What a sequence holds, contiguous and on the processor; None where that cannot be stored."""
+        """The contents of a sequence, contiguous and on the CPU; None if they cannot be stored."""
 
     def restore(self, sequence: Sequence, stored: dict[str, torch.Tensor], length: int) -> None:
-        """Have a sequence hold the first ``length`` tokens of what was ``stored``, instead of what it holds. Raises
-        ValueError for what does not fit, AdaptiveError where there is no memory; it is then to be rolled back to 0."""
+        """Replace the contents of a sequence by the first ``length`` tokens of ``stored``. Raises ValueError if they do
+        not fit, AdaptiveError if there is not enough memory; the caller must then roll it back to 0."""
 
 
 @runtime_checkable
 class ReadsFeatures(Protocol):
-    """An engine of a head: its sequences read the hidden states that another engine's keep.
+    """An engine of a head: its sequences read the hidden states that another engine's sequences keep.
 
-    ``ready``: whether it is to draft. A head that is grown here is not, until it has been trained, which takes the
-    features of what was said. ``words``: what kind of head it is, for people.
+    ``ready``: whether it can draft. A head that is grown here cannot until it has been trained, which needs the
+    features of logged text. ``words``: the kind of head, for users.
     """
 
     name: str
@@ -414,15 +415,15 @@ class ReadsFeatures(Protocol):
     words: str
 
     def sequence_of(self, target: Sequence) -> Sequence:
-        """A new empty sequence over the text of ``target``, which keeps features."""
+        """A new empty sequence over the text of ``target``, which must keep features."""
 
 
 def sequences(target: Engine, draft: Engine | None) -> tuple[Sequence, Sequence | None]:
-    """New empty sequences of one text."""
+    """New empty sequences for one text: the target's and the draft's."""
     held = target.sequence(features=isinstance(draft, ReadsFeatures))
     return held, None if draft is None else draft_sequence(draft, held)
 
 
 def draft_sequence(draft: Engine, target: Sequence) -> Sequence:
-    """A new empty sequence over the text of ``target``, one of ``sequences`` for this draft."""
+    """A new empty sequence of this draft over the text of ``target``, which comes from ``sequences``."""
     return draft.sequence_of(target) if isinstance(draft, ReadsFeatures) else draft.sequence()

@@ -1,26 +1,25 @@
-"""How many threads short passes use: one, or all that were given, whichever takes less time now.
+"""Chooses the number of threads for short passes: one or all, whichever takes less time at present.
 
-A pass's threads wait for each other after every product, a hundred times and more. On an idle machine all of them
-are faster, but for the smallest models on some processors; where another program holds a core, each wait can last
-as long as that program's turn, so that a pass of two milliseconds takes fifteen, or (llama.cpp's threads spin) three
-hundred. So the number that is not in use is tried now and then.
+The threads of a pass wait for each other after every product, a hundred times or more. On an idle machine all threads
+are faster, except for the smallest models on some processors. If another program holds a core, each wait can last a
+time slice of that program: a pass of 2 ms then takes 15 ms, or 300 ms with llama.cpp's spinning threads. So the number
+of threads that is not in use is tried from time to time.
 
-What counts is the mean, since a program that is in the way makes some passes ten times as long and leaves the others
-as they were; and a machine's speed changes from second to second by as much as lies between the two numbers, so that
-one has to beat the other as it was before the trial and as it is after it.
+The mean counts, because a program in the way makes some passes ten times as long and leaves the others unchanged. A
+machine's speed changes from second to second by as much as the two numbers differ. So to replace the other, a number
+must be faster than the other was before the trial and is after it.
 
-Each number of tokens is judged by itself. Of passes over one token only those count that follow another such pass, as
-in plain decoding, where all threads stay awake. A single one among drafts and verifications may have to wake the others
-first: what is better there says nothing of plain decoding, with which drafting is compared.
+Each number of tokens is judged by itself. A pass over one token counts only after another such pass, as in plain
+decoding, where all threads stay awake. A single one among drafts and verifications may have to wake the threads first,
+so its time does not apply to plain decoding, with which drafting is compared.
 
-Where the operating system's accounts say that others take most of a core, all threads are not even tried: a single pass
-on two threads beside programs that keep both cores busy was seen to take half a second, for one millisecond alone.
+If the operating system's accounts show that other programs use most of a core, all threads are not tried at all: beside
+programs that keep both of two cores busy, a single pass on two threads took half a second, where one thread takes 1 ms.
 
-On one thread only a trial shows that all of them are faster again. Trials are rare there, because beside another
-program they are dear; where the accounts say that the others have ended, one is made at once. A moment's load may send
-a single number of tokens to one thread and leave the others on all: nobody has been in the way since, or they would
-have gone there too. So the time in which passes on all threads did well is evidence against one thread, and enough of
-it brings the next trial on.
+On one thread only a trial shows that all threads are faster again. Such trials are rare, because they are expensive
+beside another program; when the accounts show that the load has ended, a trial starts at once. A short load may move
+one number of tokens to one thread and leave the others on all threads. If a load had followed, they would have moved as
+well. So the time of good passes on all threads is evidence against one thread, and enough of it starts the next trial.
 """
 
 from __future__ import annotations
@@ -37,42 +36,42 @@ try:
     import resource
 except ImportError:  # Windows
     resource = None
-# The argument of ``getrusage`` for the calling thread; None where the system has none.
+# The argument of ``getrusage`` for the calling thread; None on systems without it.
 RUSAGE_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)
 
-# Tokens up to which passes are timed, each number for itself. Longer ones are a prompt's.
+# Tokens up to which passes are timed, each number of tokens for itself. Longer passes belong to prompts.
 FEW = 17
-# What a mean is taken over, at least: so many passes, and the seconds of some turns of another program. Fewer, and a
-# moment in which the machine did something else is taken for the rule; more, and trials cost more.
+# A mean needs at least LEAST passes, and SPAN seconds: some time slices of another program. Too low: a moment's load
+# counts as the rule. Too high: trials cost more.
 LEAST, SPAN = 5, 0.02
-# Two passes are enough where they take so many times that long.
+# Two passes are enough if they take LONG times SPAN seconds.
 LONG = 10
-# The other number is chosen if it takes less than this share of the time: equals do not change places.
+# The other number is chosen if it takes less than this share of the time, so that equals do not alternate.
 BETTER = 0.95
-# At this share the number in use need not be measured again.
+# Below this share the number in use is not measured again after the trial.
 CLEAR = 0.5
-# A trial ends when it has taken so many times as long as it should.
+# A trial is ended, as failed, when it has taken this multiple of its normal time.
 DECISIVE = 4.0
-# The other number is tried again after so many times the seconds that the last trial lost. On one thread nothing but
-# a trial says that a machine has become idle: a hundredth of the time goes into them. On all threads a machine that
-# has become busy is seen by its passes, which then take longer than the other number's: a five-hundredth.
+# The other number is tried again after this multiple of the seconds that the last trial lost. On one thread only trials
+# show that a machine has become idle, so 1/100 of the time goes into them. On all threads the passes show that a
+# machine has become busy, because they take longer than the other number's; 1/500 is enough.
 SHARE_ONE, SHARE_ALL = 100, 500
-# And not before so many times the seconds that the last trial took.
+# Least time to the next trial, in multiples of the last trial's time.
 REST = 25
-# On one thread also after so many times its seconds in which all threads did well for other numbers of tokens; twice
-# as many after each trial that was in vain, up to so many times.
+# On one thread a trial also starts when all threads have done well for other numbers of tokens for EVIDENCE times the
+# seconds of a trial; this doubles after each failed trial, up to a factor of MOST_DOUBT.
 EVIDENCE, MOST_DOUBT = 25, 32
 
 
 @dataclass(slots=True)
 class Pace:
-    """The mean of what passes take, of the last ones above all."""
+    """The mean time of passes, in which recent passes weigh more."""
 
     seconds: float = 0.0
     passes: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """One more pass."""
+        """Add one pass."""
         if self.passes >= 2 * LEAST and self.seconds >= 2 * SPAN:
             self.seconds, self.passes = self.seconds / 2, self.passes / 2
         self.seconds += seconds
@@ -80,31 +79,31 @@ class Pace:
 
     @property
     def known(self) -> bool:
-        """Whether this is enough to compare."""
+        """Whether there are enough passes for a comparison."""
         if self.passes < LEAST:
             return self.passes >= 2 and self.seconds >= LONG * SPAN
         return self.seconds >= SPAN
 
     @property
     def mean(self) -> float:
-        """Seconds a pass."""
+        """Mean seconds of a pass."""
         return self.seconds / self.passes
 
 
 class Phase(enum.Enum):
-    """What the passes of one number of tokens are for."""
+    """The purpose of the next passes over a number of tokens."""
 
     USUAL = 0
     TRIAL = 1  # of the other number of threads
-    AFTER = 2  # the number in use once more
+    AFTER = 2  # the number in use again, after a trial
 
 
 @dataclass(slots=True)
 class Passes:
-    """What is known of passes over one number of tokens: ``best`` threads are in use, and take ``pace``. A trial begins
-    after ``when`` seconds of passes, or from ``soon`` on where they take longer than the other number in the last
-    trial, ``others``, and do so twice (``slow``). The first pass of a phase does not count: it wakes threads that
-    have gone to sleep, or builds a graph."""
+    """The state for passes over one number of tokens. ``best`` threads are in use, with the times ``pace``. A trial
+    begins after ``when`` seconds of passes; or already after ``soon`` seconds if passes are twice (``slow``) found to
+    take longer than those of the other number in the last trial, ``others``. The first pass of a phase does not count:
+    it wakes sleeping threads, or builds a graph."""
 
     best: int
     phase: Phase = Phase.USUAL
@@ -118,22 +117,22 @@ class Passes:
     begun: float = 0.0
     when: float = 0.0
     soon: float = 0.0
-    rest: float = 0.0  # the seconds after the last trial in which there is no other one; 0 before the first
-    again: float = float("inf")  # the evidence for all threads from which on there is one
-    doubt: int = 1  # so many times as much is asked for: trials in a row were in vain
+    rest: float = 0.0  # least seconds from the last trial to the next; 0 before the first
+    again: float = float("inf")  # the total evidence for all threads at which the next trial starts
+    doubt: int = 1  # factor of the required evidence, after failed trials in a row
 
     def begin(self, phase: Phase) -> None:
-        """From the next pass on."""
+        """Begin a phase with the next pass."""
         self.phase, self.fresh = phase, True
 
 
 class ThreadChoice:
-    """The number of threads for the next pass, from what earlier ones took. ``most`` is all of them.
+    """Chooses the number of threads for the next pass from the times of earlier ones. ``most`` is all threads.
 
-    While ``held`` is a number, passes use so many and nothing is tried or learned: what is tried meanwhile is not what
-    a pass costs that somebody measures. ``meter`` tells whether other programs use the machine. ``alone`` is whether
-    short passes have one thread whatever they take: there is no other, or other programs leave no room for it.
-    ``trials_s`` are the seconds by which passes that were tried on another number of threads took longer than usual.
+    While ``held`` is a number, passes use that many, and nothing is tried or learned, so that trials do not distort
+    measured costs. ``meter`` measures the load of other programs. ``alone``: short passes use one thread in any case,
+    because there is only one, or other programs leave no room for more. ``trials_s``: seconds by which trial passes
+    took longer than usual ones.
     """
 
     def __init__(self, most: int, meter: LoadMeter | None = None) -> None:
@@ -142,24 +141,24 @@ class ThreadChoice:
         self.trials_s = 0.0
         self.alone = most == 1
         self._watch = None if meter is None else LoadWatch(meter)
-        self._worked = 0.0  # seconds of passes since the load was last read
+        self._worked = 0.0  # seconds of passes since the last read of the load
         self._evidence = 0.0  # seconds of passes in which all threads did well
         self._last = most
         self._passes: dict[int, Passes] = {}  # by number of tokens
-        self._before, self._counts = 0, False  # tokens of the last pass, and whether its time is learned from
+        self._before, self._counts = 0, False  # tokens of the last pass, and whether its time counts
 
     def best(self, tokens: int) -> int:
-        """The faster number for passes of so many tokens, as far as is known."""
+        """The faster number for passes of ``tokens`` tokens, as far as known."""
         known = self._passes.get(tokens)
         return 1 if self.crowded else self._last if known is None else known.best
 
     @property
     def crowded(self) -> bool:
-        """Whether other programs leave no room for a thread on each core."""
+        """Whether other programs leave no room for one thread per core."""
         return self._watch is not None and self._watch.crowded
 
     def choose(self, tokens: int) -> int:
-        """Threads for a pass of ``tokens`` tokens."""
+        """The number of threads for the next pass, of ``tokens`` tokens."""
         if self.held is not None:
             return min(self.held, self.most)
         if self.most == 1:
@@ -177,7 +176,7 @@ class ThreadChoice:
         return known.best if known.phase is not Phase.TRIAL else self._other(known)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """The pass of ``tokens`` tokens, on the threads last chosen, took this long."""
+        """Take in the seconds of the pass of ``tokens`` tokens, on the threads last chosen."""
         if self.most == 1 or self.held is not None:
             return
         self._worked += seconds
@@ -202,14 +201,14 @@ class ThreadChoice:
             elif known.seconds >= known.soon and known.pace.mean > known.others:
                 if known.slow:
                     self._begin(known)
-                else:  # once may be chance
+                else:  # a single time may be chance
                     known.slow, known.pace = True, Pace()
             else:
                 known.slow = False
 
     def _begun(self, tokens: int) -> Passes:
-        """The first pass of so many tokens: what other passes do now is the best guess. Between two numbers of tokens
-        that were tried and agree it is good enough to wait with a trial as long as they do between theirs."""
+        """The state for a new number of tokens: the latest choice for other passes is the best guess. Between two tried
+        numbers of tokens that agree, their choice is reliable enough to postpone the first trial as long as theirs."""
         below, above = [n for n in self._passes if n < tokens], [n for n in self._passes if n > tokens]
         if not below or not above:
             return Passes(self._last)
@@ -227,7 +226,7 @@ class ThreadChoice:
         known.begin(Phase.TRIAL)
 
     def _try(self, known: Passes, seconds: float, fresh: bool) -> None:
-        """One pass of a trial."""
+        """Take in one pass of a trial."""
         if not fresh:
             known.tried.add(seconds)
         if known.seconds - known.begun > DECISIVE * max(SPAN, LEAST * known.before):
@@ -242,10 +241,10 @@ class ThreadChoice:
                 known.begin(Phase.AFTER)
 
     def _follow(self) -> None:
-        """The machine has become idle: all threads are better again for one number of tokens, and mostly for all, since
-        what they take is the reading of the same weights. Those that are seldom passed would wait for minutes until
-        they are tried; they go along, and are tried like any other. That a machine has become busy, each sees by its
-        own passes."""
+        """Move all numbers of tokens to all threads, after a trial found these faster for one of them: the machine has
+        become idle, and passes mostly agree, since they read the same weights. Rarely used numbers would wait minutes
+        for their own trial; they still get one later. There is no such step for a machine that becomes busy, which
+        shows in every pass."""
         for other in self._passes.values():
             if other.best != self.most and other.phase is Phase.USUAL:
                 other.best, other.pace, other.slow, other.others = self.most, Pace(), False, float("inf")
@@ -253,7 +252,7 @@ class ThreadChoice:
                 other.begin(Phase.USUAL)
 
     def _look(self) -> None:
-        """Whether others use the machine. When they have ended, all threads are tried wherever one is in use."""
+        """Read the load of other programs. After its end, try all threads for every number of tokens on one thread."""
         watch = self._watch
         if watch is None:
             return
@@ -267,18 +266,18 @@ class ThreadChoice:
                     known.when = known.soon = known.seconds
 
     def _end(self, known: Passes, better: bool) -> None:
-        """A trial is over, and has shown whether the other number is ``better``."""
+        """End a trial; ``better``: the tried number is the faster one."""
         tried, took = known.tried, known.seconds - known.begun
         lost = max(0.0, tried.seconds - tried.passes * known.before)
         if better:
             known.best, known.pace, known.others = self._other(known), tried, known.before
-            if known.rest and known.best == self.most:  # it was tried before, and one was better then
+            if known.rest and known.best == self.most:  # an earlier trial had found one thread better
                 self._follow()
         else:
             known.others = tried.mean
         self._last = known.best
         known.doubt = 1 if better else min(2 * known.doubt, MOST_DOUBT)
-        # What a trial takes where nobody is in the way: with evidence of that, it will.
+        # The last factor is the time of a trial on an idle machine, which the evidence suggests.
         known.again = self._evidence + EVIDENCE * known.doubt * min(took, 3 * max(SPAN, LEAST * known.before))
         known.rest = REST * took
         known.soon = known.seconds + known.rest
@@ -288,27 +287,27 @@ class ThreadChoice:
 
 
 class WorkClock:
-    """Seconds by which rounds are compared with each other.
+    """The clock for comparing rounds, in seconds.
 
-    Beside programs that leave a pass one thread (``ThreadChoice.alone``) that is the time in which the calling thread
-    was at work. On the wall a few rounds then take ten times as long as the others, because it waited for a core, and
-    by chance drafted ones or plain ones. Elsewhere it is the time on the wall, which takes a tenth of the time to ask
-    and counts what a pass's threads wait for each other.
+    Beside programs that leave a pass only one thread (``ThreadChoice.alone``) it is the processor time of the calling
+    thread. By the wall clock some rounds would then take ten times as long, because they waited for a core, and it is
+    chance whether these are drafted or plain ones. Otherwise it is the wall clock, which is ten times as fast to read
+    and includes the time in which a pass's threads wait for each other.
 
-    What trials of another number of threads took longer is left out. Of a draft length that is seldom used every third
-    pass may be a trial's: with these it looked a quarter dearer than it is, and went on being seldom used.
+    The extra time of trials of another number of threads is left out. For a rarely used draft length every third pass
+    may be a trial's: with them it looked 25% more expensive than it is, and so stayed rarely used.
     """
 
     def __init__(self, first: ThreadChoice, second: ThreadChoice) -> None:
         self._first, self._second = first, second
-        self._alone, self._offset = False, 0.0  # which clock was asked last, and what to add to it
+        self._alone, self._offset = False, 0.0  # which clock was last used, and the offset to add
         self._own = OwnClock()
 
     def __call__(self) -> float:
-        """Seconds since some moment."""
+        """Seconds since an arbitrary moment."""
         first, second = self._first, self._second
         alone = first.alone or second.alone
-        if alone is not self._alone:  # what passed until now is by the clock of until now
+        if alone is not self._alone:  # the time until now counts by the previous clock
             now = self._seconds(self._alone)
             self._offset += now - self._seconds(alone)
             self._alone = alone
@@ -321,16 +320,16 @@ class WorkClock:
 class OwnClock:
     """The processor time of the calling thread, in seconds. Only one thread may read it.
 
-    It equals ``time.thread_time``, but reads that clock only after a context switch of the thread, which
-    ``getrusage`` reports (Linux). Between two switches the thread never leaves its core, so that the wall clock
-    advances by the same. ``time.thread_time`` makes the scheduler bring its accounts up to date, and a program with a
-    better claim to the core then gets it at once instead of at the next tick: beside programs of a higher priority, a
-    thread that read it every half a millisecond got a quarter less done.
+    It equals ``time.thread_time``, but reads that clock only after a context switch of the thread, which ``getrusage``
+    reports (Linux). Between two switches the thread never leaves its core, so the wall clock advances by the same.
+    ``time.thread_time`` makes the scheduler update its accounts, and a program with a higher claim to the core then
+    gets it at once instead of at the next tick: beside programs of a higher priority, a thread that read it every half
+    millisecond got a quarter less done.
     """
 
     def __init__(self) -> None:
         self._switches = -1
-        self._ahead = 0.0  # of the wall clock
+        self._ahead = 0.0  # difference to the wall clock
         self._latest = 0.0
 
     def __call__(self) -> float:
@@ -342,5 +341,5 @@ class OwnClock:
         now = time.perf_counter()
         if switches != self._switches:
             self._switches, self._ahead = switches, time.thread_time() - now
-        self._latest = max(self._latest, now + self._ahead)  # a switch between the two reads would make it go back
+        self._latest = max(self._latest, now + self._ahead)  # a switch between the two reads must not set it back
         return self._latest

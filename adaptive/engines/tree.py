@@ -1,4 +1,4 @@
-"""The tokens that a sequence has been given as a tree: which follows which, how deep each lies, and what each sees."""
+"""A sequence's tokens that form a tree: the parent of each node, its depth, and the tokens that it attends to."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Nodes by number, of which every one comes after its parent; -1 is the parent of those that follow what the
-    sequence holds, and their depth is 0."""
+    """Numbered nodes, each after its parent. Parent -1 is the text that the sequence holds; nodes that follow it have
+    depth 0."""
 
     parents: tuple[int, ...] = ()
     depths: tuple[int, ...] = ()
 
     def grown(self, parents: Sequence[int]) -> TokenTree:
-        """With one more node for each of ``parents``. Raises ValueError for a parent that does not come before."""
+        """The tree with one more node for each of ``parents``. Raises ValueError if a parent does not exist yet."""
         depths = list(self.depths)
         for parent in parents:
             if not -1 <= parent < len(depths):
@@ -34,8 +34,8 @@ class TokenTree:
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     def check(self, path: Sequence[int]) -> None:
-        """Raises ValueError unless ``path`` are nodes of which each follows the one before it, the first what the
-        sequence holds."""
+        """Raises ValueError unless each node of ``path`` follows the one before it, and the first follows the
+        sequence's text."""
         before = -1
         for node in path:
             if not 0 <= node < len(self) or self.parents[node] != before:
@@ -43,8 +43,9 @@ class TokenTree:
             before = node
 
     def view(self, start: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the last ``count`` nodes behind ``start`` tokens: the positions (count, 1) of these nodes and (1, start +
-        nodes) of all tokens and nodes, and which of those they do not follow (count, start + nodes)."""
+        """Positions and mask for a pass over the last ``count`` nodes after ``start`` tokens: the positions (count, 1)
+        of these nodes, the positions (1, start + nodes) of all tokens and nodes, and a mask (count, start + nodes),
+        True for nodes that are not ancestors of a row's node, nor the node itself."""
         first = len(self) - count
         hidden = torch.ones(count, start + len(self), dtype=torch.bool)
         hidden[:, :start] = False
