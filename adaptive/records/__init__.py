@@ -1,1 +1,1 @@
-"""The log: what the target said, with its distribution, and how speculation went."""
+"""The log: the target's answers with their distributions, and the outcome of every speculative round."""

@@ -1,7 +1,7 @@
-"""``adaptive records check``: which records of the log are damaged, and what ``--repair`` does about it.
+"""``adaptive records check``: finds the damaged records of the log, and repairs them with ``--repair``.
 
-A record whose text is whole keeps it and loses what is not (the supervision, the rounds); one whose text is
-damaged is deleted. A file that is damaged itself is rebuilt from what can be read of it (``recover``).
+A damaged record with intact text keeps the text and loses its damaged parts (supervision, rounds). A record with
+damaged text is deleted. A damaged file is rebuilt from its readable records (``recover``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from adaptive.records.schema import connect, transaction
 
 @dataclass(frozen=True)
 class Findings:
-    """What is wrong with a log. ``records`` are all that it holds, ``damaged`` those that cannot be read with the
-    reason, ``file`` what is wrong with the file itself, None where it is sound."""
+    """The result of a check. ``records`` counts the log's records, ``damaged`` maps the id of each unreadable record to
+    the reason, ``file`` describes the damage of the file itself (None if it is sound)."""
 
     records: int
     damaged: dict[int, str]
@@ -31,7 +31,8 @@ class Findings:
 
 @dataclass(frozen=True)
 class Repairs:
-    """What a repair did: records that kept their text only, records that were deleted, what was said of the file."""
+    """The result of a repair: the number of records that were mended, the number that were deleted, and for a damaged
+    file the message of ``recover``."""
 
     mended: int
     deleted: int
@@ -39,7 +40,7 @@ class Repairs:
 
 
 def check(path: Path) -> Findings:
-    """Read all of the log at ``path``. Raises AdaptiveError where it cannot be read now."""
+    """Read the whole log at ``path``. Raises AdaptiveError if it cannot be read now."""
     if not path.exists():
         return Findings(0, {}, None)
     with Log(path) as log:
@@ -53,7 +54,7 @@ def check(path: Path) -> Findings:
 
 
 def repair(path: Path, found: Findings) -> Repairs:
-    """Mend what ``check`` found. Raises AdaptiveError where the log cannot be written."""
+    """Repair the damage that ``check`` found. Raises AdaptiveError if the log cannot be written."""
     if found.file is not None:
         return Repairs(0, 0, recover(path))
     connection = connect(path)
@@ -68,7 +69,7 @@ def repair(path: Path, found: Findings) -> Repairs:
 
 
 def _mend(connection: sqlite3.Connection, damaged: Iterable[int]) -> int:
-    """Replace each of these records by what is whole of it; how many had something."""
+    """Replace each of these records by its intact parts, or delete it. Returns how many had intact parts."""
     kept = 0
     for number in damaged:
         generation = None
@@ -76,7 +77,7 @@ def _mend(connection: sqlite3.Connection, damaged: Iterable[int]) -> int:
             for row, rounds in read_rows(connection, select_columns(True), [number]):
                 generation = mended(dict(zip(("id", *COLUMNS), row, strict=True)), rounds)
         except sqlite3.DatabaseError:
-            pass  # its text is not UTF-8, or its pages are gone
+            pass  # the record's text is not UTF-8, or its pages are unreadable
         connection.execute("DELETE FROM generations WHERE id = ?", (number,))
         if generation is not None:
             insert(connection, generation, number)

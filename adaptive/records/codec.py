@@ -1,12 +1,12 @@
-"""Supervision as bytes and back, exactly.
+"""Encodes supervision as bytes and decodes it, bit for bit.
 
 Layout, little-endian: header ``<BBHI`` (format version, flags, k, n), then one zlib stream of the
 arrays ids (n, k), logprobs (n, k), rest (n,), chosen (n,). Flag 1: ids are uint16, else int32.
 
-Each array goes in byte planes (all first bytes, then all second bytes, ...), and log-probabilities
-are first replaced by differences along k: best first, their float16 bit patterns only grow, by
-little. On a trained 4096-token model with k = 32 this takes 128 bytes a position to 81 in 1.4
-microseconds (zlib alone: 95), which a log that is kept and replayed repays; a higher zlib level
+Each array is stored in byte planes (all first bytes, then all second bytes, ...). Log-probabilities
+are first replaced by differences along k: they are sorted best first, so their float16 bit patterns grow
+in small steps. On a trained 4096-token model with k = 32 this reduces 128 bytes a position to 81 in 1.4
+microseconds (zlib alone: 95), which pays for a log that is kept and replayed. A higher zlib level
 gains 3% for twice the time.
 """
 
@@ -29,9 +29,9 @@ ZLIB_LEVEL = 1
 
 
 def encode(supervision: Supervision) -> bytes:
-    """The bytes of ``supervision``; ``decode`` gives back every bit of it.
+    """The bytes of ``supervision``; ``decode`` restores it bit for bit.
 
-    Raises ValueError where the arrays' shapes do not agree.
+    Raises ValueError if the arrays' shapes do not agree.
     """
     n, k = supervision.ids.shape
     if supervision.logprobs.shape != (n, k) or supervision.rest.shape != (n,) or supervision.chosen.shape != (n,):
@@ -42,7 +42,7 @@ def encode(supervision: Supervision) -> bytes:
     short = n * k == 0 or (int(supervision.ids.min()) >= 0 and int(supervision.ids.max()) < 1 << 16)
     patterns = _bits(supervision.logprobs)
     steps = patterns.copy()
-    steps[:, 1:] -= patterns[:, :-1]  # wraps around modulo 2**16, so it is exact for any pattern
+    steps[:, 1:] -= patterns[:, :-1]  # wraps around modulo 2**16, so the difference is exact for any pattern
     body = b"".join(
         (
             _planes(supervision.ids.astype("<u2" if short else "<i4")),
@@ -55,7 +55,7 @@ def encode(supervision: Supervision) -> bytes:
 
 
 def decode(data: bytes) -> Supervision:
-    """The inverse of ``encode``. Raises AdaptiveError for bytes it cannot read."""
+    """The inverse of ``encode``. Raises AdaptiveError for damaged bytes or another format version."""
     try:
         version, flags, k, n = HEADER.unpack_from(data)
         if version != VERSION:

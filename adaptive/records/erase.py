@@ -1,9 +1,9 @@
-"""Deletes from the log so that nothing of it stays in the file, its WAL or a temporary copy.
+"""Deletes records so that no trace of them stays in the log's file, its WAL or a temporary copy.
 
 A DELETE alone leaves old bytes in the WAL, in freed pages and, after SQLite has moved rows between
-pages, in the slack of pages that live on. So: delete with ``secure_delete`` on (``schema.connect``),
-rewrite the file with VACUUM, then empty the WAL. What the disk itself keeps of freed blocks is
-beyond this program.
+pages, in the slack of pages still in use. So the module deletes with ``secure_delete`` on (``schema.connect``),
+rewrites the file with VACUUM, then empties the WAL. Freed blocks that the disk itself keeps are out of this
+program's reach.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from checkpoints import files
 def selection(
     older_than_s: float | None, session: str | None, now: float, ids: Collection[int] | None = None
 ) -> tuple[str, tuple[object, ...]]:
-    """A WHERE clause and its values: older than an age in seconds, of a session, and among ``ids``, where given."""
+    """A WHERE clause and its values for the records that meet every given condition: older than an age in seconds, in
+    a session, and among ``ids``. Without a condition it selects all records."""
     terms: list[tuple[str, object]] = []
     if older_than_s is not None:
         terms.append(("created < ?", now - older_than_s))
     if session is not None:
         terms.append(("session = ?", session))
-    if ids is not None:  # as JSON, since a statement takes so many values only
+    if ids is not None:  # as JSON, since the number of values of a statement is limited
         terms.append(("id IN (SELECT value FROM json_each(?))", json.dumps(sorted(ids))))
     return " AND ".join(term for term, _ in terms) or "1", tuple(value for _, value in terms)
 
@@ -46,9 +47,9 @@ def delete(connection: sqlite3.Connection, where: str, values: tuple[object, ...
 
 
 def shrink(connection: sqlite3.Connection, path: Path) -> None:
-    """Rewrite the file without its holes and empty the WAL.
+    """Rewrite the file without its free pages and empty the WAL.
 
-    Raises AdaptiveError, saying what is left to do, when the disk has no room or a reader stays.
+    Raises AdaptiveError, whose text names the remaining steps, if the disk has no room or another program reads.
     """
     try:
         with _temporary_files_in(path.parent):
@@ -67,11 +68,12 @@ def shrink(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def erase_beside(state: PairState, everything: bool) -> list[str]:
-    """Remove what else in the state folder holds what was said; the names of what was there.
+    """Remove other copies of logged text from the state folder. Returns the names of the removed files (damaged logs,
+    training state, typed lines).
 
-    Damaged logs that were set aside go with any purge: whatever could be read of them is in the log; so do the features
-    of what is no longer in it, and all caches of conversations. With ``everything``, all features go, where an
-    interrupted training run stood, and what was typed in a chat.
+    Any purge removes damaged logs that were set aside (their readable records are in the log), the features of records
+    that are no longer logged, and all caches of conversations. ``everything`` also removes all features, the state of
+    an interrupted training run, and the lines typed in a chat.
     """
     spool = FeatureSpool(state.features, 0)
     shutil.rmtree(state.caches, ignore_errors=True)
@@ -90,7 +92,8 @@ def erase_beside(state: PairState, everything: bool) -> list[str]:
 
 @contextmanager
 def _temporary_files_in(folder: Path) -> Iterator[None]:
-    """VACUUM copies what stays into a temporary file, which must not leave the private folder."""
+    """Have SQLite put temporary files into ``folder``: VACUUM copies the remaining records into a temporary file, which
+    must not leave the private folder."""
     before = os.environ.get("SQLITE_TMPDIR")
     os.environ["SQLITE_TMPDIR"] = str(folder)
     try:

@@ -1,6 +1,6 @@
-"""Writes the log out for other programs: JSON lines of chat messages, and Parquet through ``datasets``.
+"""Exports the log for other programs: JSON lines of chat messages, and Parquet through ``datasets``.
 
-A file appears whole (0600) or not at all; nothing is left in a cache of ``datasets``.
+A file appears complete (0600) or not at all; nothing is left in a cache of ``datasets``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from adaptive.types import Message
 
 
 def export_jsonl(log: Log, file: Path | IO[str]) -> int:
-    """One JSON object a generation: ``messages`` with the answer last, and where it came from.
+    """Write one JSON object a generation: ``messages`` with the answer last, and its id, session, time, domain, adapter
+    and finish reason.
 
-    A raw text prompt becomes a user message. Returns the number of lines. Raises AdaptiveError where
+    A raw text prompt becomes a user message. Returns the number of lines. Raises AdaptiveError if
     ``file`` cannot be written.
     """
     if not isinstance(file, Path):
@@ -32,10 +33,10 @@ def export_jsonl(log: Log, file: Path | IO[str]) -> int:
 
 
 def export_parquet(log: Log, file: Path, with_supervision: bool = False) -> int:
-    """One row a generation with every column of the log, token ids as lists; rounds are summed up.
+    """Write one row a generation with the columns of the log, token ids as lists; rounds are summed up.
 
-    Supervision (about 100 bytes a token) goes in when asked for, as lists of float32, which hold
-    float16 exactly. Returns the number of rows. Raises AdaptiveError where ``file`` cannot be written.
+    ``with_supervision`` adds the supervision (about 100 bytes a token) as lists of float32, which hold
+    float16 exactly. Returns the number of rows. Raises AdaptiveError if ``file`` cannot be written.
     """
     import datasets
 
@@ -43,8 +44,8 @@ def export_parquet(log: Log, file: Path, with_supervision: bool = False) -> int:
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        # from_generator writes an Arrow file first: it holds what people said, so it goes beside the
-        # result and is deleted with its folder (0700), not into the shared cache.
+        # from_generator first writes an Arrow file. It holds private text, so it goes into a folder (0700) beside the
+        # result, which is deleted, and not into the shared cache.
         with _appearing_whole(file) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=".export-") as cache:
             if log.count() == 0:  # from_generator refuses a generator without rows
                 table = datasets.Dataset.from_dict({name: [] for name in features}, features=features)
@@ -53,7 +54,7 @@ def export_parquet(log: Log, file: Path, with_supervision: bool = False) -> int:
                 table = datasets.Dataset.from_generator(_rows, features=features, cache_dir=cache, gen_kwargs=source)
             rows = len(table)
             table.to_parquet(str(part))
-            del table  # lets go of the memory-mapped file before its folder goes
+            del table  # releases the memory-mapped file before its folder is deleted
     finally:
         if bars:
             datasets.enable_progress_bars()
@@ -62,7 +63,7 @@ def export_parquet(log: Log, file: Path, with_supervision: bool = False) -> int:
 
 @contextmanager
 def _appearing_whole(file: Path) -> Iterator[Path]:
-    """A private temporary file beside ``file`` that takes its name when the block succeeds."""
+    """A private temporary file beside ``file``, which is renamed to ``file`` when the block succeeds."""
     if not file.parent.is_dir():
         raise AdaptiveError(f"cannot export to {file}: folder {file.parent} does not exist")
     part = file.with_name(f".{file.name}.{os.getpid()}.part")

@@ -1,9 +1,9 @@
 """The feature spool: hidden states of the target at logged positions, for the training of heads.
 
-One file a record, ``<id>.safetensors``, beside the log: 8 bits a number, with a scale for each BLOCK of them. A file
-is written whole (another name, then a rename) in the transaction of its record, so that a purge, which waits for that,
-finds every file of what it deletes. A file without a record (its transaction did not end) says which tokens it is of,
-so that it is never taken for another's, and ``sweep`` removes it.
+One file a record, ``<id>.safetensors``, beside the log: 8 bits a number, with one scale for each BLOCK of numbers. A
+file is written atomically (under another name, then renamed) within the transaction of its record. A purge waits for
+that transaction, so it finds every file of the records that it deletes. If the transaction fails, a file without a
+record remains. It holds a hash of its tokens, so it is never used for another record, and ``sweep`` removes it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from adaptive.records.schema import transaction
 from adaptive.state import PairState
 from checkpoints import files
 
-# Numbers of a hidden state that share a scale (float16). Some models have a few numbers a thousand times as large as
-# the others: with one scale a token, all others of theirs would be rounded to nothing. Smaller takes more disk.
+# Numbers of a hidden state that share a scale (float16). In some models a few numbers are a thousand times as large as
+# the others. Too high: the others in such a block are rounded to 0. Too low: the scales take more disk.
 BLOCK = 64
-# Tokens of a text whose features are kept, its last ones: what a training pass holds (trainers/batches.py).
+# The number of last tokens of a text whose features are kept: as many as a training pass holds (trainers/batches.py).
 LONGEST = 2048
-# How full the spool is after the oldest were deleted because of the limit, and how many records another process may
-# have written before the folder is looked through again. More of either and the limit is passed, or files go early.
+# FULL: the share of the limit that the spool takes after it has deleted its oldest files. Too high: it deletes again
+# after a few records; too low: it deletes files earlier than needed. LOOK: files written here between two scans of the
+# folder. Too high: files of other processes exceed the limit for longer; too low: every few records need a scan.
 FULL, LOOK = 0.98, 64
 ENDING = ".safetensors"
 LARGEST = 65504.0  # of float16
@@ -40,9 +41,9 @@ LARGEST = 65504.0  # of float16
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """Hidden states of n tokens, the first of which stands at place ``first`` of prompt and output.
+    """Hidden states of n consecutive tokens; ``first`` is the position of the first one in prompt and output together.
 
-    ``values`` (n, width) int8; ``scales`` (n, blocks) float16, by which the numbers of each block are multiplied.
+    ``values`` (n, width) int8; ``scales`` (n, blocks) float16, the factor of the numbers of each block.
     """
 
     first: int
@@ -51,14 +52,14 @@ class Features:
 
     @classmethod
     def of(cls, states: npt.NDArray[np.float32], first: int = 0) -> Features:
-        """Rounded to 8 bits, from hidden ``states`` (n, width); of more than LONGEST, the last."""
+        """Features from hidden ``states`` (n, width), rounded to 8 bits; only the last LONGEST tokens are kept."""
         dropped = max(0, len(states) - LONGEST)
         states = np.nan_to_num(states[dropped:], posinf=LARGEST, neginf=-LARGEST)
         count, width = states.shape
         blocks = -(-width // BLOCK)
         padded = np.pad(states, ((0, 0), (0, blocks * BLOCK - width))).reshape(count, blocks, BLOCK)
         scales = np.minimum(np.abs(padded).max(-1) / 127, LARGEST).astype(np.float16)
-        by = scales.astype(np.float32)[..., None]  # as it is kept; one that is too small for float16 stands for zeros
+        by = scales.astype(np.float32)[..., None]  # as stored; a scale that float16 rounds to 0 makes its block zeros
         rounded = np.divide(padded, by, out=np.zeros_like(padded), where=by > 0).round().clip(-127, 127)
         values = np.ascontiguousarray(rounded.reshape(count, -1)[:, :width].astype(np.int8))
         return cls(first + dropped, values, scales)
@@ -76,21 +77,22 @@ class Features:
 
 
 class FeatureSpool:
-    """The files of one pair, in ``folder``, at most ``limit`` bytes of them; the oldest go first.
+    """The feature files of one pair in ``folder``, at most ``limit`` bytes; the oldest are deleted first.
 
-    Several processes may write; then the limit is passed by what the others wrote since one looked.
+    Several processes may write. The limit can then be exceeded by the files that others wrote since the last scan.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
         self.limit = limit
-        self._held = 0  # bytes, when the folder was last looked through and by what was written since
+        self._held = 0  # bytes found in the folder by the last scan, plus the bytes written here since
         self._until_look = 0
 
     def write(self, number: int, tokens: str, features: Features) -> None:
-        """Keep the features of record ``number``, of the text that ``tokens_hash`` names ``tokens``.
+        """Store the features of record ``number``; ``tokens`` is the ``tokens_hash`` of its text. Features larger than
+        the limit are not stored.
 
-        Raises OSError where the disk does not take them.
+        Raises OSError if the file cannot be written.
         """
         if features.nbytes > self.limit:
             return
@@ -100,7 +102,7 @@ class FeatureSpool:
             meta = {"tokens": tokens, "first": str(features.first)}
             try:
                 save_file({"values": features.values, "scales": features.scales}, temporary, metadata=meta)
-            except SafetensorError as error:  # which says that a disk is full in its own way
+            except SafetensorError as error:  # safetensors' error for a full disk
                 raise OSError(str(error)) from error
             os.chmod(temporary, 0o600)
             self._held += temporary.stat().st_size
@@ -112,7 +114,7 @@ class FeatureSpool:
             self._enforce()
 
     def has(self, number: int, tokens: str) -> bool:
-        """Whether there are features of record ``number``, of the text that ``tokens_hash`` names so."""
+        """Whether the spool has features of record ``number`` whose text has the hash ``tokens``."""
         try:
             with safe_open(self._path(number), "numpy") as file:
                 return (file.metadata() or {}).get("tokens") == tokens
@@ -120,7 +122,7 @@ class FeatureSpool:
             return False
 
     def read(self, number: int, tokens: str) -> Features | None:
-        """Those of record ``number``; None where ``has`` says no, or what is there cannot be read."""
+        """The features of record ``number``; None if ``has`` is False or the file cannot be read."""
         try:
             with safe_open(self._path(number), "numpy") as file:
                 said = file.metadata() or {}
@@ -134,7 +136,7 @@ class FeatureSpool:
         return Features(first, values, scales) if whole else None
 
     def ids(self) -> list[int]:
-        """The records of which there are features, in order."""
+        """The ids of the records that have features, in order."""
         return sorted(number for number, _ in self._files())
 
     @property
@@ -143,12 +145,13 @@ class FeatureSpool:
         return sum(size for _, size in self._files())
 
     def sweep(self, connection: sqlite3.Connection) -> int:
-        """Remove the features of what is not in the log (``connection`` is open to it), overwritten where they lie, and
-        what killed processes left unfinished; how many records' that were. Raises sqlite3.Error, OSError."""
+        """Overwrite and remove the features of records that are not in the log (``connection`` is open to it), and
+        remove the unfinished files of killed processes. Returns the number of such records. Raises sqlite3.Error,
+        OSError."""
         if not self.folder.is_dir():
             return 0
         files.sweep(self.folder)
-        with transaction(connection):  # no writer is between its file and the end of its transaction
+        with transaction(connection):  # so no writer has written a file whose transaction has not ended
             here = set(self.ids())
             logged = {row[0] for row in connection.execute("SELECT id FROM generations")} if here else set()
             for number in here - logged:
@@ -156,7 +159,7 @@ class FeatureSpool:
         return len(here - logged)
 
     def erase(self) -> None:
-        """Remove the features of all records, overwritten where they lie. Raises OSError."""
+        """Overwrite and remove the features of all records. Raises OSError."""
         for number in self.ids():
             overwrite_and_remove(self._path(number))
         if self.folder.is_dir():
@@ -175,7 +178,7 @@ class FeatureSpool:
             self._held -= size
 
     def _files(self) -> Iterable[tuple[int, int]]:
-        """(record, bytes) of each file."""
+        """(record id, bytes) of each file."""
         try:
             entries = list(os.scandir(self.folder))
         except OSError:
@@ -191,10 +194,10 @@ class FeatureSpool:
 
 
 def spool_of(state: PairState, gigabytes: float) -> FeatureSpool:
-    """The spool of a pair, of at most so many gigabytes."""
+    """The feature spool of a pair, with a limit of ``gigabytes``."""
     return FeatureSpool(state.features, int(1e9 * gigabytes))
 
 
 def tokens_hash(prompt: npt.NDArray[np.int32], output: npt.NDArray[np.int32]) -> str:
-    """Names the tokens of a text."""
+    """A hash that identifies the text of a record by its tokens."""
     return hashlib.sha256(prompt.tobytes() + b"|" + output.tobytes()).hexdigest()[:32]

@@ -1,7 +1,7 @@
-"""The figures of every generation of a log, as columns: what the history is computed from without reading the log.
+"""The figures of every generation of a log, as columns: the history is computed from them without reading the rounds.
 
-In: rows that the writer has summed up. Out: sums over groups of generations. A log of a million rounds has some
-20,000 rows here, which numpy sums up in milliseconds.
+In: rows of the table ``figures``, one a generation. Out: sums over groups of generations. A log of a million rounds has
+some 20,000 such rows, which numpy sums up in milliseconds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from adaptive.records.stats import RoundCount
 
-# How the rounds of a generation are kept: how many drafted and accepted exactly so much (RoundCount).
+# Storage format of a generation's rounds: the number of rounds with exactly these counts (RoundCount).
 COUNTS = np.dtype([("drafted", "<u2"), ("accepted", "<u2"), ("rounds", "<u4")])
-# Tokens drafted in one round beyond which a number is damaged; it could name billions.
+# Most tokens that a round can draft; a higher number is damage, which could ask for tables of billions of entries.
 LONGEST_DRAFT = 4096
-# Numbers of a table of sums that is filled whole; a larger one is sorted instead.
+# Most entries of a dense table of sums; if the table had more, the keys are sorted instead. Too high costs memory, too
+# low costs time.
 WHOLE = 1 << 24
 
 Numbers = npt.NDArray[np.float64]
@@ -29,9 +30,9 @@ Places = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class GenerationFigures:
     """The figures of one generation: no text, no tokens. ``seconds`` is the time of ``tokens - 1``
-    output tokens, the first one coming out of the prompt's own pass; ``expected`` what the draft-length
-    policy expected it to be (0: no forecast). ``own`` are the rounds as the draft had them, without what drafters that
-    learn nothing added (``Round.learned``); None where there were none of those."""
+    output tokens, since the prompt's pass gives the first one; ``expected`` is the draft-length policy's forecast of
+    that time (0: no forecast). ``own`` are the rounds reduced to the trained drafter's tokens (``Round.learned``);
+    None if they equal ``rounds``."""
 
     id: int
     session: str
@@ -45,15 +46,15 @@ class GenerationFigures:
 
     @property
     def drafted(self) -> bool:
-        """Whether the draft drafted anything."""
+        """Whether the trained drafter drafted anything."""
         return any(count.drafted for count in (self.rounds if self.own is None else self.own))
 
 
 @dataclass(frozen=True)
 class Sums:
-    """A group of generations together. ``timed`` counts tokens but the first of each generation that took
-    ``seconds``, ``forecast`` those of which ``expected`` seconds were expected; ``own`` are the rounds as the draft had
-    them."""
+    """Sums over a group of generations. Both token counts leave out the first token of each generation: ``timed`` is
+    the number of tokens that took ``seconds``, ``forecast`` the number for which ``expected`` seconds were forecast.
+    ``own`` are the rounds reduced to the trained drafter's tokens."""
 
     generations: int
     tokens: int
@@ -68,20 +69,21 @@ class Sums:
 
 
 def is_packed(value: object) -> bool:
-    """Whether this may be the rounds of a generation as the log keeps them."""
+    """Whether ``value`` can be the packed rounds of a generation."""
     return isinstance(value, bytes) and len(value) % COUNTS.itemsize == 0
 
 
 def packed(counts: Iterable[RoundCount]) -> bytes:
-    """The rounds of one generation as the log keeps them."""
+    """The rounds of one generation in the log's storage format."""
     return np.array([(c.drafted, c.accepted, c.rounds) for c in counts], COUNTS).tobytes()
 
 
 class Counts:
-    """Packed rounds of every generation, end to end."""
+    """The packed rounds of all generations in one array."""
 
     def __init__(self, blobs: Sequence[bytes]) -> None:
-        """Raises TypeError or ValueError where one is none. Rounds that cannot be count for nothing."""
+        """``blobs`` has the packed rounds of each generation. Raises TypeError or ValueError if one is not packed
+        rounds. Implausible counts become 0."""
         if any(len(one) % COUNTS.itemsize for one in blobs):
             raise ValueError("the rounds of a generation are no whole number of counts")
         self.all = np.frombuffer(b"".join(blobs), COUNTS)
@@ -95,15 +97,15 @@ class Counts:
         return tuple(RoundCount(*map(int, count)) for count in counts if count["rounds"])
 
     def owners(self) -> Places:
-        """The generation of each count."""
+        """For each count the place of its generation."""
         lengths = np.diff(self.ends, prepend=0) if len(self.ends) else self.ends
         return np.repeat(np.arange(len(self.ends), dtype=np.int64), lengths)
 
     def summed(self, group: Places, groups: int) -> list[tuple[RoundCount, ...]]:
-        """The sums over each of ``groups``; ``group`` says of each generation which it is in, -1 none."""
+        """The sums of each of ``groups`` groups; ``group`` holds each generation's group, -1 for none."""
         owner = group[self.owners()] if len(self.ends) else np.zeros(0, np.int64)
         kept = owner >= 0
-        base = 1 + int(self.all["drafted"].max(initial=0))  # group, drafted and accepted make one number
+        base = 1 + int(self.all["drafted"].max(initial=0))  # of the keys, which combine group, drafted and accepted
         keys = (owner[kept] * base + self.all["drafted"][kept]) * base + self.all["accepted"][kept]
         rounds = self.all["rounds"][kept].astype(np.float64)
         if groups * base**2 <= WHOLE:
@@ -120,12 +122,12 @@ class Counts:
 
 
 class FiguresTable(Sequence[GenerationFigures]):
-    """Generations in the order of their ids, column by column; each is made only where it is asked for."""
+    """Generations in the order of their ids, stored as columns; a ``GenerationFigures`` is made on access only."""
 
     def __init__(self, rows: Sequence[tuple[Any, ...]]) -> None:
         """``rows`` are (id, session, created, adapter, tokens, seconds, expected, packed rounds, packed own rounds).
 
-        Raises TypeError or ValueError where one holds something else. Rounds that cannot be count for nothing.
+        Raises TypeError or ValueError if a row holds something else. Implausible counts become 0.
         """
         columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) if rows else [()] * 9
         self.ids, self.sessions, created, self.adapters, tokens, seconds, expected, rounds, own = columns
@@ -134,13 +136,13 @@ class FiguresTable(Sequence[GenerationFigures]):
         self.seconds = np.array(seconds, np.float64)
         self.expected = np.array(expected, np.float64)
         self.counts = self.own = Counts(rounds)
-        self.apart = [one is not None for one in own]  # who has own rounds that are not all of them
+        self.apart = [one is not None for one in own]  # generations whose own rounds differ from all rounds
         if any(self.apart):
             self.own = Counts([whole if one is None else one for whole, one in zip(rounds, own, strict=True)])
 
     @classmethod
     def of(cls, generations: Sequence[GenerationFigures]) -> FiguresTable:
-        """``generations`` as a table; one that is a table already stays as it is."""
+        """``generations`` as a table; a table is returned unchanged."""
         if isinstance(generations, cls):
             return generations
         return cls(
@@ -154,7 +156,7 @@ class FiguresTable(Sequence[GenerationFigures]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
-    __hash__ = None  # type: ignore[assignment]  # as any sequence that compares by what it holds
+    __hash__ = None  # type: ignore[assignment]  # as for any mutable sequence that compares by content
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -181,13 +183,13 @@ class FiguresTable(Sequence[GenerationFigures]):
         return all(bool(((column >= 0) & (column < most)).all()) for column in columns)
 
     def drafted(self) -> npt.NDArray[np.bool_]:
-        """Of each generation, whether the draft drafted anything."""
+        """For each generation, whether the trained drafter drafted anything."""
         found = np.zeros(len(self), bool)
         found[self.own.owners()[self.own.all["drafted"] > 0]] = True
         return found
 
     def sums(self, group: Places, groups: int) -> list[Sums]:
-        """The sums over each of ``groups``; ``group`` says of each generation which it is in, -1 none."""
+        """The sums of each of ``groups`` groups; ``group`` holds each generation's group, -1 for none."""
         inside = group >= 0
         of = group[inside]
 

@@ -1,4 +1,4 @@
-"""What acceptance and speed did over time, and under which adapter: pure functions of ``Log.figures()``."""
+"""The history of acceptance and speed, over time and by adapter: pure functions of ``Log.figures()``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from adaptive.records.stats import (
 
 By = Literal["adapter", "day", "session"]
 
-# Generations that are "the latest": fewer show one answer's chance, more hide what has just changed.
+# Number of generations in the "latest" figures. Too low: they show the noise of single answers. Too high: they hide
+# recent changes.
 LATEST = 20
 
-# Points of a time series: more than a terminal has columns for shows nothing new, fewer hides swaps.
+# Points of a time series. Too high: more than a terminal has columns. Too low: adapter changes are hidden.
 POINTS = 60
 
-# Names of rows without an adapter: the draft as it came, and the target alone (nothing was drafted).
+# Names of rows without an adapter: the original draft, and the target alone (nothing was drafted).
 BASE_DRAFT = "base draft"
 NO_DRAFT = "no draft"
 
@@ -36,11 +37,11 @@ NO_DRAFT = "no draft"
 @dataclass(frozen=True)
 class Figures:
     """The figures of several generations. ``first`` and ``last`` are seconds since the epoch (None
-    without generations); ``tokens_per_second`` is None where nothing was timed,
-    ``expected_tokens_per_second`` where nothing was forecast, ``mean_draft_length`` (tokens drafted a
-    round, plain rounds counted as 0) and ``tokens_per_round`` (a pass of the target, over all rounds) where there
-    was no round. These two are of all drafters together; ``speculation`` is of the draft alone, which an adapter
-    changes: what history or a grammar proposed counts for it neither way."""
+    without generations). ``tokens_per_second`` is None if nothing was timed,
+    ``expected_tokens_per_second`` if nothing was forecast. ``mean_draft_length`` (tokens drafted a
+    round, plain rounds counted as 0) and ``tokens_per_round`` (over all rounds) are None without a round. These two
+    cover all drafters together; ``speculation`` covers only the trained drafter, since only that changes with an
+    adapter: tokens that history or a grammar proposed are left out of it."""
 
     key: str
     generations: int
@@ -58,7 +59,7 @@ class Figures:
 class Point:
     """One point of the time series: generations ``first_id`` to ``last_id``, all under one adapter.
 
-    Acceptance is None where nothing was drafted.
+    Acceptance is None if nothing was drafted.
     """
 
     first_id: int
@@ -76,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Swap:
-    """The adapter changed: ``generation`` is the first one under ``after`` (None is the base draft)."""
+    """A change of adapter: ``generation`` is the id of the first one under ``after`` (None: the base draft)."""
 
     generation: int
     created: float
@@ -86,7 +87,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class History:
-    """Everything ``adaptive history`` shows. ``lengths[k]`` counts the rounds that drafted k tokens; ``latest`` are the
+    """The output of ``adaptive history``. ``lengths[k]`` counts the rounds that drafted k tokens; ``latest`` are the
     figures of the last LATEST generations together."""
 
     totals: Figures
@@ -99,7 +100,7 @@ class History:
 
 
 def history(generations: Sequence[GenerationFigures], by: By = "adapter", points: int = POINTS) -> History:
-    """All of it, for generations in the order of their ids."""
+    """The history of ``generations``, which are in the order of their ids."""
     table = FiguresTable.of(generations)
     everything = np.zeros(len(table), np.int64)
     (whole,) = table.sums(everything, 1)
@@ -116,7 +117,7 @@ def history(generations: Sequence[GenerationFigures], by: By = "adapter", points
 
 
 def as_object(found: History) -> dict[str, Any]:
-    """As ``adaptive history --json`` and the server show it."""
+    """The history as plain JSON values, for ``adaptive history --json`` and the server."""
     return {
         "totals": _figures_object(found.totals),
         "latest": _figures_object(found.latest),
@@ -154,7 +155,7 @@ def _figures(key: str, sums: Sums) -> Figures:
 
 
 def grouped(generations: Sequence[GenerationFigures], by: By) -> tuple[Figures, ...]:
-    """One row per adapter, day (local time) or session, in the order of their first generation."""
+    """One row per adapter, day (local time) or session, ordered by their first generations."""
     table = FiguresTable.of(generations)
     numbers: dict[str, int] = {}
     group = [numbers.setdefault(key, len(numbers)) for key in KEYS[by](table)]
@@ -163,9 +164,9 @@ def grouped(generations: Sequence[GenerationFigures], by: By) -> tuple[Figures, 
 
 
 def series(generations: Sequence[GenerationFigures], points: int = POINTS) -> tuple[Point, ...]:
-    """Acceptance and speed over time, in buckets of as many generations as give about ``points``.
+    """Acceptance and speed over time, in about ``points`` buckets of equally many generations.
 
-    A swap ends a bucket early, so that no point mixes two adapters; there can be more points then.
+    A change of adapter ends a bucket early, so that no point mixes two adapters; there can then be more points.
     """
     table = FiguresTable.of(generations)
     size = max(1, -(-len(table) // points))
@@ -181,7 +182,7 @@ def series(generations: Sequence[GenerationFigures], points: int = POINTS) -> tu
 
 
 def swaps(generations: Sequence[GenerationFigures]) -> tuple[Swap, ...]:
-    """Where a generation ran under another adapter than the one before it."""
+    """The changes of adapter between consecutive generations."""
     table = FiguresTable.of(generations)
     return tuple(
         Swap(table.ids[place], float(table.created[place]), before, after)

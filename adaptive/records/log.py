@@ -1,7 +1,7 @@
 """Reads the log: for the trainer, for resuming a session, and for the commands that show it.
 
-A log that does not exist yet is an empty log. One ``Log`` belongs to one thread; it may stay open
-while another process writes, and holds no lock between two calls. A damaged record is passed over and counted.
+A log that does not exist yet reads as empty. One ``Log`` belongs to one thread; it may stay open
+while another process writes, and holds no lock between two calls. Damaged records are skipped and counted.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from adaptive.records.schema import (
 from adaptive.records.stats import Drafted
 from adaptive.types import GRAFT, LEAST_TEMPERATURE, Generation, Message, Round
 
-# Generations read at a time: each page is one short read, so that a slow reader never keeps the
-# writer from emptying the WAL. Larger costs memory (about 100 kB a generation), smaller costs queries.
+# Generations read at a time. Each page is one short read, so that a slow reader never keeps the
+# writer from emptying the WAL. Too high costs memory (about 100 kB a generation), too low costs queries.
 PAGE = 64
 
-# Seconds since the epoch, tokens and durations stay far below it; damaged bytes may be any number.
+# Upper bound of a plausible number: times since the epoch, tokens and durations are far below, damaged ones may not be.
 MOST_PLAUSIBLE = 1e11
 
 
 @dataclass(frozen=True)
 class LoggedGeneration:
-    """A generation and its id in the log. Ids grow with time and are never used twice."""
+    """A generation and its id in the log. Ids grow with time and are never reused."""
 
     id: int
     generation: Generation
@@ -63,7 +63,7 @@ class LoggedGeneration:
 
 @dataclass(frozen=True)
 class LoggedText:
-    """The token ids of a record, prompt and answer, and whose it is."""
+    """The token ids of a record, prompt and answer together, with its session and owner."""
 
     id: int
     session: str
@@ -73,7 +73,8 @@ class LoggedText:
 
 @dataclass(frozen=True)
 class Session:
-    """One session: seconds since the epoch of its first and last generation, and how it began."""
+    """One session: ``first`` and ``last`` are the times of its first and last generation (seconds since the epoch),
+    ``opening`` is the user's first message."""
 
     id: str
     generations: int
@@ -84,7 +85,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Share:
-    """Generations and output tokens of one domain or adapter (None: none was given)."""
+    """Generations and output tokens of one domain or adapter (None: without a domain or adapter)."""
 
     name: str | None
     generations: int
@@ -93,7 +94,7 @@ class Share:
 
 @dataclass(frozen=True)
 class LogStats:
-    """What the log holds. ``positions`` are output tokens with supervision; ``size`` counts bytes on
+    """The contents of the log. ``positions`` are output tokens with supervision; ``size`` is bytes on
     disk, the WAL included; ``first`` and ``last`` are seconds since the epoch."""
 
     generations: int
@@ -108,10 +109,10 @@ class LogStats:
 
 
 class Log:
-    """Read access to the log at ``path``; also a context manager. Nothing is opened before it is needed.
+    """Read access to the log at ``path``; also a context manager. The file is opened when first needed.
 
-    ``damaged`` are the records that ``generations`` has met so far and could not read, with the reason. Every
-    method raises AdaptiveError where the file itself is damaged or is not a log.
+    ``damaged`` maps the ids of the records that ``generations`` could not read so far to the reasons. Every
+    method raises AdaptiveError if the file itself is damaged or is not a log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,18 +122,18 @@ class Log:
         self._place: Place | None = None
 
     def count(self, *, older_than_s: float | None = None, session: str | None = None) -> int:
-        """Generations, all or only those that ``purge`` would delete with the same arguments."""
+        """The number of generations: all, or only those that ``purge`` would delete with the same arguments."""
         where, values = selection(older_than_s, session, time.time())
         with self._reading() as connection:
             return int(connection.execute(f"SELECT count(*) FROM generations WHERE {where}", values).fetchone()[0])
 
     def last_id(self) -> int:
-        """The id of the newest generation, 0 when there is none."""
+        """The id of the newest generation, 0 if there is none."""
         with self._reading() as connection:
             return int(connection.execute("SELECT coalesce(max(id), 0) FROM generations").fetchone()[0])
 
     def first_id(self, adapter: str) -> int | None:
-        """The id of the first generation that began under ``adapter``, None where there is none."""
+        """The id of the first generation that began under ``adapter``, None if there is none."""
         with self._reading() as connection:
             found = connection.execute("SELECT min(id) FROM generations WHERE adapter = ?", (adapter,)).fetchone()[0]
         return None if found is None else int(found)
@@ -140,22 +141,22 @@ class Log:
     def generations(
         self, after_id: int = 0, limit: int | None = None, with_supervision: bool = True
     ) -> Iterator[LoggedGeneration]:
-        """Generations with an id above ``after_id``, oldest first, of at most ``limit`` records.
+        """Generations with an id above ``after_id``, oldest first, from at most ``limit`` records.
 
-        Those that cannot be read go into ``damaged``.
+        Records that cannot be read are added to ``damaged``.
         """
         left = limit if limit is not None else float("inf")
         while left > 0:
             ids, page = self._page(after_id, int(min(left, PAGE)), with_supervision)
-            if max(ids, default=0) <= after_id:  # also where ids are damaged themselves
+            if max(ids, default=0) <= after_id:  # the end, or damaged ids
                 return
             yield from page
             left -= len(ids)
             after_id = max(ids)
 
     def texts(self, after_id: int, limit: int) -> tuple[int, list[LoggedText]]:
-        """The tokens of the first ``limit`` records with an id above ``after_id``, oldest first, and the last of their
-        ids. Read for their tokens alone, which are not held against the checksum; what cannot be tokens is left out."""
+        """The last id and the tokens of the first ``limit`` records with an id above ``after_id``, oldest first. The
+        checksum is not verified; records whose bytes cannot be tokens are left out."""
         columns = "id, session, sampling, prompt, output"
         query = f"SELECT {columns} FROM generations WHERE id > ? ORDER BY id LIMIT ?"
         with self._reading() as connection:
@@ -168,10 +169,10 @@ class Log:
         return max((row[0] for row in rows if isinstance(row[0], int)), default=after_id), found
 
     def first_within(self, tokens: int) -> int:
-        """The id before that of the oldest record which the newest records of so many ``tokens`` begin with."""
+        """The id after which the newest records begin that have at most ``tokens`` tokens together; 0 if all fit."""
         query = "SELECT id, length(prompt) / 4 + length(output) / 4 FROM generations ORDER BY id DESC"
         with self._reading() as connection:
-            lengths = connection.execute(query).fetchall()  # whole, so that no read stays open
+            lengths = connection.execute(query).fetchall()  # all rows at once, so that no read stays open
         for number, length in lengths:
             tokens -= int(length or 0)
             if tokens < 0:
@@ -179,19 +180,19 @@ class Log:
         return 0
 
     def changes(self) -> tuple[int, int]:
-        """A value that is another one whenever another connection has changed the log."""
+        """A value that changes whenever another connection changes the log."""
         with self._reading() as connection:
             return id(connection), int(connection.execute("PRAGMA data_version").fetchone()[0])
 
     def ids(self) -> frozenset[int]:
-        """Of all records."""
+        """The ids of all records."""
         with self._reading() as connection:
             return frozenset(row[0] for row in connection.execute("SELECT id FROM generations"))
 
     def session_messages(self, session: str) -> tuple[Message, ...]:
-        """The chat so far of ``session``: the messages of its latest generation and the answer to them.
+        """The chat so far of ``session``: the messages of its latest readable generation and the answer to them.
 
-        Empty where the log has no chat of that session.
+        Empty if the log has no chat of that session.
         """
         with self._reading() as connection:
             rows = connection.execute(
@@ -199,12 +200,12 @@ class Log:
                 (session,),
             )
             for messages, text in rows:
-                with suppress(DamagedRecordError):  # then the chat up to the answer before
+                with suppress(DamagedRecordError):  # if damaged, continue with the generation before
                     return (*messages_of(messages), Message("assistant", text))
         return ()
 
     def sessions(self) -> tuple[Session, ...]:
-        """Every session, the latest first; ``opening`` is what the person said first."""
+        """Every session, the latest first."""
         with self._reading() as connection:
             rows = connection.execute(
                 """SELECT grouped.*, opening.messages, opening.prompt_text
@@ -221,7 +222,7 @@ class Log:
         return tuple(found)
 
     def stats(self) -> LogStats:
-        """Counts, bytes and dates of the whole log."""
+        """Counts, bytes and times of the whole log."""
         with self._reading() as connection:
             row = connection.execute(
                 """SELECT count(*), count(DISTINCT session), coalesce(sum(length(output) / 4), 0),
@@ -242,7 +243,7 @@ class Log:
         return LogStats(generations, sessions, tokens, positions, self._size(), first, last, domains, adapters)
 
     def figures(self, last: int | None = None) -> FiguresTable:
-        """What ``adaptive.records.history`` needs of every generation, or of the ``last`` ones, oldest first; no
+        """The figures of all generations, or of the ``last`` ones, oldest first, for ``adaptive.records.history``; no
         text, no tokens."""
         columns = "generation, session, created, adapter, predicted_n, predicted_s, expected_s, counts, own"
         with self._reading() as connection:
@@ -252,7 +253,7 @@ class Log:
         rows.reverse()
         try:
             table = FiguresTable(rows)
-        except (TypeError, ValueError):  # a damaged row; looking at each takes as long as all the rest
+        except (TypeError, ValueError):  # a damaged row; rows are checked one by one only then, as that is slow
             table = None
         if table is None or not table.plausible(MOST_PLAUSIBLE):
             sound = (row for row in rows if is_packed(row[7]) and (row[8] is None or is_packed(row[8])))
@@ -260,7 +261,7 @@ class Log:
         return table
 
     def seeded(self, after_id: int) -> set[int]:
-        """Ids of the generations after ``after_id`` that were drawn under a seed."""
+        """Ids of the generations after ``after_id`` that were sampled with a seed."""
         with self._reading() as connection:
             rows = connection.execute(
                 "SELECT id FROM generations WHERE id > ? AND temperature >= ? AND json_valid(sampling)"
@@ -270,7 +271,7 @@ class Log:
         return {row[0] for row in rows}
 
     def newest(self, count: int, until: int | None = None) -> tuple[int, ...]:
-        """Ids of the newest ``count`` generations, of those up to ``until``, oldest first."""
+        """Ids of the newest ``count`` generations with ids up to ``until``, oldest first."""
         with self._reading() as connection:
             rows = connection.execute(
                 "SELECT id FROM generations WHERE ? IS NULL OR id <= ? ORDER BY id DESC LIMIT ?", (until, until, count)
@@ -278,7 +279,7 @@ class Log:
         return tuple(sorted(row[0] for row in rows))
 
     def by_drafter(self) -> dict[str, Drafted]:
-        """What each drafter did, apart, the one that drafted first before the others."""
+        """The figures of each drafter, in the order in which they first drafted."""
         with self._reading() as connection:
             rows = connection.execute(
                 """SELECT name, sum(n), sum(d), sum(a) FROM (
@@ -294,7 +295,7 @@ class Log:
         return {str(name): Drafted(*figures) for name, *figures in rows}
 
     def spent(self) -> tuple[Spent, ...]:
-        """What ``adaptive.records.saved`` needs of every generation that took a round, oldest first."""
+        """Tokens, rounds and seconds of every generation that took a round, oldest first (for ``records.saved``)."""
         with self._reading() as connection:
             rows = connection.execute(
                 """SELECT t.generation, predicted_n - 1, predicted_s, t.rounds_n, rounds_s, plain_n, plain_s
@@ -303,7 +304,7 @@ class Log:
         return tuple(Spent(*row) for row in rows)
 
     def holders(self, number: int) -> tuple[int, ...]:
-        """Ids of the later chats that go on from the answer ``number``, and so hold it among their messages."""
+        """Ids of later generations of chats that continue after the answer ``number``, so their messages contain it."""
         with self._reading() as connection:
             row = connection.execute("SELECT messages, text FROM generations WHERE id = ?", (number,)).fetchone()
             if row is None or row[0] == "[]":
@@ -320,12 +321,13 @@ class Log:
         ids: Collection[int] | None = None,
         everything: bool = False,
     ) -> int:
-        """Delete generations for good and return how many: by age in seconds, by session, by id, together, or all.
+        """Delete generations for good and return how many: those that meet all given conditions (age in seconds,
+        session, ids), or all.
 
-        Their bytes are overwritten, the file is rewritten without them and the WAL emptied. Needs the
-        size of what stays as free disk space; but where the disk is full or the file is damaged, ``everything`` removes
-        the file itself. Raises ValueError when nothing is chosen, AdaptiveError when the file cannot be rewritten
-        now (the message says what has been done).
+        Their bytes are overwritten, the file is rewritten without them and the WAL is emptied. This needs as much
+        free disk space as the remaining records take. If the disk is full or the file is damaged, ``everything``
+        removes the file itself. Raises ValueError if nothing is chosen, AdaptiveError if the file cannot be rewritten
+        now (the message names what was done).
         """
         if not everything and older_than_s is None and session is None and ids is None:
             raise ValueError("purge needs an age, a session, ids, or everything=True")
@@ -343,7 +345,7 @@ class Log:
         where, values = selection(older_than_s, session, time.time(), ids)
         with self._reading() as connection:
             if connection is not self._file:
-                return 0  # no file, nothing to delete
+                return 0  # there is no file
             deleted = delete(connection, where, values)
             shrink(connection, self.path)
         return deleted
@@ -364,7 +366,7 @@ class Log:
         self.close()
 
     def _page(self, after_id: int, size: int, with_supervision: bool) -> tuple[list[int], list[LoggedGeneration]]:
-        """The ids of one page of records, and those of them that are whole."""
+        """The ids of one page of records, and its undamaged records."""
         found: list[tuple[tuple[Any, ...], list[Round]]] = []
         with self._reading() as connection, transaction(connection, "DEFERRED"):
             query = "SELECT id FROM generations WHERE id > ? ORDER BY id LIMIT ?"
@@ -372,7 +374,7 @@ class Log:
             columns = select_columns(with_supervision)
             try:
                 found = read_rows(connection, columns, ids)
-            except sqlite3.DatabaseError:  # of one; the others are there when they are asked for by themselves
+            except sqlite3.DatabaseError:  # at least one record is damaged; the others can be read one by one
                 for number in ids:
                     try:
                         found += read_rows(connection, columns, [number])
@@ -392,7 +394,7 @@ class Log:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """The file's connection, or one to an empty log while there is no file."""
+        """The connection to the file, or to an empty log in memory if there is no file."""
         if self._file is not None and self._place is not None and not self._place.holds():
             abandon(self._file)  # moved or replaced while it was open
             self._file = None
@@ -409,12 +411,12 @@ class Log:
 
 
 def plausible(*numbers: object) -> bool:
-    """Whether these are numbers that a record may hold: damaged bytes may be text, or beyond all bounds."""
+    """Whether these are all numbers that a record can hold. Damaged bytes may be text, or numbers of any size."""
     return all(isinstance(n, (int, float)) and 0 <= n < MOST_PLAUSIBLE for n in numbers)
 
 
 def _readable(text: bytes) -> str:
-    """A text of the log. Damaged bytes are shown as such; the checksum tells that they are."""
+    """Decode a text of the log. Damaged bytes become U+FFFD; the checksum reveals the damage."""
     return text.decode("utf-8", "replace")
 
 

@@ -1,7 +1,7 @@
-"""Takes records of other logs into this one, each once: those of a team's proxies, or of another machine.
+"""Imports the records of other logs into this one, each once: from a team's proxies, or from another machine.
 
-What was said is taken, with the target's distributions. Adapters, rounds and their seconds are not: they say how
-another draft did on another machine. A record is told again by its content, whatever its number is here or there.
+Prompts, answers and the target's distributions are imported. Adapters and rounds with their seconds are not, since they
+describe another draft on another machine. Duplicates are recognised by their content, not by their ids.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from adaptive.state import PairState
 from adaptive.types import Generation
 from checkpoints import files
 
-# Records of a log that are looked at for whether they are of this target, and the share of them that must be. Fewer
-# may all be odd ones, all of them would take long.
+# LOOKED_AT: records of a log that are checked for this target's tokens; ALIKE: the share of them that must have them.
+# With fewer records the sample may be untypical; checking all takes long.
 LOOKED_AT, ALIKE = 20, 0.5
-# Records that are written in one transaction, which keeps others from writing.
+# Records written in one transaction, during which no other process can write.
 TOGETHER = 64
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What came of an import: records that are new here, that were here already, and that could not be read."""
+    """The result of an import: records that were new, records that were already here, and unreadable records."""
 
     taken: int
     known: int
@@ -41,10 +41,10 @@ class Merged:
 
 
 def merge(state: PairState, sources: Iterable[Path], decode: Callable[[list[int]], str], after: int = 0) -> Merged:
-    """Take into the log of ``state`` what is new in the logs ``sources`` (files, or folders of a pair), in order of
-    time. New ids are above ``after``. ``decode`` makes text of token ids, as the target's tokenizer does.
+    """Import into the log of ``state`` the new records of the logs ``sources`` (files, or folders of a pair), in order
+    of time. New ids are above ``after``. ``decode`` turns token ids into text, as the target's tokenizer does.
 
-    Raises AdaptiveError, before anything is written, for a file that is no log, or of another target.
+    Raises AdaptiveError, before anything is written, for a file that is not a log or has another target.
     """
     from filelock import FileLock
 
@@ -72,14 +72,15 @@ def merge(state: PairState, sources: Iterable[Path], decode: Callable[[list[int]
         for begin in range(0, len(places), TOGETHER):
             with transaction(connection):
                 for _, copy, number in places[begin : begin + TOGETHER]:
-                    for one in copy.generations(number - 1, 1):  # none where its distributions are damaged
+                    for one in copy.generations(number - 1, 1):  # none if its supervision is damaged
                         insert(connection, _as_imported(one.generation))
                         taken += 1
         return Merged(taken, known, sum(len(copy.damaged) for copy in copies))
 
 
 def key_of(generation: Generation) -> bytes:
-    """What makes two records the same one: when it was, what was asked and how, and what was said."""
+    """A digest that is equal for copies of one record: of its session, time, messages, sampling, owner, tokens and
+    answer."""
     digest = hashlib.sha256()
     texts = [generation.session, repr(generation.created), generation.finish_reason, generation.sampling.to_json()]
     texts += [generation.owner, generation.prompt_text, generation.text]
@@ -106,8 +107,8 @@ def _log_of(source: Path, state: PairState) -> Path:
 
 @contextlib.contextmanager
 def _copied(path: Path, state: PairState) -> Iterator[Log]:
-    """A copy of a log of now, brought to today's schema; what another program holds open is left as it is."""
-    folder = files.unfinished(state.root)  # which a start removes where this process is killed
+    """A copy of the log at ``path``, migrated to the current schema; the original stays as it is."""
+    folder = files.unfinished(state.root)  # if this process is killed, the next start removes the folder
     try:
         folder.mkdir(mode=0o700)
         copy = folder / path.name
@@ -128,7 +129,7 @@ def _copied(path: Path, state: PairState) -> Iterator[Log]:
 
 
 def _check_target(path: Path, log: Log, decode: Callable[[list[int]], str]) -> None:
-    """Raise AdaptiveError where the token ids of a log are not those of the text beside them."""
+    """Raise AdaptiveError if the token ids of a log do not decode to the texts of their records."""
     looked = [one.generation for one in log.generations(0, LOOKED_AT, with_supervision=False)]
     spoken = [generation for generation in looked if generation.text.strip()]
     alike = sum(generation.text.strip()[:100] in _said(generation, decode) for generation in spoken)

@@ -1,4 +1,4 @@
-"""Which token of an answer came from whom: pure functions of its rounds."""
+"""Finds the drafter of every token of an answer: a pure function of its rounds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from adaptive.types import Round
 
 
 def origins(rounds: Sequence[Round], tokens: int) -> list[str | None]:
-    """The drafter of each of an answer's ``tokens``, None for the target's own.
+    """The drafter of each of an answer's ``tokens`` tokens, None for the target's own.
 
-    The first token comes out of the prompt's pass; each round then brings the tokens of its drafter that were accepted
-    and one of the target's. A record that lost its rounds has tokens beyond them, of which nobody knows better.
+    The first token comes from the prompt's pass; each round then adds the accepted tokens of its drafters and one token
+    of the target. If a record lost its rounds, the remaining tokens are None, since their drafters are unknown.
     """
     found: list[str | None] = [None]
     for outcome in rounds:

@@ -1,9 +1,9 @@
-"""Reads records out of the pages of an SQLite file by themselves, whatever the file's own tables of contents say.
+"""Reads records directly from the pages of an SQLite file, without its schema or its B-trees.
 
-In: a file that SQLite calls damaged, and the write-ahead log beside it. Out: the values of every record on a page
-that is still one. Nothing here is trusted further: whoever takes the values checks them (``rows.checksum``).
+In: a file that SQLite reports as damaged, and the write-ahead log beside it. Out: the values of every record on a
+readable page. They are not validated here: the caller must check them (``rows.checksum``).
 
-The format is described at sqlite.org/fileformat.html; the section of each step stands beside it.
+The format is described at sqlite.org/fileformat.html; numbers in parentheses are its sections.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Bytes of a page where the file's header does not say so any more: SQLite's default, which the log has.
+# Bytes of a page if the file's header is unreadable: SQLite's default, which the log uses.
 PAGE_SIZE = 4096
 
-# Kinds of pages that hold records (1.6): leaves of tables; leaves and inner pages of indices, which a table
-# WITHOUT ROWID is one of.
+# Kinds of pages that hold records (1.6): leaves of tables; leaves and inner pages of indices, in which form a table
+# WITHOUT ROWID is stored too.
 TABLE_LEAF, INDEX_LEAF, INDEX_INNER = 0x0D, 0x0A, 0x02
 
 WAL_MAGIC = (0x377F0682, 0x377F0683)
@@ -25,7 +25,8 @@ WAL_HEADER, FRAME_HEADER = 32, 24
 
 
 class Pages:
-    """The pages of the file at ``path``, as its write-ahead log left them. Close it; also a context manager."""
+    """The pages of the file at ``path``, with the newer pages of its write-ahead log. A context manager, which closes
+    the file."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
@@ -47,14 +48,14 @@ class Pages:
         self._file.close()
 
     def page(self, number: int) -> bytes:
-        """The ``number``-th page, from 1; zeros where there is none."""
+        """The ``number``-th page, from 1; zeros beyond the end of the file."""
         if number in self._newer:
             return self._newer[number]
         self._file.seek((number - 1) * self.size)
         return self._file.read(self.size).ljust(self.size, b"\0")
 
     def records(self) -> Iterator[tuple[int | None, tuple[Any, ...]]]:
-        """Row id (None in an index) and values of every record, in no particular order."""
+        """Row id (None in an index) and values of every readable record, in no particular order."""
         for number in range(1, self.count + 1):
             page = self.page(number)
             start = 100 if number == 1 else 0
@@ -69,13 +70,13 @@ class Pages:
             at = int.from_bytes(page[place : place + 2], "big")
             try:
                 yield self._record(page, at, kind)
-            except (IndexError, ValueError, struct.error):  # half a cell; the next one may be whole
+            except (IndexError, ValueError, struct.error):  # a damaged cell; the next one may be intact
                 continue
 
     def _record(self, page: bytes, at: int, kind: int) -> tuple[int | None, tuple[Any, ...]]:
         """The cell at byte ``at`` (1.6)."""
         if kind == INDEX_INNER:
-            at += 4  # the page to the left
+            at += 4  # skip the number of the child page
         length, at = varint(page, at)
         row = None
         if kind == TABLE_LEAF:
@@ -83,7 +84,8 @@ class Pages:
         return row, values(self._payload(page, at, length, kind))
 
     def _payload(self, page: bytes, at: int, length: int, kind: int) -> bytes:
-        """All bytes of a record, of which a page holds the beginning and a chain of others the rest (1.6)."""
+        """All bytes of a record: the page holds its beginning, and a chain of overflow pages the rest (1.6). Raises
+        ValueError if they are damaged."""
         usable = self.size
         most = usable - 35 if kind == TABLE_LEAF else (usable - 12) * 64 // 255 - 23
         if length <= most:
@@ -112,7 +114,7 @@ def _exactly(data: bytes, length: int) -> bytes:
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of 1 to 9 bytes (1.6), and where what follows it begins."""
+    """The variable-length integer (1 to 9 bytes, 1.6) at ``at``, and the offset after it."""
     number = 0
     for place in range(8):
         byte = data[at + place]
@@ -153,8 +155,8 @@ def values(payload: bytes) -> tuple[Any, ...]:
 def frames(wal: Path, size: int) -> Iterator[tuple[int, bytes]]:
     """Page number and page of the committed frames of a write-ahead log, oldest first (4).
 
-    A frame counts that is what was written, by its checksum and that of the frame before; SQLite itself takes the
-    first damaged one for the end.
+    Frames are returned if their checksum, which continues that of the frame before, is right. This includes frames
+    behind a damaged one, where SQLite itself ends the log.
     """
     whole: list[tuple[int, bytes]] = []
     for _, number, page, commit in _frames(wal.read_bytes(), size):
@@ -165,9 +167,9 @@ def frames(wal: Path, size: int) -> Iterator[tuple[int, bytes]]:
 
 
 def cut_short(data: bytes, size: int = PAGE_SIZE) -> bool:
-    """Whether a write-ahead log has whole transactions behind a damaged frame, where SQLite ends it.
+    """Whether a write-ahead log has intact transactions behind a damaged frame, where SQLite ends the log.
 
-    The last frame may be half written, by a process that was killed: nothing whole stands behind it.
+    A last frame that a killed process left half written does not count, as no intact transaction is behind it.
     """
     gap, last = not _header_is_whole(data), 0
     for place, _, _, commit in _frames(data, size):
@@ -186,7 +188,7 @@ def _header_is_whole(data: bytes) -> bool:
 
 
 def _frames(data: bytes, size: int) -> Iterator[tuple[int, int, bytes, bool]]:
-    """Place from 1, page number, page, and whether a transaction ends there, of each frame that is whole."""
+    """Place (from 1), page number, page, and whether a transaction ends there, of each intact frame."""
     whole = _header_is_whole(data)
     salts = data[16:24] if whole else data[WAL_HEADER + 8 : WAL_HEADER + 16]
     order = ">" if whole and data[3] & 1 else "<"
@@ -195,14 +197,14 @@ def _frames(data: bytes, size: int) -> Iterator[tuple[int, int, bytes, bool]]:
     for place, start in enumerate(starts, start=1):
         head, page = data[start : start + FRAME_HEADER], data[start + FRAME_HEADER : start + FRAME_HEADER + size]
         told = struct.unpack(">II", head[16:24])
-        # Without the header the first frame cannot be checked; its records still can.
+        # Without the header the first frame cannot be checked, but the records in it have checksums of their own.
         if head[8:16] == salts and (before is None or _sum(order, head[:8] + page, before) == told):
             yield place, int.from_bytes(head[:4], "big"), page, head[4:8] != b"\0\0\0\0"
         before = told
 
 
 def _sum(order: str, data: bytes, before: tuple[int, int]) -> tuple[int, int]:
-    """The checksum of a write-ahead log (4.2)."""
+    """The checksum of a write-ahead log (4.2), continued from ``before``."""
     one, two = before
     words = struct.unpack(f"{order}{len(data) // 4}I", data)
     for even, odd in zip(words[::2], words[1::2], strict=True):

@@ -1,8 +1,8 @@
-"""Opens the log at a start, whatever state it is in: what is damaged is set aside, and what can be read of it kept.
+"""Opens the log for writing; a damaged file is set aside and its readable records are copied into a new one.
 
-A damaged file stays beside the new one as ``records.db.damaged`` (with a number where there is one already) until
+A damaged file stays beside the new one as ``records.db.damaged`` (numbered from the second on) until
 records are purged. Every record keeps its id. One process at a time replaces the file, under ``records.lock``; the
-others notice that another file stands in its place (``Place``).
+other processes detect that the path has another file (``Place``).
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from adaptive.records.schema import DamagedLogError, DiskFullError, connect, is_
 from adaptive.types import Round
 from checkpoints import files
 
-# Largest log, in bytes, whose every page is looked at when it is opened for writing: about 0.7 s from the system's
-# cache. Of a larger one damage is found when it is met, or by ``adaptive records check``.
+# Largest log, in bytes, whose pages are all checked when it is opened for writing: about 0.7 s from the system's
+# cache. Damage in a larger log is found on access, or by ``adaptive records check``.
 CHECKED_AT_START = 1 << 30
 
-# Largest write-ahead log, in bytes, whose frames are looked at: 80 microseconds each, 0.1 s for the 4 MB after which
-# SQLite begins it anew.
+# Largest write-ahead log, in bytes, whose frames are checked: 80 microseconds a frame, 0.1 s for the 4 MB at which
+# SQLite starts over.
 LARGEST_WAL = 64 << 20
 
-# Seconds to wait for another process that replaces the log.
+# Seconds to wait for another process that is replacing the log.
 REPLACE_S = 120.0
 
-# Bytes that are overwritten at a time.
+# Bytes overwritten at a time.
 ZEROS = 1 << 20
 
 
 def open_for_writing(path: Path) -> tuple[sqlite3.Connection, str | None]:
-    """The log at ``path``, created where there is none and replaced where it is damaged; and what was done, in words.
+    """Open the log at ``path``, creating it if missing and replacing it if damaged. Also returns a message about the
+    replacement, or None.
 
-    Raises AdaptiveError where it cannot be used for another reason than damage.
+    Raises AdaptiveError if the log cannot be used for another reason than damage.
     """
     if not path.exists() or path.stat().st_size > CHECKED_AT_START:
         with contextlib.suppress(DamagedLogError):
@@ -59,21 +60,21 @@ def open_for_writing(path: Path) -> tuple[sqlite3.Connection, str | None]:
 
 @dataclass(frozen=True)
 class Examined:
-    """A log that was looked through. ``wrong`` says in words what is, None where the file is sound.
+    """The result of ``examine``. ``wrong`` describes the damage, None if the file is sound.
 
-    While something is wrong the connection stays open: to close the last one empties the write-ahead log.
+    The connection to a damaged file stays open, since closing the last connection empties the write-ahead log.
     """
 
     connection: sqlite3.Connection | None
     wrong: str | None
 
     def let_go(self) -> None:
-        """Leave the file as it is, for ``recover``."""
+        """Abandon the connection, so that the write-ahead log is kept for ``recover``."""
         if self.connection is not None:
             abandon(self.connection)
 
     def close(self) -> None:
-        """Close it where it is sound, else ``let_go``."""
+        """Close the connection if the file is sound, else ``let_go``."""
         if self.wrong is not None:
             self.let_go()
         elif self.connection is not None:
@@ -81,9 +82,9 @@ class Examined:
 
 
 def examine(path: Path) -> Examined:
-    """Whether the file itself is sound; records are not looked into.
+    """Check whether the file itself is sound; the contents of records are not checked.
 
-    Raises AdaptiveError where it cannot be read now.
+    Raises AdaptiveError if it cannot be read now.
     """
     try:
         connection = connect(path)
@@ -107,9 +108,9 @@ def _what_is_wrong(connection: sqlite3.Connection, path: Path) -> str | None:
         return str(found).splitlines()[-1]
     wal = path.with_name(path.name + "-wal")
     try:
-        connection.execute("BEGIN IMMEDIATE")  # nobody writes while it is read
+        connection.execute("BEGIN IMMEDIATE")  # no other process can write while the write-ahead log is read
     except sqlite3.OperationalError as error:
-        if "locked" in str(error):  # by somebody who writes, and so finds out himself
+        if "locked" in str(error):  # by a writer, which will find damage itself
             return None
         raise
     try:
@@ -120,10 +121,10 @@ def _what_is_wrong(connection: sqlite3.Connection, path: Path) -> str | None:
 
 
 def recover(path: Path) -> str:
-    """Set the damaged log aside and start a new one with what can be read of it. Says what was done; nothing where
-    another process has just done it.
+    """Set the damaged log aside and start a new one with its readable records. Returns a message, empty if the file is
+    sound (another process has just replaced it).
 
-    Raises AdaptiveError where the folder cannot be written.
+    Raises AdaptiveError if the folder cannot be written.
     """
     with replacing(path):
         found = examine(path)
@@ -152,7 +153,8 @@ def recover(path: Path) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[None]:
-    """While another file takes the place of the log. Raises AdaptiveError where another process is at it for long."""
+    """Hold ``records.lock`` while the log's file is replaced. Raises AdaptiveError if another process holds the lock
+    for more than REPLACE_S."""
     from filelock import FileLock, Timeout
 
     try:
@@ -164,7 +166,7 @@ def replacing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _nobody_writes(path: Path) -> Iterator[None]:
-    """Hold the write lock of a damaged log, where it is whole enough to be locked."""
+    """Hold the write lock of a damaged log, if the file can still be locked."""
     connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
     try:
         with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):
@@ -177,7 +179,7 @@ def _nobody_writes(path: Path) -> Iterator[None]:
 
 
 def _rebuild(path: Path, new: Path) -> int:
-    """Write what can be read of the log at ``path`` into a new one; how many records."""
+    """Write the readable records of the log at ``path`` into a new log at ``new``. Returns their number."""
     with Pages(path) as pages, contextlib.closing(connect(new)) as connection:
         names = [row[1] for row in connection.execute("PRAGMA table_info(generations)")]
         newest = kept = 0
@@ -187,13 +189,13 @@ def _rebuild(path: Path, new: Path) -> int:
                 if row is None and _is_round(values):
                     connection.execute("INSERT OR IGNORE INTO rounds VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, 0)[:8])
                 elif row is not None and _is_sequence(values):
-                    newest = max(newest, values[1])  # ids are never used twice
+                    newest = max(newest, values[1])  # so that no id is used again
             for row, values in pages.records():
                 if row is not None and _is_id(row) and _take(connection, row, dict(zip(names, values, strict=False))):
                     kept, newest = kept + 1, max(newest, row)
             connection.execute("DELETE FROM rounds WHERE generation NOT IN (SELECT id FROM generations)")
             continue_ids(connection, newest)
-        connection.execute("PRAGMA journal_mode=DELETE")  # one file, that can take the other's place
+        connection.execute("PRAGMA journal_mode=DELETE")  # leaves a single file, which can be renamed
     return kept
 
 
@@ -202,14 +204,14 @@ def _is_id(value: object) -> bool:
 
 
 def _is_round(values: tuple[object, ...]) -> bool:
-    if len(values) not in (7, 8):  # as of before rounds had two drafters
+    if len(values) not in (7, 8):  # 7: from before schema 7 added the column ``first``
         return False
     whole = all(isinstance(values[place], int) for place in (0, 1, 3, 4, *range(7, len(values))))
     return whole and isinstance(values[2], str) and all(isinstance(v, (int, float)) for v in values[5:])
 
 
 def _take(connection: sqlite3.Connection, number: int, values: dict[str, object]) -> bool:
-    """Insert a record that was found, with what is whole of it; False where it is none."""
+    """Insert the intact parts of a record that was found; False if it is not a record, or cannot be used."""
     if not set(CHECKED) - {"expected_s"} <= set(values):
         return False
     query = f"SELECT {ROUND} FROM rounds WHERE generation = ? ORDER BY idx"
@@ -221,13 +223,13 @@ def _take(connection: sqlite3.Connection, number: int, values: dict[str, object]
     connection.execute("DELETE FROM rounds WHERE generation = ?", (number,))
     try:
         insert(connection, generation, number)
-    except (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError):  # a row of before there were checksums
+    except (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError):  # a damaged row without a checksum
         return False
     return True
 
 
 def continue_ids(connection: sqlite3.Connection, newest: int) -> None:
-    """Have ids go on after ``newest``: the adapters name records by them."""
+    """Make new ids start after ``newest``, since manifests of adapters refer to records by id."""
     connection.execute("DELETE FROM sqlite_sequence WHERE name = 'generations' AND seq < ?", (newest,))
     connection.execute(
         "INSERT INTO sqlite_sequence SELECT 'generations', ? WHERE NOT EXISTS "
@@ -237,13 +239,14 @@ def continue_ids(connection: sqlite3.Connection, newest: int) -> None:
 
 
 def last_given_id(connection: sqlite3.Connection) -> int:
-    """The last id that a record of this log was given, whether it is still there or not; 0 for none."""
+    """The last id given to a record of this log, which may have been deleted since; 0 for none."""
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'generations'").fetchone()
     return 0 if row is None else int(row[0])
 
 
 def _set_aside(path: Path) -> Path:
-    """Give the log another name, its write-ahead log with it; nothing stands in its place of what is not the file."""
+    """Give the log and its write-ahead log a second name, and remove the -wal and -shm files beside ``path``. Returns
+    the second name; the log's file also stays at ``path`` until it is replaced."""
     aside, number = path.with_name(f"{path.name}.damaged"), 1
     while aside.exists():
         number += 1
@@ -259,22 +262,22 @@ def _set_aside(path: Path) -> Path:
 def _same_file(old: Path, new: Path) -> None:
     try:
         os.link(old, new)
-    except OSError:  # a file system without links
+    except OSError:  # a file system without hard links
         shutil.copyfile(old, new)
         os.chmod(new, 0o600)
 
 
 def remove_beside(path: Path) -> None:
-    """Remove what SQLite keeps beside the log: it belongs to the file that is no longer there."""
+    """Remove the -wal and -shm files beside the log, which belong to a file that is no longer there."""
     for end in ("-wal", "-shm"):
         path.with_name(path.name + end).unlink(missing_ok=True)
 
 
 def remove(path: Path) -> int:
-    """Remove the log itself, its bytes overwritten where they lie, and begin a new one; how many records are gone.
+    """Overwrite and remove the log's file and begin a new one. Returns the number of records removed.
 
-    It takes no disk space. Ids go on; whoever has the file open notices. Raises AdaptiveError where the folder
-    cannot be written.
+    This needs no disk space. New ids continue those of the removed log. Processes that have the file open detect the
+    change (``Place``). Raises AdaptiveError if the folder cannot be written.
     """
     with replacing(path):
         removed, newest = _count_pages(path)
@@ -292,7 +295,7 @@ def remove(path: Path) -> int:
 
 
 def _count_pages(path: Path) -> tuple[int, int]:
-    """Records of a log, and the last id that was given, as its pages say."""
+    """The number of records of a log and the last id given, both read from its pages."""
     found, newest = set(), 0
     if path.exists():
         with Pages(path) as pages:
@@ -305,7 +308,7 @@ def _count_pages(path: Path) -> tuple[int, int]:
 
 
 def _is_sequence(values: tuple[Any, ...]) -> bool:
-    """Whether this is the row that says which id was given last."""
+    """Whether this is the row of ``sqlite_sequence`` that holds the last id given."""
     return len(values) == 2 and values[0] == "generations" and _is_id(values[1])
 
 
@@ -314,25 +317,25 @@ def overwrite_and_remove(file: Path) -> None:
         return
     with file.open("r+b") as stream:
         size = stream.seek(0, os.SEEK_END)
-        file.unlink()  # first: who opens the log now is not to read zeros
+        file.unlink()  # first, so that a process that opens the log now does not read zeros
         stream.seek(0)
         with contextlib.suppress(OSError):
             for start in range(0, size, ZEROS):
                 stream.write(bytes(min(ZEROS, size - start)))
             stream.flush()
             os.fsync(stream.fileno())
-        if not file.name.endswith("-shm"):  # which others have in their memory, and must not lose there
-            stream.truncate(0)  # its blocks are free also while somebody has it open
+        if not file.name.endswith("-shm"):  # other processes have -shm mapped, and would crash if it were truncated
+            stream.truncate(0)  # frees its blocks even while another process has the file open
 
 
 def set_aside_logs(path: Path) -> list[Path]:
-    """Damaged logs that were set aside beside ``path``, with what belongs to them."""
+    """Damaged logs that were set aside beside ``path``, and their write-ahead logs."""
     return sorted(path.parent.glob(f"{path.name}.damaged*"))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which file stood at the log's path when it was opened."""
+    """Identifies the file that was at the log's path when it was opened."""
 
     path: Path
     device: int
@@ -340,12 +343,12 @@ class Place:
 
     @classmethod
     def of(cls, path: Path) -> Place:
-        """The file that is there now. Raises OSError where none is."""
+        """The file that is at ``path`` now. Raises OSError if there is none."""
         found = os.stat(path)
         return cls(path, found.st_dev, found.st_ino)
 
     def holds(self) -> bool:
-        """Whether the same file is still there."""
+        """Whether the same file is still at the path."""
         try:
             return Place.of(self.path) == self
         except OSError:
@@ -353,9 +356,10 @@ class Place:
 
 
 def abandon(connection: sqlite3.Connection) -> None:
-    """Let go of a log that was moved or replaced while it was open, with all that was committed in the moved file.
+    """Give up the connection to a log that was moved, replaced or damaged; commits are first copied into its file.
 
-    It is never closed: at a last close SQLite removes the write-ahead log by its name, which another file has by now.
+    The connection is never closed: at the last close SQLite removes the write-ahead log by its name, which may by then
+    be the name of another log's.
     """
     with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):
         connection.execute("PRAGMA wal_checkpoint(PASSIVE)")

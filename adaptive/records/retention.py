@@ -1,7 +1,7 @@
-"""Retention: what is older than some days, or beyond some gigabytes, is deleted as records come, where asked for.
+"""Retention: deletes records beyond a maximum age (days) or size (gigabytes), if set, while records are written.
 
-Deleted pages are overwritten and used again, so that the file stops growing; ``adaptive records purge`` also gives
-them back and leaves no trace.
+Deleted pages are overwritten and reused, so that the file stops growing. ``adaptive records purge`` also returns
+them to the file system and leaves no trace.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 from adaptive.records.schema import transaction
 
-# Records deleted in one transaction: some ten milliseconds in which nobody else can write.
+# Records deleted in one transaction: some ten milliseconds, during which no other process can write.
 BATCH = 64
-# Seconds between two looks while records come.
+# Seconds between two checks while records are written.
 LOOK_S = 600.0
 
 
 @dataclass(frozen=True)
 class Keep:
-    """What stays: records of the last ``days``, and at most ``gigabytes`` of them. None is no limit."""
+    """The limits: records of the last ``days`` are kept, at most ``gigabytes`` of them. None is no limit."""
 
     days: float | None = None
     gigabytes: float | None = None
 
     def enforce(self, connection: sqlite3.Connection, now: float | None = None) -> int:
-        """Delete what is not to stay, the oldest first; how many records that were. ``now`` is in epoch seconds."""
+        """Delete records beyond the limits, the oldest first, and return their number. ``now`` is in epoch seconds."""
         deleted = 0
         if self.days is not None:
             before = (time.time() if now is None else now) - 86400 * self.days
@@ -45,7 +45,7 @@ def _delete_oldest(connection: sqlite3.Connection, where: str, values: tuple[flo
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:
-    """Bytes of the file but for its free pages."""
+    """Bytes of the file without its free pages."""
     names = "page_count", "freelist_count", "page_size"
     pages, free, size = (int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in names)
     return (pages - free) * size

@@ -1,4 +1,4 @@
-"""A generation as rows of the two tables, and back. The writer and the reader meet here."""
+"""Converts a generation into rows of the log's tables, for the writer, and back, for the reader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaptive.records.figures import packed
 from adaptive.records.stats import count_rounds, learned_rounds
 from adaptive.types import Generation, Message, Round, SamplingParams, Timings
 
-# What the checksum is made of, in this order. A column that is added later comes after "checksum".
+# The columns that the checksum covers, in this order. A new column goes after "checksum".
 CHECKED = (
     "session",
     "created",
@@ -55,7 +55,7 @@ INSERT_TIMES = "INSERT INTO round_times (generation, rounds_n, rounds_s, plain_n
 
 
 class DamagedRecordError(AdaptiveError):
-    """One record cannot be read, or is not what was written; the others are not concerned."""
+    """One record cannot be read, or differs from what was written; other records are not affected."""
 
 
 def insert(connection: sqlite3.Connection, generation: Generation, number: int | None = None) -> int:
@@ -64,7 +64,7 @@ def insert(connection: sqlite3.Connection, generation: Generation, number: int |
     supervision = None if generation.supervision is None else encode(generation.supervision)
     cursor = connection.execute(INSERT_GENERATION, (number, *values, checksum(values), supervision))
     number = cursor.lastrowid
-    assert number is not None  # an INSERT that did not raise has given one
+    assert number is not None  # a successful INSERT sets it
     rounds = generation.rounds
     connection.executemany(
         INSERT_ROUND,
@@ -81,9 +81,11 @@ def insert(connection: sqlite3.Connection, generation: Generation, number: int |
 
 
 def _times(rounds: Sequence[Round]) -> tuple[int, float, int, float]:
-    """Rounds and their seconds; those of them that are plain and follow no round that drafted, and theirs.
+    """The values of ``round_times``: the number of rounds and their seconds, and the number and seconds of the plain
+    rounds that do not follow a drafting round.
 
-    A plain step right after a drafted round may take longer than the next one, which is what plain decoding is made of.
+    A plain step right after a drafting round can take longer than the plain steps after it, so it is no measure of
+    plain decoding.
     """
     plain = [b for a, b in itertools.pairwise((None, *rounds)) if b and not b.drafted and not (a and a.drafted)]
     total, steps = (sum(r.draft_s + r.verify_s for r in some) for some in (rounds, plain))
@@ -91,7 +93,7 @@ def _times(rounds: Sequence[Round]) -> tuple[int, float, int, float]:
 
 
 def _values(generation: Generation) -> tuple[object, ...]:
-    """The columns of CHECKED."""
+    """The values of the columns CHECKED."""
     rounds, timings = generation.rounds, generation.timings
     return (
         _storable(generation.session),
@@ -120,7 +122,7 @@ def _values(generation: Generation) -> tuple[object, ...]:
 
 
 def checksum(values: Sequence[object]) -> int:
-    """CRC-32 of the columns of CHECKED as SQLite gives them back. The supervision has one of its own (zlib's)."""
+    """CRC-32 of the columns CHECKED as SQLite returns them. The supervision has its own checksum (zlib's)."""
     return zlib.crc32(b"".join(_bytes(value) for value in values))
 
 
@@ -132,7 +134,7 @@ def _bytes(value: object) -> bytes:
     if isinstance(value, str):
         text = value.encode("utf-8", "replace")
         return b"s%d:%b" % (len(text), text)
-    return b"f" + struct.pack("<d", value)  # SQLite makes 0.0 of a 0 in a column of REAL
+    return b"f" + struct.pack("<d", value)  # also for int, as SQLite returns 0.0 for a 0 in a REAL column
 
 
 def select_columns(with_supervision: bool) -> str:
@@ -143,7 +145,7 @@ def select_columns(with_supervision: bool) -> str:
 def read_rows(
     connection: sqlite3.Connection, columns: str, ids: Sequence[int]
 ) -> list[tuple[tuple[Any, ...], list[Round]]]:
-    """The rows of these consecutive records, each with its rounds."""
+    """The rows of the records with these ids (consecutive in the log, ascending), each with its rounds."""
     if not ids:
         return []
     between = (min(ids), max(ids))
@@ -157,28 +159,29 @@ def read_rows(
         between,
     )
     for number, *values in of_rows:
-        if number in rounds:  # else its generation is damaged
+        if number in rounds:  # otherwise the id of its generation is damaged
             rounds[number].append(Round(*values))
     return [(row, rounds[row[0]]) for row in rows]
 
 
 def generation_of(row: sqlite3.Row | tuple[object, ...], rounds: Iterable[Round]) -> Generation:
-    """The generation of one row of ``select_columns`` and its rounds.
+    """The generation in one row of ``select_columns``, with its rounds.
 
-    Raises DamagedRecordError, which names the record, where it is not what was written.
+    Raises DamagedRecordError, which names the record, if it differs from what was written.
     """
     try:
         whole = _generation_of(dict(zip(("id", *COLUMNS), row, strict=True)), tuple(rounds))
-    except Exception as error:  # damaged bytes may be anything, and their reading raise anything
+    except Exception as error:  # reading damaged bytes may raise anything
         said = str(error) if isinstance(error, AdaptiveError) else f"{type(error).__name__}: {error}"
         raise DamagedRecordError(f"record {row[0]} is damaged: {said}") from error
     return whole
 
 
 def mended(values: dict[str, Any], rounds: Iterable[Round]) -> Generation | None:
-    """What is whole of these COLUMNS: the text at least, else None.
+    """The generation made of the intact parts of these COLUMNS; None if the checked columns, among them the text, are
+    damaged.
 
-    Rounds that are not all there are left out, and so is damaged supervision.
+    Incomplete rounds and damaged supervision are left out.
     """
     rounds = tuple(rounds)
     if not _as_written(values):
@@ -186,13 +189,13 @@ def mended(values: dict[str, Any], rounds: Iterable[Round]) -> Generation | None
     if not _all_there(values, rounds):
         rounds, values = (), {**values, "rounds_n": 0, "draft_n": 0, "draft_n_accepted": 0}
     for supervision in (values["supervision"], None):
-        with contextlib.suppress(Exception):  # damaged bytes may be anything, and their reading raise anything
+        with contextlib.suppress(Exception):  # reading damaged bytes may raise anything
             return _whole(values, rounds, supervision)
     return None
 
 
 def _as_written(values: dict[str, Any]) -> bool:
-    """Whether the checksum is that of the columns; rows of before there was one are taken as they are."""
+    """Whether the checksum matches the columns; rows from before schema 4 have none and are accepted."""
     return values["checksum"] is None or values["checksum"] == checksum([values[name] for name in CHECKED])
 
 
@@ -236,14 +239,14 @@ def _whole(values: dict[str, Any], rounds: tuple[Round, ...], supervision: bytes
 
 
 def _asked(generation: Generation) -> str:
-    """The ``sampling`` column: what was asked for, and by whom where that is told apart."""
+    """The ``sampling`` column: the sampling parameters, and the owner if there is one."""
     sampling = generation.sampling.to_json()
     return sampling if not generation.owner else json.dumps({**json.loads(sampling), "owner": generation.owner})
 
 
 def owner_of(sampling: str) -> str:
-    """Whose record this is, from its ``sampling`` column. Raises ValueError where that is damaged."""
-    if '"owner"' not in sampling:  # which is read of every record at a start
+    """The owner of a record, from its ``sampling`` column; "" for none. Raises ValueError if the column is damaged."""
+    if '"owner"' not in sampling:  # saves parsing: this runs for every record at a start
         return ""
     owner = json.loads(sampling).get("owner", "")
     if not isinstance(owner, str):
@@ -252,7 +255,7 @@ def owner_of(sampling: str) -> str:
 
 
 def messages_of(text: str) -> tuple[Message, ...]:
-    """The chat messages of the ``messages`` column. Raises DamagedRecordError where it holds something else."""
+    """The chat messages of the ``messages`` column. Raises DamagedRecordError if it holds something else."""
     try:
         return tuple(Message(role=m["role"], content=m["content"]) for m in json.loads(text))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -260,17 +263,17 @@ def messages_of(text: str) -> tuple[Message, ...]:
 
 
 def beginning(messages: tuple[Message, ...], answer: str) -> str:
-    """How the ``messages`` column of a chat begins that goes on from ``messages`` and the answer to them."""
+    """The beginning of the ``messages`` column of any chat that continues after ``messages`` and their ``answer``."""
     return _messages_json((*messages, Message("assistant", answer)))[:-1] + ","
 
 
 def _messages_json(messages: tuple[Message, ...]) -> str:
-    # Not escaped to ASCII, so that people can search their own words with LIKE.
+    # Not escaped to ASCII, so that LIKE finds words in any script.
     return _storable(json.dumps([{"role": m.role, "content": m.content} for m in messages], ensure_ascii=False))
 
 
 def _storable(text: str) -> str:
-    """``text`` with lone surrogates (a terminal's undecodable bytes) as '?', which UTF-8 cannot hold."""
+    """``text`` with lone surrogates (a terminal's undecodable bytes) replaced by '?', as UTF-8 cannot encode them."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

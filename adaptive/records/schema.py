@@ -1,7 +1,7 @@
-"""The log on disk: one private SQLite file in WAL mode, brought to today's schema by numbered migrations.
+"""The log on disk: one private SQLite file in WAL mode, brought to the current schema by numbered migrations.
 
-``PRAGMA user_version`` counts the migrations a file has seen. ``docs/schema.md`` describes the
-tables for people who query them.
+``PRAGMA user_version`` is the number of migrations applied to a file. ``docs/schema.md`` describes the
+tables for users who query them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from adaptive.records.figures import LONGEST_DRAFT, packed
 from adaptive.records.stats import RoundCount
 from adaptive.types import FREE
 
-# How long a statement waits for another process's lock, in seconds. Too low and two assistants that
-# write at once report false problems; too high and a stuck process is noticed late.
+# Seconds that a statement waits for another process's lock. Too low: two assistants that
+# write at the same time report false problems. Too high: a stuck process is noticed late.
 BUSY_S = 10.0
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
-    """Migration 1. Small columns come first: figures are read without walking the large ones' pages."""
+    """Migration 1. Small columns come first, so that they are read without following the pages of the large ones."""
     connection.execute(
         """CREATE TABLE generations (
             id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -73,35 +73,35 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
 
 def index_session_and_created(connection: sqlite3.Connection) -> None:
-    """Migration 2. Resuming a session and purging by age find their rows without a scan."""
+    """Migration 2: indices, so that resuming a session and purging by age need no scan."""
     connection.execute("CREATE INDEX generations_by_session ON generations (session)")
     connection.execute("CREATE INDEX generations_by_created ON generations (created)")
 
 
 def add_expected_seconds(connection: sqlite3.Connection) -> None:
-    """Migration 3. What the draft-length policy expected, beside what it took; 0 in older rows."""
+    """Migration 3: the seconds that the draft-length policy forecast; 0 in older rows."""
     connection.execute("ALTER TABLE generations ADD COLUMN expected_s REAL NOT NULL DEFAULT 0")
 
 
 def add_checksum(connection: sqlite3.Connection) -> None:
-    """Migration 4. What tells a damaged row from a whole one (``rows.checksum``); NULL in older rows."""
+    """Migration 4: the checksum that reveals a damaged row (``rows.checksum``); NULL in older rows."""
     connection.execute("ALTER TABLE generations ADD COLUMN checksum INTEGER")
 
 
-# Bytes below which SQLite cannot make what it keeps beside a file.
+# Free bytes on the disk below which SQLite cannot create the -wal and -shm files.
 SQLITE_NEEDS = 256 << 10
 
-# A higher number of a schema is damage, not the work of a newer program.
+# A higher schema number is damage, not the work of a newer program.
 MOST_VERSIONS = 1000
 
-# What SQLite says where the machine, and not the file, is the matter (its codes are there from Python 3.11 on only).
+# Words in SQLite's errors whose cause is the machine, not the file (error codes exist only from Python 3.11 on).
 NOT_DAMAGE = ("locked", "busy", "full", "disk i/o", "readonly", "unable to open", "wal mode", "interrupted", "memory")
 
 
 def add_round_times(connection: sqlite3.Connection) -> None:
-    """Migration 5. What the rounds of an answer took, summed up where it is read without their rows.
+    """Migration 5: the seconds of the rounds of an answer, summed up so that they are read without the rounds' rows.
 
-    A table of its own: a column that is added to ``generations`` stands behind the large ones.
+    They have their own table, since a column added to ``generations`` would be behind the large ones.
     """
     connection.execute(
         """CREATE TABLE round_times (
@@ -122,7 +122,7 @@ def add_round_times(connection: sqlite3.Connection) -> None:
 
 
 def sum_up_generations(connection: sqlite3.Connection) -> None:
-    """Migration 6. The figures of every answer in one short row, so that a history need not read a million rounds."""
+    """Migration 6: the figures of every answer in one short row, so that the history does not read a million rounds."""
     connection.execute("DROP TABLE IF EXISTS figures")
     connection.execute(
         """CREATE TABLE figures (
@@ -160,8 +160,8 @@ FIGURES_OF_GENERATIONS = """INSERT INTO figures
 
 
 def tell_drafters_apart(connection: sqlite3.Connection) -> None:
-    """Migration 7. Two drafters may have taken turns in a round; and what an answer's draft did without the others (the
-    drafters of ``FREE``) is summed up too, where any of them drafted."""
+    """Migration 7: ``rounds.first`` for rounds in which two drafters took turns, and ``figures.own`` for the counts of
+    an answer's draft without the drafters of ``FREE``, set if any of these drafted."""
     for table, column in (("rounds", "first INTEGER NOT NULL DEFAULT 0"), ("figures", "own BLOB")):
         if (column.split()[0],) not in connection.execute("SELECT name FROM pragma_table_info(?)", (table,)).fetchall():
             connection.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
@@ -188,7 +188,7 @@ MIGRATIONS = (
 
 
 def plausible_round(drafted: object, accepted: object) -> bool:
-    """Whether a round may have drafted and accepted so much; a damaged one could name billions of tokens."""
+    """Whether a round can have these counts of drafted and accepted tokens; a damaged round may have billions."""
     return isinstance(drafted, int) and isinstance(accepted, int) and 0 <= accepted <= drafted <= LONGEST_DRAFT
 
 
@@ -196,12 +196,12 @@ def _silent(share: float) -> None:
     pass
 
 
-# Called with how much of a long migration is done, 0 to 1; a front end puts its progress bar here.
+# Called with the completed share of a long migration, 0 to 1; a front end sets it to update its progress bar.
 on_migration: Callable[[float], None] = _silent
 
 
 class DamagedLogError(AdaptiveError):
-    """The file of the log is not what SQLite wrote, or is none of ours: ``reason``."""
+    """The log's file is damaged or is not a log; ``reason`` describes the damage."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
@@ -216,27 +216,27 @@ class DiskFullError(AdaptiveError):
 
 @contextmanager
 def transaction(connection: sqlite3.Connection, mode: str = "IMMEDIATE") -> Iterator[None]:
-    """All of the block's statements or none. ``mode`` DEFERRED gives readers one consistent view."""
+    """Commit all of the block's statements or none. ``mode`` DEFERRED gives readers one consistent view."""
     connection.execute(f"BEGIN {mode}")
     try:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        # A full disk may already have rolled back; a second ROLLBACK would hide the real error.
+        # A full disk may already have caused a rollback; a second ROLLBACK would hide the real error.
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the log at ``path``, creating it (0600, in 0700 folders) and migrating it where needed.
+    """Open the log at ``path``, creating it (0600, in 0700 folders) and migrating it if needed.
 
-    The connection is in autocommit mode (use ``transaction``) and may pass between threads, one at a
-    time. ``synchronous=NORMAL`` syncs at checkpoints only: a commit survives the death of the process
-    at any moment, and the last commits before a power cut may be missing, never half there.
+    The connection is in autocommit mode (use ``transaction``) and may be used by several threads, one at a
+    time. ``synchronous=NORMAL`` syncs at checkpoints only: a commit survives the end of the process
+    at any moment; the last commits before a power failure may be missing, but never in part.
 
-    Raises DamagedLogError for a file that is damaged or is not a log, AdaptiveError for one that is newer than this
-    program or cannot be opened.
+    Raises DamagedLogError for a file that is damaged or is not a log, DiskFullError if the disk is full, AdaptiveError
+    for a log that is newer than this program or cannot be opened.
     """
     try:
         _make_private(path)
@@ -270,7 +270,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def is_disk_full(path: Path, error: BaseException) -> bool:
-    """Whether this error came of a full disk, which SQLite says in several ways."""
+    """Whether a full disk caused ``error``; SQLite reports that in several ways."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     said = str(error).lower()
@@ -284,13 +284,13 @@ def is_disk_full(path: Path, error: BaseException) -> bool:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether this error of SQLite says that the file is damaged, and not that it cannot be used now."""
+    """Whether this SQLite error means that the file is damaged, not that it cannot be used now."""
     said = str(error).lower()
     return not isinstance(error, sqlite3.OperationalError) or not any(word in said for word in NOT_DAMAGE)
 
 
 def damaged(path: Path, reason: object) -> DamagedLogError:
-    """The error that says so, and what to do."""
+    """The error for a damaged log, whose text names the remedy."""
     return DamagedLogError(path, str(reason))
 
 
@@ -302,9 +302,9 @@ def _make_private(path: Path) -> None:
     missing = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=0o700, exist_ok=True)
-    # SQLite gives -wal and -shm the mode of the main file, so that one must be private first.
-    # One that exists is not opened here: closing it would drop the locks that every other connection of
-    # this process holds on it, and then another process's reader takes the WAL away from under a writer.
+    # SQLite gives -wal and -shm the mode of the main file, so the main file must be private first.
+    # An existing file is not opened here: closing it would release the locks that all other connections of
+    # this process hold on it, and another process's reader could then remove the WAL while this process writes.
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
@@ -312,7 +312,8 @@ def _make_private(path: Path) -> None:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """Switch the file to WAL. SQLite does not wait for a lock here, so two first openers must."""
+    """Switch the file to WAL mode. SQLite does not wait for a lock in this statement, so the function retries for up to
+    BUSY_S: two processes may open a new log at the same time."""
     deadline = time.monotonic() + BUSY_S
     while True:
         try:
@@ -336,7 +337,7 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise DamagedLogError where a table has not the columns that it was made with: their names may be damaged."""
+    """Raise DamagedLogError if a table lacks columns that it was created with, since damage can change their names."""
     found = _tables(connection)
     for table, columns in _expected_tables().items():
         missing = columns - found.get(table, frozenset())
@@ -353,7 +354,7 @@ def _expected_tables() -> dict[str, frozenset[tuple[str, str]]]:
 
 
 def _tables(connection: sqlite3.Connection) -> dict[str, frozenset[tuple[str, str]]]:
-    """Names and types of the columns of every table, and what each refers to and goes with."""
+    """For every table the names and types of its columns, and its foreign keys: table and ON DELETE action."""
     names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
     query = """SELECT name, type FROM pragma_table_info(:name)
         UNION ALL SELECT "table", on_delete FROM pragma_foreign_key_list(:name)"""

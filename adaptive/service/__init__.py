@@ -1,1 +1,1 @@
-"""The service: engine thread, HTTP API, metrics, dashboard, and when to train."""
+"""The service: the engine thread, the HTTP API, metrics, the dashboard, and the schedule of training."""

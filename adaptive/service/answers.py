@@ -1,7 +1,7 @@
-"""Single answers of the log: which of their tokens came from which drafter, and forgetting them for good.
+"""Paths for single answers of the log: list them, show the drafter of each token, delete them permanently.
 
-What was said is for the user of this server, whose log nobody else of this machine may read: with a key, whoever has
-it; without one, programs of that user.
+Only the user who runs the server may read the log, so these paths are as restricted: with an API key, to requests that
+send it; without one, to programs of that user.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from adaptive.service.api import Api
 from adaptive.service.peers import same_user
 from adaptive.types import Generation
 
-# Answers that are told at a time, at most.
+# Maximum number of answers in one response.
 MOST = 100
-# Characters of a question in the list.
+# Characters of a question that the list shows.
 LINE = 200
-# Seconds for what was just answered to be in the log.
+# Longest wait, in seconds, for the log writer before a deletion, so that answers just given are deleted too.
 FLUSH_S = 5.0
 
 Number = Annotated[int, InPath(ge=1, le=2**63 - 1)]
@@ -78,7 +78,7 @@ def add_answers(app: FastAPI, api: Api) -> None:
         return await forgotten(request, lambda log: log.purge(session=name))
 
     async def forgotten(request: Request, delete: Callable[[Log], int]) -> dict[str, int]:
-        """Also what other files of the pair hold of it, and the caches in memory."""
+        """Delete answers, their data in other files of the pair, and the caches in memory."""
         _for_this_user(api, request)
         written = api.session().assistant.log
 
@@ -97,7 +97,7 @@ def add_answers(app: FastAPI, api: Api) -> None:
 
 
 def _for_this_user(api: Api, request: Request) -> None:
-    """Raise HTTPException for another user of this machine, where no key tells them apart."""
+    """Without an API key: raise HTTPException unless the client is a program of the user who runs the server."""
     if api.settings.api_key is not None:
         return
     peer, here = request.client, request.scope.get("server")
@@ -134,13 +134,13 @@ def _line(logged: LoggedGeneration) -> dict[str, Any]:
 
 
 def _question(one: Generation) -> str:
-    """What was asked, in one line."""
+    """The question, in one line."""
     said = next((m.content for m in reversed(one.messages) if m.role == "user"), one.prompt_text)
     return " ".join(said.split())
 
 
 def _one(log: Log, number: int) -> LoggedGeneration:
-    """Raises HTTPException where it is not there, or damaged."""
+    """The answer with this id. Raises HTTPException if it is missing or damaged."""
     with suppress(StopIteration):
         found = next(log.generations(number - 1, 1, with_supervision=False))
         if found.id == number:

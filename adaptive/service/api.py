@@ -1,4 +1,4 @@
-"""Turns requests of any dialect into jobs, and their events into responses."""
+"""Turns requests of any dialect into jobs for the engine thread, and the events of a job into a response."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from adaptive.service.streams import Served, Writer, chunks, written
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings, model_name
 
-# Tokens of a context that any text fits in: whoever counts tokens may count more than the model takes.
+# A context length that no text exceeds, for counting tokens: a counted text may be longer than the model's context.
 UNLIMITED = 2**31
 
 Write = Callable[[Served], Writer]
 
 
 class NotReadyError(Exception):
-    """The models are still being loaded, or the server is going down."""
+    """The models are still being loaded, or the server is shutting down."""
 
 
 class Api:
-    """What every dialect asks of: the pair that is served, and the queue before it."""
+    """Serves the requests of all dialects: gives access to the pair, and puts jobs into the engine's queue."""
 
     def __init__(self, engine: EngineThread, settings: Settings, metrics: Metrics, trainer: Trainer) -> None:
         self.engine = engine
@@ -49,7 +49,7 @@ class Api:
         self.metrics = metrics
         self.trainer = trainer
         self.model = model_name(settings)
-        self.leaving: Callable[[], bool] = lambda: False  # the server ends: streams without an end of their own do, too
+        self.leaving: Callable[[], bool] = lambda: False  # whether the server is stopping: ends endless streams
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def session(self) -> Opened:
@@ -60,14 +60,14 @@ class Api:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """A tokenizer of our own: the engine thread uses the pair's at the same time."""
+        """A copy of the pair's tokenizer, because the engine thread uses the original concurrently."""
         if self._tokenizer is None:
             self._tokenizer = copy.deepcopy(self.session().pair.tokenizer)
         return self._tokenizer
 
     async def chat(self, body: ChatRequest, request: Request, write: Write, top: int | None = None) -> Response:
-        """Answer a chat; ``top`` alternatives a token where logprobs are wanted."""
-        # Off the event loop: a long text takes a while, and other streams go on meanwhile.
+        """Answer a chat. ``top``: alternatives per token if logprobs are requested, else None."""
+        # Not on the event loop: a long text takes a while, and other streams must continue.
         context = self.session().pair.target.context_length
         chat = await asyncio.to_thread(prepare, body, self.tokenizer, context)
         limit = body.max_completion_tokens or body.max_tokens
@@ -78,13 +78,13 @@ class Api:
     async def complete(
         self, body: CompletionRequest, request: Request, write: Write, top: int | None = None
     ) -> Response:
-        """Continue one text or several."""
+        """Continue one text or several. ``top`` as in ``chat``."""
         body.refuse_unbuilt()
         prompts = [await asyncio.to_thread(self._raw, text) for text in body.prompts()]
         return await self._serve(body, tuple(prompts), body.max_tokens, request, write, top, body.constrained())
 
     def _raw(self, given: str | list[int]) -> Prompt:
-        """Raises AdaptiveError for what the tokenizer or the model does not know."""
+        """A prompt from text or token ids. Raises AdaptiveError for invalid or too long text, or an unknown id."""
         if isinstance(given, str):
             context = self.session().pair.target.context_length
             return Prompt(encode_text(self.tokenizer, given, context), (), given)
@@ -132,7 +132,7 @@ class Api:
         return await self._whole(job, events, writer, request)
 
     async def _whole(self, job: Job, events: asyncio.Queue[Event], writer: Writer, request: Request) -> Response:
-        """Wait for every answer, or for the client to go away."""
+        """The response without a stream: wait for all answers, or until the client disconnects."""
         gone = asyncio.create_task(_gone(request))
         answers: list[Answer] = []
         try:
@@ -141,7 +141,7 @@ class Api:
                 await asyncio.wait({event, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not event.done():
                     event.cancel()
-                    return Response(status_code=499)  # nobody reads it
+                    return Response(status_code=499)  # the client has disconnected
                 got = event.result()
                 if isinstance(got, Failed):
                     self.metrics.refused(got.status)
@@ -156,7 +156,7 @@ class Api:
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to read
+    with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
         loop.call_soon_threadsafe(events.put_nowait, event)
 
 
@@ -167,14 +167,14 @@ async def _gone(request: Request) -> None:
 
 
 def check_tokens(tokens: list[int], vocab_size: int) -> None:
-    """Raise AdaptiveError for an id that the model does not have."""
+    """Raise AdaptiveError for an id outside the vocabulary."""
     wrong = next((t for t in tokens if t >= vocab_size), None)
     if wrong is not None:
         raise AdaptiveError(f"{wrong} is no token id; ids go from 0 to {vocab_size - 1}")
 
 
 def check_prompts(prompts: tuple[Prompt, ...], context: int) -> None:
-    """Raise AdaptiveError for a prompt that is empty or leaves no room, before anything is streamed."""
+    """Raise AdaptiveError, before anything is streamed, for a prompt that is empty or fills the context."""
     for prompt in prompts:
         if not prompt.ids:
             raise AdaptiveError("the prompt is empty; give at least one token")
@@ -185,7 +185,7 @@ def check_prompts(prompts: tuple[Prompt, ...], context: int) -> None:
 
 
 def model_object(api: Api) -> dict[str, Any]:
-    """The model that is served, as OpenAI's clients read it and as Anthropic's do."""
+    """The description of the served model, with the fields of both OpenAI's and Anthropic's API."""
     context = api.session().pair.target.context_length
     return {
         "id": api.model,

@@ -1,4 +1,4 @@
-"""The HTTP application: the dialects in which it is asked, the paths that say how the server is, errors, the guard."""
+"""The HTTP application: the paths of all dialects, the paths for the server's state, error handling, the guard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from adaptive.service.guard import Guard
 from adaptive.service.jobs import QueueFullError
 from adaptive.speculation import growing, who_drafts
 
-# Seconds that a client told 429 or 503 is asked to wait: about one answer.
+# Seconds after which a client should retry after 429 or 503: about the time of one answer.
 RETRY_AFTER = {"Retry-After": "2"}
 
 METRICS: dict[int | str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ METRICS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(api: Api) -> FastAPI:
-    """The application: routes, errors in the shape of the dialect, the guard before all."""
+    """The application: routes, errors in the form of each dialect, and the guard as middleware."""
     app = FastAPI(title="adaptive", version=version(), docs_url=None, redoc_url=None, responses=REFUSALS)
     for add_dialect in (add_completions, add_responses, add_messages, add_llama_server):
         add_dialect(app, api)
@@ -125,14 +125,14 @@ def _state(app: FastAPI, api: Api) -> None:
 
 
 def _memory(conversations: Conversations) -> dict[str, int]:
-    """Bytes that the caches of all conversations take, and may take."""
+    """Bytes in the caches of all conversations, by kind, and their limit."""
     return {f"{name}_bytes": size for name, size in asdict(conversations.memory).items()} | {
         "limit_bytes": conversations.limit
     }
 
 
 def _log_state(api: Api) -> dict[str, Any] | None:
-    """Whether what is said can be logged, in figures (anybody may ask); None where it is not to be."""
+    """The log writer's state, as figures only, because /health needs no key; None if nothing is recorded."""
     log = api.session().assistant.log
     return None if log is None else asdict(log.state)
 
@@ -162,7 +162,7 @@ def _errors(app: FastAPI, api: Api) -> None:
         api.metrics.refused(503)
         return _not_ready(api.engine, request.url.path)
 
-    async def failed(request: Request, error: Exception) -> Response:  # which the server then writes to its log
+    async def failed(request: Request, error: Exception) -> Response:  # uvicorn logs the error afterwards
         return refuse(request, 500, "the server failed on this request; its log says why")
 
     async def plain(request: Request, error: HTTPException) -> Response:

@@ -1,6 +1,7 @@
-"""An answer as a person's text, what the model thought, and calls of tools, while it streams.
+"""Splits an answer into visible text, thinking and tool calls, while it streams.
 
-In: the text of an answer as it comes. Out: its parts. What is no call after all stays text.
+In: the text of an answer, piece by piece. Out: its parts. Text between the marks of a call that is no valid call stays
+text.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from adaptive.encoding import template_text
 from adaptive.service.formats import Call, Format, Region, Types, format_of, types_of
 from adaptive.service.partial import Arguments, CallBegins, PartialCall
 
-# Tokens at the end of a prompt in which a mark that opens the model's thinking is looked for.
+# Tokens at the end of a prompt that are searched for a mark that opens the model's thinking.
 TAIL = 12
 
 
 @dataclass(frozen=True)
 class Thought:
-    """What the model thought before it answered."""
+    """A piece of the model's thinking."""
 
     text: str
 
@@ -32,8 +33,9 @@ Part = str | Thought | Call | CallBegins | Arguments
 
 @dataclass(frozen=True)
 class Reading:
-    """How the answers to one request are read: in ``format``, by calls of ``tools`` where any are offered, at most
-    ``most`` of them (None: any number). ``begun`` is the region in which an answer begins, where the prompt opened one.
+    """How to read the answers to one request: the model's ``format``, the offered ``tools``, and the maximum number
+    ``most`` of calls to return (None: no limit). ``begun`` is the region that the prompt has opened, in which an answer
+    begins.
     """
 
     format: Format = field(default_factory=Format)
@@ -43,18 +45,18 @@ class Reading:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The regions that are looked for: without tools there are no calls."""
+        """The regions to detect. Without tools, calls are left out, except in formats that are not ``loose``."""
         wanted = self.format.regions
         if self.tools or not self.format.loose:
             return wanted
         return tuple(region for region in wanted if region.kind != "call")
 
     def reader(self, partial: bool = False) -> AnswerReader:
-        """For one answer; with ``partial`` calls are told as they come, where they are written so that they can be."""
+        """A reader for one answer. ``partial``: return a call while it is being written, if the format allows that."""
         return AnswerReader(self, partial)
 
     def marks(self, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-        """Special tokens that have to be seen in the text, which leaves out such tokens otherwise."""
+        """Special tokens that must appear in the decoded text, by id. Decoding omits all other special tokens."""
         used = "".join(text for region in self.regions for text in (region.opens, *region.closes))
         found = {}
         for mark in self.format.marks:
@@ -71,7 +73,7 @@ def reading_of(
     prompt: Sequence[int] = (),
     most: int | None = None,
 ) -> Reading:
-    """How answers to a prompt with ``tools`` are read."""
+    """The ``Reading`` for answers to ``prompt``, by the chat template and the offered ``tools``."""
     known = format_of(template_text(tokenizer))
     end = str(tokenizer.decode(list(prompt[-TAIL:]))).rstrip() if prompt else ""
     begun = next((r for r in known.regions if r.kind == "thought" and end.endswith(r.opens)), None)
@@ -79,8 +81,8 @@ def reading_of(
 
 
 class AnswerReader:
-    """Reads one answer. Text that may be the beginning of a mark, and white space before one, are held back until
-    that is decided."""
+    """Reads one answer. Holds back text that may be the beginning of a mark, and trailing white space, until the
+    following text decides."""
 
     def __init__(self, reading: Reading, partial: bool = False) -> None:
         self._head = reading.format.head if partial else None
@@ -91,26 +93,26 @@ class AnswerReader:
         self._left = reading.most
         self._region = reading.begun
         self._text = ""  # not read yet
-        self._body: list[str] = []  # of the call that is open
-        self._before = ""  # what stood outside of regions and is not for a person
-        self._space = ""  # held back: white space that is dropped where a region follows
-        self._trim = reading.begun is not None  # white space at the beginning is dropped
+        self._body: list[str] = []  # the open call's text
+        self._before = ""  # text outside regions that is not shown (format not loose)
+        self._space = ""  # held back: trailing white space, dropped if a region follows
+        self._trim = reading.begun is not None  # drop the next leading white space
         self._said = False
 
     def feed(self, text: str) -> list[Part]:
-        """What has become certain with ``text``."""
+        """The parts that are certain after ``text``."""
         if not self._regions:
             return [text] if text else []
         self._text += text
         return list(self._read(last=False))
 
     def finish(self) -> list[Part]:
-        """What was held back when no more text comes."""
+        """The parts that were held back, at the end of the answer."""
         said = list(self._read(last=True))
         rest, self._space = self._space, ""
         if rest and not self._trim and self._region is None:
             said.append(rest)
-        if not self._said and self._before.strip():  # a model that left out every mark
+        if not self._said and self._before.strip():  # the model wrote no marks at all: show its text
             said.append(self._before)
         return said
 
@@ -141,13 +143,13 @@ class AnswerReader:
                 return
 
     def _begun(self, parts: Iterator[CallBegins | Arguments]) -> Iterator[Part]:
-        """Tell a call as it comes; white space before it is dropped."""
+        """Pass on the parts of a call that is being written; drop white space before it."""
         for part in parts:
             self._space, self._trim, self._said = "", True, True
             yield part
 
     def _openings(self) -> tuple[str, ...]:
-        """The marks that may open a region now."""
+        """The marks that can open a region at this point."""
         rest = self._text.lstrip()
 
         def may(region: Region) -> bool:
@@ -157,7 +159,7 @@ class AnswerReader:
         return tuple(region.opens for region in self._regions if may(region))
 
     def _show(self, text: str, thought: bool) -> Iterator[Part]:
-        """Show text, but for white space at its beginning that is to be dropped and at its end, which may be."""
+        """The text to show: without leading white space if that is dropped here; trailing white space is held back."""
         if self._trim:
             text = text.lstrip()
         if not text:
@@ -173,7 +175,7 @@ class AnswerReader:
     def _close(self, region: Region, mark: str) -> Iterator[Part]:
         self._region = None
         if mark in {r.opens for r in self._regions}:
-            self._text = mark + self._text  # it opens the next one
+            self._text = mark + self._text  # it opens the next region
         before, self._before = self._before, ""
         if region.kind != "call":
             self._space, self._trim = "", True
@@ -183,8 +185,8 @@ class AnswerReader:
         try:
             assert self._format.read is not None
             found = self._format.read(before, _with_body(region) + body, self._types)
-        except (ValueError, KeyError, TypeError, RecursionError):  # between the marks stands something else
-            if begun is not None:  # what has been told of it is all that there is
+        except (ValueError, KeyError, TypeError, RecursionError):  # the text between the marks is no call
+            if begun is not None:  # parts were already returned, and cannot be taken back
                 self._count()
                 return
             raw = self._space + region.opens + body + ("" if self._text.startswith(mark) and mark else mark)
@@ -201,20 +203,20 @@ class AnswerReader:
                     yield part
 
     def _count(self) -> None:
-        """One more call has been told."""
+        """Count a returned call against the maximum."""
         self._left = None if self._left is None else self._left - 1
 
 
 def _with_body(region: Region) -> str:
-    """The mark that opens a region where it is part of what stands in it, such as that of bare JSON."""
+    """The opening mark if it is part of the region's content, as for bare JSON, else empty."""
     return region.opens if region.opens.startswith("{") else ""
 
 
 def _earliest(text: str, marks: Sequence[str], last: bool) -> tuple[int, str]:
-    """Where the first mark begins in ``text``, and which: the longest of those that begin there.
+    """The place of the first mark in ``text``, and the mark; of several at one place the longest.
 
-    Without one, where a mark may begin of which the rest is still to come, unless this is the ``last`` of the text,
-    and no mark.
+    Without a complete mark: the place where an incomplete one begins, unless this is the ``last`` of the text, else the
+    end of the text; and an empty mark.
     """
     place, mark = len(text), ""
     for candidate in marks:

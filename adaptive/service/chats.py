@@ -1,4 +1,4 @@
-"""From a chat as a request gives it to a prompt, what its answers keep to, and how they are read."""
+"""Converts a chat request to a prompt, the grammar of its answers, and the way to read them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from adaptive.service.formats import Format, format_of
 from adaptive.service.jobs import Prompt
 from adaptive.service.schemas import ChatRequest
 
-# Ways to ask for no thinking, or hardly any.
+# Values of ``reasoning_effort`` that turn thinking off.
 NO_EFFORT = ("none", "minimal")
-# What gpt-oss knows of the others.
+# The values that gpt-oss knows, for those that it does not.
 HARMONY_EFFORT = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-# What a template is told by who renders it, and not by a client.
+# Template variables that the server sets and a client must not.
 OURS = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"})
 
 
@@ -38,9 +38,9 @@ class Chat:
 
 
 def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int) -> Chat:
-    """Render a chat for a model whose context holds ``context`` tokens.
+    """Prepare a chat for a model whose context holds ``context`` tokens.
 
-    Raises AdaptiveError for what this model's template or its calls do not allow.
+    Raises AdaptiveError for options that the model's chat template or call format does not support.
     """
     body.refuse_unbuilt()
     grammar = body.constrained()
@@ -50,7 +50,7 @@ def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int)
     ids = encode_rendered(tokenizer, rendered(body, tokenizer), context)
     prompt = Prompt(ids, tuple(message.for_log() for message in body.messages), "")
     if grammar is not None:
-        return Chat(prompt, grammar, Reading(), {})  # all of it is for the person
+        return Chat(prompt, grammar, Reading(), {})  # all of the answer is visible text
     most = 1 if body.parallel_tool_calls is False else None
     reading = reading_of(tokenizer, offered(body), ids, most)
     marks = reading.marks(tokenizer)
@@ -62,7 +62,7 @@ def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int)
 
 
 def rendered(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat as the template writes it. Raises AdaptiveError as ``prepare``."""
+    """The chat as text, formatted by the template. Raises AdaptiveError as ``prepare``."""
     template = template_text(tokenizer)
     known = format_of(template)
     tools = offered(body)
@@ -76,15 +76,15 @@ def rendered(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def offered(body: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of."""
+    """The tools to put into the prompt; None if ``tool_choice`` is none."""
     return None if body.tool_choice == "none" else body.tools
 
 
 def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]:
-    """What the template is told of thinking, and what the client tells it beside.
+    """The template's variables: those of the client, and those that control thinking.
 
-    ``reasoning_effort`` becomes ``enable_thinking`` where a template only knows that one, and has no effect where it
-    knows neither. Raises AdaptiveError for a variable that the template does not read.
+    ``reasoning_effort`` becomes ``enable_thinking`` if the template only knows the latter, and has no effect if it
+    knows neither. Raises AdaptiveError for a client's variable that the template does not read.
     """
     said = dict(body.chat_template_kwargs or {})
     reserved = OURS | set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
@@ -102,7 +102,7 @@ def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]
     elif effort is not None and _mentions(template, "enable_thinking"):
         said.setdefault("enable_thinking", effort not in NO_EFFORT)
     if (body.constrained() is not None or body.must_call()) and _mentions(template, "enable_thinking"):
-        said.setdefault("enable_thinking", False)  # the answer begins with what it has to keep to
+        said.setdefault("enable_thinking", False)  # the grammar applies from the first token
     return said
 
 
@@ -111,11 +111,11 @@ def _mentions(template: str, name: str) -> bool:
 
 
 def _for_template(message: dict[str, Any], template: str, known: Format) -> dict[str, Any]:
-    """A message in this template's words."""
+    """A message in the form that this template expects."""
     if message["role"] == "developer" and "developer" not in template:
         message = {**message, "role": "system"}
     if (thoughts := message.pop("reasoning_content", None)) and not (
-        known.thoughts == "thinking" and message["content"]  # which that template refuses beside
+        known.thoughts == "thinking" and message["content"]  # that template refuses both in one message
     ):
         message[known.thoughts] = thoughts
     if known.short_ids:
@@ -127,7 +127,7 @@ def _for_template(message: dict[str, Any], template: str, known: Format) -> dict
 
 
 def _short(call_id: Any) -> str:
-    """The id of a call in nine letters and digits, the same one each time."""
+    """The id of a call as nine letters and digits; the same id always gives the same result."""
     text = str(call_id)
     if re.fullmatch(r"[a-zA-Z0-9]{9}", text):
         return text

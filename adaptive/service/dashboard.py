@@ -1,4 +1,4 @@
-"""The pages, and what the dashboard reads: history, trainer, adapters, memory and disk, and what changes."""
+"""Paths for the pages and for the dashboard's data: history, trainer, adapters, memory and disk, change events."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from adaptive.service.overview import adapters as known_adapters
 from adaptive.service.overview import past
 from adaptive.service.storage import on_disk, with_memory
 
-# Nothing from elsewhere is loaded, nothing in a page is run but the scripts that come with it, and no other page may
-# show this one in a frame.
+# The pages load nothing from other sites, run only their own script files, and cannot be shown in a frame of another
+# page.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -60,7 +60,7 @@ def add_dashboard(app: FastAPI, api: Api) -> None:
     async def training() -> dict[str, Any]:
         return asdict(trainer.status)
 
-    # Not in the description: whoever asks by that waits for an end.
+    # Not in the OpenAPI description: a client generated from it would wait for the end of an endless stream.
     @app.get("/adaptive/events", include_in_schema=False)
     async def events() -> Response:
         return StreamingResponse(

@@ -1,6 +1,6 @@
-"""What live acceptance has put in doubt, kept beside the adapter store so that it is judged again after a restart, too.
+"""Remembers the adapter that live acceptance rolled back, so that the gate judges it again, also after a restart.
 
-In: the adapter that was rolled back. Out: ``doubts.json``, replaced in one step; a damaged file is as none.
+In: the adapter that was rolled back. Out: ``doubts.json``, replaced atomically; a damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from checkpoints import files
 
 
 class _File(BaseModel):
-    """All of it is there, or the file is damaged."""
+    """The contents of the file; it is damaged if a field is missing."""
 
     adapter: str | None
     first: int
@@ -23,8 +23,8 @@ class _File(BaseModel):
 
 @dataclass(frozen=True)
 class Doubts:
-    """``adapter`` is to be judged once more on the answers of the log since its ``first`` (ids); None: nothing is.
-    Live acceptance of answers up to ``settled`` says nothing any more: a rollback or its review has decided on them."""
+    """``adapter`` will be judged again on the log's answers from id ``first`` on, its first answer; None: no adapter.
+    Live acceptance ignores answers up to id ``settled``: a rollback or its review has already used them."""
 
     adapter: str | None = None
     first: int = 0
@@ -32,12 +32,12 @@ class Doubts:
 
     @classmethod
     def load(cls, file: Path) -> Doubts:
-        """Those in ``file``; none where it is not there or cannot be read."""
+        """Read ``file``; no doubts if it is missing or cannot be read."""
         try:
             return cls(**_File.model_validate_json(file.read_bytes()).model_dump())
         except (OSError, ValueError):  # pydantic's error is a ValueError
             return cls()
 
     def save(self, file: Path) -> None:
-        """Replace ``file``. Raises OSError where that cannot be; it is then as it was."""
+        """Replace ``file``. Raises OSError if that fails; the file is then unchanged."""
         files.replace_text(file.parent, file, _File(**asdict(self)).model_dump_json())

@@ -1,7 +1,7 @@
 """The one thread that owns the models: it loads them, answers the jobs in its slots, and swaps adapters between rounds.
 
-In: jobs, from the HTTP side. Out: each job's events, and what has been observed, for the metrics and
-for the trainer. Nothing else touches the assistant.
+In: jobs, from the HTTP side. Out: each job's events, and observations for the metrics and the trainer. No other thread
+uses the assistant.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from adaptive.upkeep import Upkeep
 
 logger = logging.getLogger("adaptive.service")
 
-# Seconds between two looks at the adapter store while nothing is asked. Lower reads a small file more
-# often, higher leaves the first answer after a promotion to pay for the swap.
+# Seconds between two checks of the adapter store while there are no requests. Too low: a small file is read often.
+# Too high: the first answer after a promotion has to wait for the swap.
 POLL_S = 0.25
 
-# Seconds for which nothing was asked before an idle moment is used to measure costs: not between two questions.
+# Seconds since the last answer after which idle time is used to save caches and measure costs. Too low: that happens
+# between two questions of a conversation.
 QUIET_S = 1.0
 
-# Longest wait for the log before an answer is called done, in seconds. A slow disk must not hold back
-# what a person reads; the writer goes on trying.
+# Longest wait for the log, in seconds, before the end of an answer is reported. A slow disk must not delay the client;
+# the writer continues to try.
 FLUSH_S = 5.0
 
-# Seconds between two returns of freed memory to the system, some 10 ms each, between two answers.
+# Seconds between two returns of freed memory to the system. Each takes some 10 ms, between two answers.
 TRIM_S = 30.0
 
 State = Literal["loading", "ready", "failed", "stopping"]
@@ -72,33 +73,33 @@ class Opened(Protocol):
 
 
 class Listener(Protocol):
-    """Who is told what the engine does: the trainer and the watch over live acceptance."""
+    """Receives notifications of the engine. The trainer is one: it pauses training and watches live acceptance."""
 
     def busy(self) -> None:
-        """A request is there: training waits."""
+        """A request has arrived."""
 
     def idle(self) -> None:
-        """Nobody waits for an answer."""
+        """No request is waiting or being answered."""
 
     def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
-        """An answer has ended; ``rounds`` are those of it that this adapter drafted."""
+        """An answer has ended. ``rounds``: its plain rounds and those of the model's drafts, under this adapter."""
 
 
 @dataclass(eq=False)
 class Work:
-    """A job in a slot, or in several. Answer ``index`` of it is being decoded (``answering``), or is to be told when it
-    is in the log (``answer``, if anything is to be told); the next one that nobody has begun comes after it."""
+    """A job in one slot; a job may have several. Its answer ``index`` is being decoded (``answering``), or waits to be
+    logged before it is sent (``answer``; None if it was cancelled). After it comes the job's next unbegun answer."""
 
     job: Job
     slot: int
     index: int = 0
     answering: Answering | None = None
-    began: float = 0.0  # by perf_counter, of this answer
-    last: float = 0.0  # when its last token came
-    count: int = 0  # its tokens
+    began: float = 0.0  # start of this answer, by perf_counter
+    last: float = 0.0  # time of its last token
+    count: int = 0  # its number of tokens
     answer: Answer | None = None
-    handed: int = 0  # generations that the log had been given with it
-    until: float = 0.0  # when it is told although it is not in the log
+    handed: int = 0  # the log writer's count of generations, including this one
+    until: float = 0.0  # time at which it is sent even if it is not in the log
 
 
 class EngineThread:
@@ -111,16 +112,16 @@ class EngineThread:
         queue: int,
         slots: str = "1",
     ) -> None:
-        """``open_session`` loads the pair; ``queue`` requests may wait. At most ``slots`` are answered at once, or with
-        ``auto`` as many as there is memory for."""
+        """``open_session`` loads the pair. At most ``queue`` requests wait, and at most ``slots`` are answered at once
+        (a number or ``auto``, see ``possible_slots``)."""
         self.state: State = "loading"
         self.failure: BaseException | None = None
         self.session: Opened | None = None
         self.adapter: str | None = None
         self.slots = 1 if slots == "auto" else int(slots)
         self.fewer: str | None = None  # why there are not more slots
-        self.works: list[Work] = []  # in the slots; replaced, never changed, so that any thread may read it
-        self.speculation: Speculation = of_counts((), draft=False)  # of the last answer that took a round
+        self.works: list[Work] = []  # in the slots; the list is replaced, never changed, so any thread may read it
+        self.speculation: Speculation = of_counts((), draft=False)  # of the last answer with a round
         self.queue = FairQueue(queue, metrics.abandoned)
         self._open = open_session
         self._metrics = metrics
@@ -128,7 +129,7 @@ class EngineThread:
         self._forget = False
         self._wanted = slots
         self._batch: Batch
-        # Held while a job comes in or listeners are told, so that ``idle`` is never the last word on a job that waits.
+        # Held while a job is queued or listeners are called, so that ``idle`` is never the last call while a job waits.
         self._telling = threading.Lock()
         self._told_busy = True  # until the models are loaded
         self._trimmed = self._answered = time.monotonic()
@@ -136,22 +137,22 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, when_over: Callable[[], None]) -> None:
-        """Begin to load; ``when_over`` is called on the engine thread when it ends, also by failure."""
+        """Begin to load. ``when_over`` is called on the engine thread when the thread ends, also after a failure."""
         self._when_over = when_over
         self._thread.start()
 
     @property
     def policy(self) -> LengthPolicy | None:
-        """What chooses draft lengths; None until the models are loaded."""
+        """The policy that chooses draft lengths; None until the models are loaded."""
         return None if self.session is None else self.session.assistant.policy
 
     def listen(self, listener: Listener) -> None:
-        """Tell ``listener`` from now on what the engine does."""
+        """Notify ``listener`` from now on."""
         self._listeners.append(listener)
 
     @property
     def doing(self) -> list[Slot]:
-        """What each slot does."""
+        """The state of each slot."""
         found = [Slot()] * self.slots
         for work in self.works:
             if (answering := work.answering) is not None:
@@ -168,11 +169,11 @@ class EngineThread:
                 listener.busy()
 
     def forget_conversations(self) -> None:
-        """Have nothing of earlier conversations in the caches, from before the next answer on."""
+        """Empty the caches of all conversations before the next answer begins."""
         self._forget = True
 
     def close(self) -> None:
-        """Cut what is running, tell those who wait, and release the models."""
+        """Cancel running jobs, refuse waiting ones, release the models, and wait until the thread has ended."""
         if self.state != "failed":
             self.state = "stopping"
         for work in self.works:
@@ -198,14 +199,14 @@ class EngineThread:
                     self._turn(session)
                 while (job := self.queue.take(0)) is not None:
                     job.emit(Failed(503, "the server is shutting down; try again in a moment"))
-        except BaseException as error:  # whatever loading raises is the server's end, told by the main thread
+        except BaseException as error:  # any error here ends the server; the main thread reports it
             self.state, self.failure = "failed", error
         finally:
             self._finished.set()
             self._when_over()
 
     def _turn(self, session: Opened) -> None:
-        """A burst of what is under way, or one look at the adapter store."""
+        """Start waiting jobs, then advance all running answers by one burst; without any, do idle work."""
         self._fill(session)
         if not self.works:
             self._idle(session)
@@ -221,7 +222,7 @@ class EngineThread:
                 self._show(session.assistant, work, failed.get(work.answering.decoding))
 
     def _fill(self, session: Opened) -> None:
-        """Begin what waits, as far as there are slots for it; wait for a moment where nothing is under way."""
+        """Start waiting jobs while slots are free. If no job is running, wait up to POLL_S for one."""
         while self.state == "ready" and len(self.works) < self.slots:
             job = self.queue.take(0 if self.works else POLL_S, lambda job: self._has_room(session.assistant, job))
             if job is None and not len(self.queue):
@@ -235,8 +236,8 @@ class EngineThread:
             self._next(session.assistant, work)
 
     def _with_more(self, assistant: Assistant) -> Job | None:
-        """A job under way with answers that nobody has begun, for a slot that nobody waits for: as soon as what it has
-        begun has read its prompt, which the others then copy."""
+        """A running job with answers not yet begun, for a free slot that no other job needs. Its answers in progress
+        must have read their prompt, so that the next one can copy the cache."""
         for work in self.works:
             job = work.job
             if job.cancelled or job.begun == job.ask.answers or not self._has_room(assistant, job):
@@ -252,20 +253,20 @@ class EngineThread:
             assistant.forget()
 
     def _has_room(self, assistant: Assistant, job: Job) -> bool:
-        """Whether there is memory for the caches of a job's longest answer, as far as they are reserved at once."""
+        """Whether there is memory for the caches of a job's longest prompt and the answer tokens reserved at first."""
         longest = max(len(prompt.ids) for prompt in job.ask.prompts)
         return assistant.has_room(longest + min(job.ask.stop.max_new_tokens, ANSWER_RESERVE))
 
     def _idle(self, session: Opened) -> None:
-        """Nothing is under way."""
+        """Idle work: swap to a promoted adapter; after QUIET_S save caches and measure costs."""
         self._forget_if_asked(session.assistant)
-        self._tell_idle()  # who was waited for may have gone away before their turn
+        self._tell_idle()  # a waiting job may have been cancelled
         session.swapper.use_promoted()
         if time.monotonic() - self._answered > QUIET_S and not session.assistant.conversations.keep():
             session.upkeep.idle(lambda: len(self.queue) > 0 or self.state != "ready")
 
     def _tell_idle(self) -> None:
-        """Nothing is being answered: say so once, where nothing waits either."""
+        """Notify listeners, once, that the engine is idle, unless a job waits."""
         with self._telling:
             if not self._told_busy or len(self.queue):
                 return
@@ -304,7 +305,7 @@ class EngineThread:
         work.count = 0
 
     def _show(self, assistant: Assistant, work: Work, error: Exception | None) -> None:
-        """Tell what an answer has come to, and end it where that is its end, or nobody waits for it any more."""
+        """Send the new tokens of an answer; end it if it is complete, failed or cancelled."""
         answering, job = work.answering, work.job
         assert answering is not None
         decoding, ask = answering.decoding, job.ask
@@ -338,10 +339,10 @@ class EngineThread:
         assistant.end(answering)
 
     def _told(self, assistant: Assistant, work: Work, answering: Answering) -> None:
-        """An answer is over: count it, and tell it as soon as it is in the log; nothing is told of one that was cut."""
+        """Count an ended answer, and send it as soon as it is logged, unless it was cancelled."""
         done, ask = answering.decoding, work.job.ask
         assert done.finish_reason is not None
-        if done.rounds:  # an answer of one token says nothing
+        if done.rounds:  # an answer of one token has no rounds
             self.speculation = speculation(assistant, done.rounds)
         self._metrics.answered(done.timings, done.rounds, done.finish_reason)
         for adapter, rounds in answering.rounds_by_adapter:
@@ -368,11 +369,11 @@ class EngineThread:
         self._tell_stored(assistant, work)
 
     def _tell_stored(self, assistant: Assistant, work: Work) -> None:
-        """Tell an answer that is in the log, and go on with its job. While others are decoded nobody waits for a slow
-        disk but who asked for this one."""
+        """Send an answer once it is logged, and continue with its job. While other answers are being decoded, this
+        does not block on a slow disk: only this answer is delayed."""
         log = assistant.log
         if work.handed and log is not None:
-            if not self._batch.under_way:  # which has a disk that failed tried again
+            if not self._batch.under_way:  # ``flush`` also makes the writer retry after a failure
                 log.flush(max(0.0, work.until - time.monotonic()))
             elif not log.settled(work.handed) and time.monotonic() < work.until:
                 return
@@ -383,8 +384,8 @@ class EngineThread:
         self._next(assistant, work)
 
     def _over(self, work: Work, event: Done | Failed) -> None:
-        """A job has come to its end in a slot, which is free. It is told when it has in all of them; what fails in one
-        ends the others."""
+        """End a job in one slot, and free the slot. The event is sent when the job has ended in all of its slots. A
+        failure in one slot cancels the job in the others."""
         self.works = [other for other in self.works if other is not work]
         self._answered = time.monotonic()
         job = work.job
@@ -397,19 +398,19 @@ class EngineThread:
             self._tell_idle()
         if time.monotonic() - self._trimmed > TRIM_S:
             self._trimmed = time.monotonic()
-            give_memory_back()  # or a busy server grows by a tenth in some minutes
+            give_memory_back()  # else a busy server grows by a tenth within minutes
 
 
 def _failure(error: Exception) -> Failed:
-    """What is told of a request that came to nothing."""
-    if isinstance(error, AdaptiveError):  # a prompt past the context, say
+    """The event for a request that failed with ``error``."""
+    if isinstance(error, AdaptiveError):  # for example a prompt longer than the context
         return Failed(400, str(error))
     logger.error("a request failed", exc_info=error)
     return Failed(500, "the server failed on this request; its log says why")
 
 
 def _line(done: Decoding, how: Speculation) -> str:
-    """One answer in the server's log: no text, only figures."""
+    """The line about one answer in the server's log: figures only, no text."""
     timings = done.timings
     return (
         f"{timings.prompt_n} prompt tokens and {timings.cached_n} cached, {timings.predicted_n} tokens at "

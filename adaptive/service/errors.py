@@ -1,4 +1,4 @@
-"""What is wrong with a request, in the shape of the dialect that it came in, which its path tells."""
+"""Error responses in the form of the request's dialect, which its path determines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-# By status; what is not named is a mistake in the request below 500 and the server's own from there on.
+# Error types by status. Other statuses below 500 mean an invalid request, from 500 on a server error.
 OPENAI = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC = {
     401: "authentication_error",
@@ -21,7 +21,7 @@ ANTHROPIC_PATHS = "/v1/messages"
 
 
 class Problem(BaseModel):
-    """What is wrong, in words; ``param`` is the field that is, where it is one."""
+    """The reason in words. ``param`` is the field at fault, if it is a single one."""
 
     message: str
     type: str
@@ -36,20 +36,20 @@ class ErrorBody(BaseModel):
 
 
 class AnthropicProblem(BaseModel):
-    """What is wrong, in words."""
+    """The reason in words."""
 
     type: str
     message: str
 
 
 class AnthropicError(BaseModel):
-    """The body of an error of Anthropic's paths."""
+    """The body of every error on Anthropic's paths."""
 
     type: str
     error: AnthropicProblem
 
 
-# What any path may answer, for the description at /openapi.json.
+# Error responses that any path may give, for the OpenAPI description.
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is; the message says why"},
     "503": {"model": ErrorBody, "description": "The models are being loaded, or the server is going down"},
@@ -60,8 +60,8 @@ ANTHROPIC_REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def error_object(status: int, message: str, param: str | None = None, path: str = "") -> dict[str, Any]:
-    """The body of an error."""
-    # A message may quote half a character that a client sent.
+    """The body of an error on this path."""
+    # A message may quote half of a surrogate pair that a client sent.
     said = message.encode("utf-8", errors="replace").decode("utf-8")
     if path.startswith(ANTHROPIC_PATHS):
         kind = ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
@@ -73,5 +73,5 @@ def error_object(status: int, message: str, param: str | None = None, path: str 
 def error_response(
     path: str, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """The response to a request of ``path`` that is refused."""
+    """The response to a refused request of ``path``."""
     return JSONResponse(error_object(status, message, param, path), status, headers)

@@ -1,4 +1,4 @@
-"""What the dashboard follows: server-sent events that tell what has changed, so that a page asks for that only then."""
+"""Server-sent events for the dashboard: they report changes, so that a page fetches data only after a change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from adaptive.service.streams import PING, PING_S
 from adaptive.speculation import who_drafts
 from adaptive.state import PairState
 
-# Seconds between two looks. Lower shows the same things sooner than anybody reads them, higher lags behind.
+# Seconds between two checks for changes. Too low: more work than a reader can notice. Too high: the page lags behind.
 LOOK_S = 0.5
 
 
 class Changes:
-    """What there is to tell, by the name of its event. One look serves every page that is open."""
+    """Detects changes, by event name. One check serves all open pages."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -29,7 +29,7 @@ class Changes:
         self._found: dict[str, Any] = {}
 
     async def look(self) -> dict[str, Any]:
-        """What each event would say now. ``log`` and ``adapters`` say only that they are others than before."""
+        """The current data of each event; of ``log`` and ``adapters`` only a version, which differs after a change."""
         if time.monotonic() - self._looked >= LOOK_S / 2:
             self._looked = time.monotonic()
             log, adapters = await asyncio.to_thread(_versions, self._api.trainer.state)
@@ -38,7 +38,7 @@ class Changes:
         return self._found
 
     async def stream(self) -> AsyncIterator[str]:
-        """Everything at first, then what has changed, a comment where that is nothing; until the server ends."""
+        """All events at first, then those that changed, and comments in long silences, until the server stops."""
         told: dict[str, Any] = {}
         spoke = time.monotonic()
         while not self._api.leaving():
@@ -54,7 +54,7 @@ class Changes:
 
 
 def now(api: Api) -> dict[str, Any]:
-    """What the server does: how the last answer was decoded, by which adapter, and whether one is under way."""
+    """The server's state: how the last answer was decoded, the adapter in use, and whether requests run or wait."""
     engine, session = api.engine, api.engine.session
     draft = None if session is None else who_drafts(session.pair)
     return {
@@ -69,7 +69,7 @@ def now(api: Api) -> dict[str, Any]:
 
 
 def _versions(state: PairState) -> tuple[str, str]:
-    """Of the log and of the adapter store: another text after every change, also by other processes."""
+    """Versions of the log and of the adapter store. They change with every change, also by other processes."""
     log = [state.records, state.records.with_name(f"{state.records.name}-wal")]
     return _version(log), _version([state.adapters, *_inside(state.adapters)])
 
@@ -90,5 +90,5 @@ def _inside(folder: Path) -> Iterator[Path]:
         entries = sorted(os.listdir(folder))
     except OSError:
         return
-    # The lock's own file changes when somebody only looks.
+    # Without the hidden lock file, which changes even when a process only reads the store.
     yield from (folder / name for name in entries if not name.startswith("."))

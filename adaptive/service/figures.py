@@ -1,4 +1,4 @@
-"""What an answer took: the ``usage`` of OpenAI's responses, and the blocks of ``generate --json``."""
+"""Figures of a response: OpenAI's ``usage``, timings, and the objects of ``generate --json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adaptive.service.jobs import Answer
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Tokens; a prompt that was answered several times counts once for each answer that it was read for."""
+    """Token counts. The prompt counts once for each answer."""
     prompt = sum(a.prompt_tokens for a in answers)
     completion = sum(len(a.tokens) for a in answers)
     return {

@@ -1,4 +1,4 @@
-"""The grammar of an answer that has to be calls of tools, in the layout of the model's family."""
+"""Builds the grammar of an answer that must consist of tool calls, in the layout of the model's family."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from adaptive.service.calls import Reading
 from adaptive.service.formats import Layout, function_of, properties_of
 
 ANY_TEXT = r"/(.|\n)*/"
-# Types whose values are written as JSON everywhere.
+# Types whose values every family writes as JSON.
 BARE = ("integer", "number", "boolean", "null")
 
 
 def forced_call(reading: Reading, marks: Mapping[int, str], tools: Sequence[dict[str, Any]], several: bool) -> Grammar:
     """The grammar of an answer that is a call of one of ``tools``, or ``several`` calls. ``marks`` are special tokens.
 
-    Raises AdaptiveError for a model that is not known to write calls, or whose calls cannot be forced.
+    Raises AdaptiveError if the model's call format is unknown, or such a call cannot be forced.
     """
     layout = reading.format.layout
     if layout is None:
@@ -41,7 +41,7 @@ class _Rules:
         self._tokens = tokens
 
     def call(self, tool: dict[str, Any]) -> str:
-        """The name of the rule for a call of ``tool``."""
+        """Add the rule for a call of ``tool``. Returns its name."""
         function, layout = function_of(tool), self._layout
         name = function.get("name")
         if not isinstance(name, str):
@@ -59,12 +59,12 @@ class _Rules:
         return self._rule(f"{before} {held} {after}")
 
     def text(self, text: str) -> str:
-        """What stands for ``text`` in a rule: special tokens as such, everything else letter by letter."""
+        """``text`` in the grammar's notation: special tokens by id, everything else as literals."""
         parts = re.split(f"({'|'.join(map(re.escape, self._tokens))})", text) if self._tokens else [text]
         return " ".join(f"<[{self._tokens[p]}]>" if p in self._tokens else json.dumps(p) for p in parts if p)
 
     def _parameters(self, function: dict[str, Any], arguments: Any) -> str:
-        """One parameter after the other, those that are not required perhaps."""
+        """All parameters in order; those that are not required are optional."""
         required = arguments.get("required") if isinstance(arguments, dict) else None
         needed = required if isinstance(required, list) else ()
         held = [
@@ -75,9 +75,9 @@ class _Rules:
         return self._separated(held)
 
     def _separated(self, held: list[tuple[str, bool]]) -> str:
-        """The same with something between every two that are there."""
+        """The same, with a separator between the parameters that are present."""
         separator = self.text(self._layout.separator)
-        first = further = ""  # from here on, where none stands before, and where one does
+        first = further = ""  # the rest of the list: without and with a parameter before it
         for rule, always in reversed(held):
             begins = f"{rule} {further}"
             if not always:
@@ -87,13 +87,13 @@ class _Rules:
         return first
 
     def _parameter(self, key: str, schema: Any, arguments: dict[str, Any]) -> str:
-        """The rule of one parameter with what stands around it."""
+        """The rule of one parameter, including its marks."""
         before, _, after = self._layout.parameter.replace("{key}", key).partition("{value}")
         if isinstance(schema, dict) and schema.get("type") == "string":
             before, after = before + self._layout.quote, self._layout.quote + after
             if isinstance(schema.get("enum"), list):
                 value = "(" + " | ".join(self.text(str(text)) for text in schema["enum"]) + f") {self.text(after)}"
-            elif any(mark in after for mark in self._tokens):  # which no text has in it
+            elif any(mark in after for mark in self._tokens):  # text contains no special tokens
                 value = f"{self._rule(ANY_TEXT)} {self.text(after)}"
             else:
                 value = self._rule(ANY_TEXT, f"[suffix={json.dumps(after)}]")
@@ -107,7 +107,7 @@ class _Rules:
         return self._rule(f"{self.text(before)} {value}")
 
     def _json(self, schema: Any, around: Any) -> str:
-        """JSON by a schema that may refer to what its surroundings define."""
+        """A rule for JSON by ``schema``, which may refer to definitions of the schema ``around`` it."""
         if isinstance(schema, dict):
             shared = {
                 key: around[key] for key in ("$defs", "definitions") if isinstance(around, dict) and key in around

@@ -1,7 +1,7 @@
-"""How each family of models writes its calls of tools and its thinking, told by its chat template.
+"""The formats in which families of models write tool calls and thinking, recognised by the chat template.
 
-A table: an answer is text with regions in it, each between two marks, and a call's region is read by one of the
-functions below. A family that is missing here is one row more.
+An answer is text with regions, each between two marks; one of the functions below reads the region of a call. A
+further family needs one more row in ``FAMILIES``.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-# What stands in a region: a call, what the model thinks, or what it says.
+# Contents of a region: a call, thinking, or visible text.
 Kind = Literal["call", "thought", "text"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that the model asks for. ``arguments`` is a JSON object."""
+    """A tool call of the model. ``arguments`` is a JSON object, as text."""
 
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
     def object(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
+        """The call in OpenAI's form."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
 class Region:
-    """A stretch of an answer between two marks.
+    """A part of an answer between two marks.
 
-    The first of ``closes`` ends it, and is taken away with it unless it opens the next one; the end of the answer ends
-    it, too. ``first`` is a region that only the beginning of an answer opens.
+    The first mark of ``closes`` ends it, and is removed unless it opens the next region. The end of the answer ends it
+    too. ``first``: it can only open at the beginning of an answer.
     """
 
     kind: Kind
@@ -46,19 +46,20 @@ class Region:
     first: bool = False
 
 
-# The type of each parameter by its name, for each tool by its name, where its schema says one.
+# By tool name and parameter name: the parameter's type, if the schema has one.
 Types = Mapping[str, Mapping[str, Any]]
-# From what stands before a region and in it to calls, or text for a person. Raises ValueError for what is neither.
+# Converts the text before a region and the text in it to calls, or to visible text. Raises ValueError for neither.
 Read = Callable[[str, str, Types], list["Call | str"]]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How an answer is written that has to be calls: ``begins``, then calls with ``between`` in between, ``ends``.
+    """The layout of an answer that must consist of calls: ``begins``, calls separated by ``between``, ``ends``.
 
-    ``before`` and ``after`` stand around what a call holds, with the name of its tool for ``{name}``. That is a JSON
-    object of name and arguments under ``key``, the arguments alone where that is empty, or one ``parameter`` after
-    the other, with ``separator`` in between and ``quote`` around texts.
+    With ``between`` None there is only one call. Each call is ``before``, its contents, ``after``, with ``{name}``
+    replaced by the tool's name. The contents are a JSON object of name and arguments under ``key``; the arguments alone
+    if ``key`` is empty; or, if ``parameter`` is set, the parameters, with ``separator`` between them and ``quote``
+    around texts.
     """
 
     before: str
@@ -74,11 +75,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Format:
-    """How one family writes. ``marks`` are special tokens that have to be seen in the text, where it has them.
+    """The format of one family. ``marks`` are texts that must not be omitted when decoding if they are special tokens.
 
-    Text outside of regions is for a person unless ``loose`` is False. ``short_ids``: its template takes ids of calls
-    of nine letters and digits only. ``thoughts`` is the field of a message in which its template looks for thinking.
-    ``head`` is how a call's region begins, with the mark that opens it where that is part of it, up to arguments that
+    Text outside regions is visible unless ``loose`` is False. ``short_ids``: the template only accepts call ids of nine
+    letters and digits. ``thoughts`` is the field of a message from which the template reads thinking. ``head`` matches
+    the beginning of a call's region, including the opening mark if that is part of the contents, up to arguments that
     are written as JSON (``partial.py``).
     """
 
@@ -93,18 +94,18 @@ class Format:
 
 
 def called(name: Any, arguments: Any) -> Call:
-    """A call. Raises ValueError for a name that is no text, or arguments that are no object."""
+    """A call. Raises ValueError if the name is not text or the arguments are not an object."""
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("no call")
     said = json.dumps(arguments, ensure_ascii=False)
-    # A model may write half of a surrogate pair, which nobody could be sent.
+    # A model may write half of a surrogate pair, which cannot be encoded as UTF-8.
     return Call(*(text.encode("utf-8", "replace").decode("utf-8") for text in (name, said)))
 
 
 def _of_object(value: Any) -> Call:
-    """The call that a JSON object describes, in any of the ways that models have."""
+    """The call in a JSON object, in any of the forms that models use."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
@@ -113,7 +114,7 @@ def _of_object(value: Any) -> Call:
 
 
 def _objects(text: str) -> list[Any]:
-    """JSON values one after the other, with white space or semicolons between them; a list is its entries."""
+    """The JSON values in ``text``, separated by white space or semicolons; a list gives its entries."""
     found, place, decoder = [], 0, json.JSONDecoder()
     while (place := place + len(text[place:]) - len(text[place:].lstrip(" \n\t;"))) < len(text):
         value, place = decoder.raw_decode(text, place)
@@ -129,7 +130,7 @@ def _read_objects(before: str, body: str, types: Types) -> list[Call | str]:
 
 
 def _typed(text: str, kind: Any) -> Any:
-    """A parameter that was written as plain text, as the value that its schema asks for."""
+    """The value of a parameter that was written as plain text, by its type ``kind`` in the schema."""
     kinds = kind if isinstance(kind, list) else [kind]
     if "string" in kinds and not (text == "null" and "null" in kinds):
         return text
@@ -139,7 +140,7 @@ def _typed(text: str, kind: Any) -> Any:
         return text
 
 
-# Qwen 3 Coder, Qwen 3.5 and later; GLM 4.5 and later. A value may hold such tags itself.
+# Qwen 3 Coder, Qwen 3.5 and later; GLM 4.5 and later. A value may contain such tags itself.
 _TAGGED = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
 _NAME = re.compile(r"([^\s<{]+)\s*(<arg_key>.*)?\Z", re.DOTALL)
@@ -149,7 +150,7 @@ _ARGUMENT = re.compile(
 
 
 def _read_tool_call(before: str, body: str, types: Types) -> list[Call | str]:
-    """What stands between ``<tool_call>`` marks: JSON, or tags in one of two ways."""
+    """Read the text between ``<tool_call>`` marks: JSON, or one of two kinds of tags."""
     for outer, inner in ((_TAGGED, _PARAMETER), (_NAME, _ARGUMENT)):
         if (found := outer.match(body.strip())) is not None:
             name, within = found[1].strip(), (found[2] or "").strip()
@@ -161,7 +162,7 @@ def _read_tool_call(before: str, body: str, types: Types) -> list[Call | str]:
 
 
 def _read_gemma(quote: str, before: str, body: str, types: Types) -> list[Call | str]:
-    """``call:name{key:value}``, with texts between two marks ``quote``, and keys that stand bare."""
+    """Read ``call:name{key:value}``, with texts between two ``quote`` marks and keys without quotes."""
     found = re.fullmatch(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", body, re.DOTALL)
     if found is None:
         raise ValueError("no call")
@@ -172,7 +173,7 @@ def _read_gemma(quote: str, before: str, body: str, types: Types) -> list[Call |
 
 
 def _read_mistral(before: str, body: str, types: Types) -> list[Call | str]:
-    """A JSON list of calls, or one by its name with its arguments behind it."""
+    """Read a JSON list of calls, or the name of one call followed by its arguments."""
     found = re.fullmatch(r"\s*([\w.-]+)(?:\[CALL_ID\]\s*(\w+))?\s*(?:\[ARGS\])?\s*(\{.*)", body, re.DOTALL)
     if found is None:
         return _read_objects(before, body, types)
@@ -181,7 +182,7 @@ def _read_mistral(before: str, body: str, types: Types) -> list[Call | str]:
 
 
 def _read_harmony(before: str, body: str, types: Types) -> list[Call | str]:
-    """A message of gpt-oss whose header says to whom it goes: to a tool, or to the person."""
+    """Read a message of gpt-oss: a call if its header names a tool as the recipient, else visible text."""
     header, mark, said = body.partition("<|message|>")
     if not mark:
         raise ValueError("no message")
@@ -189,7 +190,8 @@ def _read_harmony(before: str, body: str, types: Types) -> list[Call | str]:
     return [said] if recipient is None else [called(recipient[1], json.loads(said))]
 
 
-# How calls begin whose arguments are JSON: an object that has them behind the name, and the name with them behind it.
+# Beginnings of calls with JSON arguments: an object with the name before the arguments, or the name and then the
+# arguments.
 _HEAD = re.compile(
     r"\s*\[?\s*\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
     r"\"name\"\s*:\s*\"([^\"\\]+)\"\s*,\s*\"(?:arguments|parameters)\"\s*:\s*(?=\{)"
@@ -209,7 +211,7 @@ _MISTRAL = Format(
     head=_MISTRAL_HEAD,
 )
 
-# Each family by what its chat template has in it; the first that is found is the one.
+# The families, each with texts that its chat template contains. The first row whose texts all occur applies.
 FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
     (
         ("<|channel|>", "<|message|>"),  # gpt-oss
@@ -298,7 +300,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
         ),
     ),
 )
-# Thinking by what the chat template has in it.
+# The regions of thinking, each with a text that the chat template contains. The first match applies.
 THOUGHTS: tuple[tuple[str, Region], ...] = (
     ("</think>", Region("thought", "<think>", ("</think>",))),
     ("<think>", Region("thought", "<think>", ("</think>",))),
@@ -309,7 +311,7 @@ THOUGHTS: tuple[tuple[str, Region], ...] = (
 
 @functools.lru_cache(maxsize=8)
 def format_of(template: str) -> Format:
-    """How a model with this chat template writes; an empty format where it shows neither calls nor thinking."""
+    """The format of a model with this chat template; an empty format if it has neither calls nor thinking."""
     found = next((known for shown, known in FAMILIES if all(text in template for text in shown)), Format())
     if not found.loose:
         return found
@@ -319,7 +321,7 @@ def format_of(template: str) -> Format:
 
 
 def types_of(tools: Sequence[dict[str, Any]]) -> Types:
-    """What the schemas of tools say of their parameters' types."""
+    """The types of the tools' parameters, from their schemas."""
     known: dict[str, dict[str, Any]] = {}
     for tool in tools:
         function = function_of(tool)
@@ -330,13 +332,13 @@ def types_of(tools: Sequence[dict[str, Any]]) -> Types:
 
 
 def function_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """The function of a tool, empty for what is none."""
+    """The function of a tool; empty if it has none."""
     function = tool.get("function")
     return function if isinstance(function, dict) else {}
 
 
 def properties_of(function: dict[str, Any]) -> dict[str, Any]:
-    """The schemas of a function's parameters by their names."""
+    """The schemas of a function's parameters, by name."""
     schema = function.get("parameters")
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return properties if isinstance(properties, dict) else {}

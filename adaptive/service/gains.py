@@ -1,6 +1,6 @@
-"""Follows promotions: says at each what it should bring in speed, and later what came. Used by the trainer's thread.
+"""Records promotions: at each the expected change of speed, and later the measured one. Used by the trainer's thread.
 
-In: which adapter is in use, the log, the costs of a round. Out: ``promotions.json``, and lines in the server's log.
+In: the adapter in use, the log, the costs of a round. Out: ``promotions.json``, and lines in the server's log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from checkpoints.manifest import Manifest
 
 logger = logging.getLogger("adaptive.trainer")
 
-# Answers after which a check that could not be made is tried again.
+# Answers after which a check is repeated that had too little data.
 AGAIN = 20
 
 
@@ -32,7 +32,7 @@ class Gains:
         self._check_at = self._known[-1].answer + CHECKED if self._known else 0
 
     def look(self, log: Log, in_use: Manifest | None, costs: Callable[[], CostTable | None]) -> None:
-        """Note another adapter than before, or check the one in use when enough was answered."""
+        """Record a promotion if the adapter has changed, or check the last one if there are enough answers since."""
         if in_use is None:
             self._last = None
         elif in_use.id != self._last:
@@ -70,7 +70,7 @@ class Gains:
 
 
 def why_not(costs: CostTable | None) -> str | None:
-    """Why training is of no use on this pair and machine, or None where it may be."""
+    """The reason why training is useless for this pair on this machine, or None if it may be useful."""
     best = None if costs is None else perfect_speed_up(costs)
     if best is None or best > 1:
         return None

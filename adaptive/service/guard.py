@@ -1,4 +1,4 @@
-"""What stands before every request: the API key, the size of the body, and who may speak to a loopback port."""
+"""Middleware that checks every request: the API key, the body's size, and access to a loopback port by web pages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from adaptive.service.errors import error_object
 from adaptive.service.pages import ASSETS
 
-# The pages themselves, their scripts and their style hold no data; they ask for the key before they fetch any.
+# Paths without a key. The pages, their scripts and their style contain no data, and ask for the key before they fetch
+# any.
 OPEN = frozenset({"/health", "/", "/chat", *(f"/assets/{name}" for name in ASSETS)})
 
-# What changes nothing.
+# Methods that change nothing.
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
-# Seconds for which a browser remembers that a page may ask. An origin that is taken off the list is refused at once all
-# the same: the request that follows is looked at anew.
+# Seconds for which a browser may cache the answer to a preflight. An origin that is removed from the list is refused
+# at once all the same, because the request itself is checked too.
 PREFLIGHT_S = 600
 
 
@@ -31,15 +32,15 @@ JSON = frozenset({b"application/json"})
 
 
 class Guard:
-    """ASGI middleware. ``key`` None asks for none, and then only a page of this machine may speak to us.
+    """ASGI middleware. With ``key`` None no key is required, and only pages of this machine may send requests.
 
-    Without the last rule any web site could have the browser of the person at this machine send
-    requests to the port, by a form or by a name that resolves to 127.0.0.1. Pages on other ports of this machine
-    pass it, so that without a key whatever is not a mere question must say that it is JSON, body or not: a browser
-    lets a page send that header only after this server has agreed to it.
+    Without that rule any web site could make the user's browser send requests to the port, by a form or by a name that
+    resolves to 127.0.0.1. Pages on other ports of this machine pass the rule. So without a key every request that may
+    change something must have a Content-Type of ``types``, even without a body: a browser lets a page send such a
+    header only after a preflight that this server has allowed.
 
-    It agrees for pages of ``origins`` (``https://chat.example``), which may also read the answers, refusals too. The
-    browser's question whether they may (the preflight) cannot carry a key and is answered without one.
+    Preflights are allowed for pages of ``origins`` (``https://chat.example``), which may also read the responses,
+    including refusals. A preflight cannot carry a key and is answered without one.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Guard:
         origins: Collection[str] = (),
         types: Collection[bytes] = JSON,
     ) -> None:
-        """``types``: what a request may say that it is; none that a browser lets any page send."""
+        """``types``: allowed Content-Types. Browsers must not let pages send any of them without a preflight."""
         self.app, self.types = app, types
         self.origins = frozenset(origin.encode() for origin in origins)
         self.key = None if key is None else _digest(key.encode())
@@ -111,11 +112,11 @@ class Guard:
         return None
 
     def _right_key(self, headers: dict[bytes, bytes]) -> bool:
-        """In OpenAI's header, or in Anthropic's."""
+        """Whether OpenAI's header or Anthropic's has the right key."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             given = headers.get(b"x-api-key", b"")
-        # Digests have one length, so the time of the comparison says nothing about the key.
+        # Digests all have the same length, so the time of the comparison reveals nothing about the key.
         return hmac.compare_digest(_digest(given.strip()), self.key or b"")
 
     def _too_large(self) -> str:
@@ -143,7 +144,7 @@ def _origin_name(origin: bytes) -> str:
 
 
 def _with(send: Send, *more: tuple[bytes, bytes]) -> Send:
-    """``send`` with these headers on the answer."""
+    """``send`` that adds these headers to the response."""
 
     async def answer(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -159,12 +160,12 @@ def _readable_by(origin: bytes, send: Send) -> Send:
 
 
 def _varied(send: Send) -> Send:
-    """A cache must not give one page's answer to another."""
+    """``send`` with ``Vary: Origin``, so that a cache does not give one page's response to another."""
     return _with(send, (b"vary", b"origin"))
 
 
 async def _allow(send: Send, asked: dict[bytes, bytes]) -> None:
-    """The answer to a preflight: what is asked for, since what a request may do is decided by the key and the body."""
+    """Answer a preflight: allow whatever is requested, because the request itself is checked later."""
     headers = [
         (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
         (b"access-control-allow-headers", asked.get(b"access-control-request-headers", b"")),

@@ -1,4 +1,4 @@
-"""What passes between the HTTP side and the engine thread, and the queue between them."""
+"""The jobs and events that the HTTP side and the engine thread exchange, and the queue of jobs between them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: ``n`` answers to each of ``prompts``, made one after the other, or at once where slots are free.
+    """One request: ``n`` answers to each of ``prompts``, decoded one after the other, or at once if slots are free.
 
-    ``client`` is who asks, for fairness; ``owner`` whose the record is, where people are told apart.
-    ``supervise`` keeps the target's distribution for logprobs. ``grammar`` is what answers keep to, if anything.
-    ``stream`` asks for ``Piece`` events. ``marks`` are special tokens that are part of the text.
+    ``client`` identifies the client, for fair queueing; ``owner`` is the digest of the user for the record, empty if
+    users are not distinguished. ``supervise`` keeps the target's distribution for logprobs. ``grammar`` constrains the
+    answers. ``stream`` requests ``Piece`` events. ``marks`` are special tokens that are part of the text.
     """
 
     prompts: tuple[Prompt, ...]
@@ -45,12 +45,12 @@ class Ask:
 
     @property
     def answers(self) -> int:
-        """How many there are to be."""
+        """The total number of answers."""
         return len(self.prompts) * self.n
 
 
 def question(ask: Ask, index: int) -> Question:
-    """Answer ``index`` of a request, as the assistant is asked for it."""
+    """The assistant's request for answer ``index``."""
     prompt = ask.prompts[index // ask.n]
     return Question(
         prompt.ids,
@@ -69,7 +69,7 @@ def question(ask: Ask, index: int) -> Question:
 
 
 def _sampling(ask: Ask, index: int) -> SamplingParams:
-    """Every answer of a seeded request has a seed of its own, the same one each time."""
+    """The sampling of answer ``index``: in a seeded request each answer has its own reproducible seed."""
     sampling = ask.sampling
     if sampling.seed is None or index == 0:
         return sampling
@@ -78,8 +78,8 @@ def _sampling(ask: Ask, index: int) -> SamplingParams:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of answer ``index`` that has become certain with a token that was ``drafted`` or not. Where logprobs are
-    wanted there is a piece for every token, with the target's distribution (1, k) there; its text may be empty."""
+    """New text of answer ``index``, and whether its last token was ``drafted``. If logprobs are requested there is a
+    piece for every token, with the target's distribution (1, k) at that position; its text may be empty."""
 
     index: int
     text: str
@@ -90,7 +90,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer ``index``, complete and in the log. ``stopped_by`` is the stop string that ended it, if one did."""
+    """Answer ``index``, complete, and logged unless that failed or is off. ``stopped_by``: the stop string that ended
+    it, else empty."""
 
     index: int
     text: str
@@ -106,12 +107,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Done:
-    """Every answer of the request is there."""
+    """All answers of the request have been sent, or it was cancelled."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The request came to nothing. ``status`` is that of HTTP."""
+    """The request failed. ``status`` is the HTTP status."""
 
     status: int
     message: str
@@ -121,8 +122,8 @@ Event = Piece | Answer | Done | Failed
 
 
 class Job:
-    """An ``Ask`` under way. ``emit`` is called on the engine thread, ``cancel`` from any. How many of its answers have
-    ``begun``, and why it ``failed``, only the engine thread knows."""
+    """An ``Ask`` in progress. ``emit`` is called on the engine thread, ``cancel`` on any thread. Only the engine thread
+    uses ``begun`` (the number of its answers begun) and ``failed`` (why it failed)."""
 
     def __init__(self, ask: Ask, emit: Callable[[Event], None]) -> None:
         self.ask = ask
@@ -134,39 +135,38 @@ class Job:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """Whether the job was cancelled."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """End the answer before its next token; one that has not begun leaves the queue at once."""
+        """End the job's answers before their next token; a waiting job leaves the queue at once."""
         self._cancelled.set()
         self.when_cancelled()
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 class FairQueue:
-    """Clients take turns; the requests of one client keep their order. At most ``limit`` wait.
+    """A queue in which clients take turns; the jobs of one client keep their order. At most ``limit`` jobs wait.
 
-    A job that is cancelled leaves at once, so that whoever asks and goes away fills no memory; ``abandoned`` is
-    called for each.
+    A cancelled job leaves at once, so that disconnected clients take no memory; ``abandoned`` is called for each.
     """
 
     def __init__(self, limit: int, abandoned: Callable[[], None] = lambda: None) -> None:
         self.limit = limit
         self._abandoned = abandoned
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # whose turn it is comes first
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by client, the next one first
 
     def __len__(self) -> int:
         with self._changed:
             return sum(len(jobs) for jobs in self._waiting.values())
 
     def put(self, job: Job, free: int) -> None:
-        """Add a job. Raises QueueFullError where ``limit`` wait already, beside those for whom so many slots are
-        ``free``: they start at once."""
+        """Add a job. ``free`` is the number of free slots, whose jobs start at once and do not count. Raises
+        QueueFullError if ``limit`` other jobs wait."""
         with self._changed:
             if len(self) >= self.limit + free:
                 raise QueueFullError
@@ -175,8 +175,8 @@ class FairQueue:
             self._changed.notify()
 
     def take(self, timeout: float, may: Callable[[Job], bool] = lambda job: True) -> Job | None:
-        """The next job that somebody still waits for, or None after ``timeout`` seconds, or where it is one that
-        ``may`` not begin yet: nobody else has their turn before it."""
+        """Take the next job. None if there is none within ``timeout`` seconds, or if ``may`` is False for it: no other
+        job overtakes it."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting, timeout):
                 return None
@@ -185,14 +185,14 @@ class FairQueue:
             client, jobs = self._waiting.popitem(last=False)
             job = jobs.popleft()
             if jobs:
-                self._waiting[client] = jobs  # to the end of the line
+                self._waiting[client] = jobs  # to the end of the queue
             return job
 
     def _leave(self, job: Job) -> None:
         with self._changed:
             jobs = self._waiting.get(job.ask.client, ())
             if job not in jobs:
-                return  # its turn has come
+                return  # it was taken already
             self._waiting[job.ask.client].remove(job)
             if len(jobs) == 0:
                 del self._waiting[job.ask.client]

@@ -1,4 +1,4 @@
-"""What Prometheus reads at ``/metrics``: the field's names under our prefix, one registry a server."""
+"""The metrics at ``/metrics`` for Prometheus: common names with the prefix ``adaptive:``, one registry per server."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from adaptive.records.writer import WriterState
 from adaptive.types import Round, Timings
 
-# Bounds in seconds. A token of a small model takes a millisecond, of a large one on a CPU a second.
+# Histogram bounds in seconds. A token takes a millisecond with a small model, a second with a large one on a CPU.
 TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 FIRST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics:
-    """Counted on the engine thread, read by any."""
+    """Updated on the engine thread, read on any thread."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -66,11 +66,11 @@ class Metrics:
         )
 
     def token(self, seconds: float, first: bool) -> None:
-        """A token came ``seconds`` after the one before, or after the start of the answer."""
+        """Count a token, ``seconds`` after the previous one, or after the answer's start if it is the ``first``."""
         (self._first if first else self._between).observe(seconds)
 
     def answered(self, timings: Timings, rounds: Sequence[Round], finish_reason: str) -> None:
-        """An answer has ended."""
+        """Count an ended answer."""
         self._prompt_tokens.inc(timings.prompt_n + timings.cached_n)
         self._cached_tokens.inc(timings.cached_n)
         self._generated.inc(timings.predicted_n)
@@ -90,26 +90,26 @@ class Metrics:
             self._draft_length.set(rounds[-1].drafted)
 
     def logging(self, state: WriterState) -> None:
-        """How the log fares now."""
+        """Set the state of the log writer."""
         self._log_writable.set(int(state.writable))
         self._log_waiting.set(state.waiting)
         self._log_stripped.set(state.stripped)
         self._log_lost.set(state.lost)
 
     def refused(self, status: int) -> None:
-        """A request was answered with an error."""
+        """Count a request that got an error."""
         self._refused.labels(str(status)).inc()
 
     def abandoned(self) -> None:
-        """A request has left the queue unanswered."""
+        """Count a request that left the queue unanswered."""
         self._abandoned.inc()
 
     def swapped(self, adapter: str | None) -> None:
-        """Another adapter came into use."""
+        """Count a change of adapter."""
         self._swaps.inc()
         self._adapter.clear()
         self._adapter.labels(adapter or "none").set(1)
 
     def text(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

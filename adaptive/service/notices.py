@@ -1,4 +1,4 @@
-"""``server.json`` in the folder of a pair that is served: where the server is, for others to find."""
+"""Reads and writes ``server.json`` in the folder of a pair: the address of the server that serves the pair."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkpoints import files
 
 
 class Notice(BaseModel):
-    """What it says; ``since`` in seconds of Unix time."""
+    """The contents of ``server.json``; ``since`` in seconds since the epoch."""
 
     pid: int
     url: str
@@ -23,7 +23,7 @@ class Notice(BaseModel):
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs, by the name of its pair's folder."""
+    """A running server; ``pair`` is the name of the pair's folder."""
 
     pair: str
     pid: int
@@ -31,18 +31,18 @@ class Server:
 
 
 def place(root: Path) -> Path:
-    """The notice of the pair whose folder is ``root``."""
+    """The path of ``server.json`` in the pair's folder ``root``."""
     return root / "server.json"
 
 
 def write(root: Path, url: str) -> None:
-    """Say that this process serves the pair at ``url``. Raises OSError."""
+    """Record that this process serves the pair at ``url``. Raises OSError."""
     text = Notice(pid=os.getpid(), url=url, since=time.time()).model_dump_json()
     files.replace_text(root, place(root), text)
 
 
 def read(root: Path) -> Notice | None:
-    """What is noted there; None for nothing that can be read."""
+    """The notice in the folder ``root``; None if it is missing or cannot be read."""
     try:
         return Notice.model_validate_json(place(root).read_bytes())
     except (OSError, ValueError):  # pydantic's error is a ValueError
@@ -50,7 +50,7 @@ def read(root: Path) -> Notice | None:
 
 
 def servers(state_dir: Path) -> list[Server]:
-    """Every server that runs on a pair of this state folder. Raises AdaptiveError where the folder cannot be read."""
+    """All running servers of pairs in this state folder. Raises AdaptiveError if the folder cannot be read."""
     from filelock import FileLock, Timeout
 
     found = []
@@ -60,9 +60,9 @@ def servers(state_dir: Path) -> list[Server]:
             continue
         try:
             with FileLock(state.root / "server.lock", timeout=0, mode=0o600):
-                continue  # nobody holds it: what is noted is of a server that was killed
+                continue  # the lock is free: the notice is left from a killed server
         except Timeout:
             found.append(Server(state.root.name, notice.pid, notice.url))
-        except OSError:  # somebody else's folder
+        except OSError:  # another user's folder
             continue
     return found

@@ -1,4 +1,4 @@
-"""What is known of a pair from its state folder, for the dashboard and for the report of ``adaptive history``."""
+"""Collects the data of a pair's state folder for the dashboard and for the report of ``adaptive history``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkpoints.store import AdapterStore, training_seconds
 
 @dataclass(frozen=True)
 class Overview:
-    """The history as data and as an object for JSON, with what was saved, and the adapters and sizes beside it."""
+    """The history, the same as a JSON object with the time saved, the adapters, and the sizes on disk."""
 
     found: History
     history: dict[str, Any]
@@ -26,14 +26,14 @@ class Overview:
 
 
 def overview(state: PairState, by: By) -> Overview:
-    """All of it. Raises AdaptiveError where the log cannot be read."""
+    """Everything for the report. Raises AdaptiveError if the log cannot be read."""
     store = AdapterStore(state.adapters)
     found, known = past(state, store, by)
     return Overview(found, known, adapters(store, state), on_disk(state))
 
 
 def past(state: PairState, store: AdapterStore, by: By) -> tuple[History, dict[str, Any]]:
-    """The history, and it as an object for JSON with the time saved and what promotions brought."""
+    """The history, and the same as a JSON object with the time saved and the effect of promotions."""
     with Log(state.records) as log:
         generations = log.figures()
         saved = time_saved(log.spent())

@@ -1,7 +1,7 @@
-"""A call of a tool while it is written: its name, and then its arguments as they come.
+"""Reads a tool call while the model writes it: its name, and then its arguments piece by piece.
 
-A call can be told before it is whole where its arguments are written as the JSON object that they are, behind its name
-(``Format.head``). They are passed on as they stand.
+This needs a format that writes the arguments as a JSON object after the name (``Format.head``). The arguments are
+passed on unchanged.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from dataclasses import dataclass
 
 from adaptive.service.formats import Call
 
-# Characters of a region in which the beginning of a call is looked for. A name is shorter.
+# Characters of a region after which the search for the beginning of a call ends. Names are shorter.
 LONGEST_HEAD = 512
 
 
 @dataclass(frozen=True)
 class CallBegins:
-    """A ``call`` whose arguments are still to come."""
+    """A ``call`` has begun; its arguments follow."""
 
     call: Call
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """More of the arguments of the call that has begun."""
+    """A piece of the arguments of the call that has begun."""
 
     text: str
 
 
 class PartialCall:
-    """Reads the region of a call as it comes. ``begun`` is the call once its name is known."""
+    """Reads the region of a call piece by piece. ``begun`` is the call once its name is known, else None."""
 
     def __init__(self, head: re.Pattern[str], may: Callable[[str], bool]) -> None:
-        """Its beginning looks like ``head``: the name, and the id if it has one. It ``may`` be one of that name."""
+        """``head`` matches the beginning of a call, with its name and id. ``may``: whether a name is that of a tool."""
         self.begun: Call | None = None
         self._head, self._may = head, may
-        self._text = ""  # as long as it has not begun
+        self._text = ""  # the region so far, until the call has begun
         self._depth, self._string, self._escaped, self._ended = 0, False, False, False
 
     def feed(self, text: str) -> Iterator[CallBegins | Arguments]:
-        """What has become certain with ``text``."""
+        """The parts that are certain after ``text``."""
         if self.begun is None:
             if len(self._text) > LONGEST_HEAD:
                 return
@@ -58,7 +58,7 @@ class PartialCall:
             yield Arguments(said)
 
     def _of_object(self, text: str) -> str:
-        """What of ``text`` belongs to the object, which ends with the brace that closes its first one."""
+        """The part of ``text`` that belongs to the arguments' object, which ends at the brace that closes its first."""
         if self._ended:
             return ""
         for place, character in enumerate(text):

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection over loopback: the user of this server, or another one of this machine."""
+"""Finds out whether the other end of a loopback connection belongs to the user who runs this server."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Connections of this machine with the user at each end, as Linux tells them.
+# Linux' tables of this machine's connections, with the user of each.
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 End = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
 
 def same_user(peer: tuple[str, int], here: tuple[str, int]) -> bool:
-    """Whether the ``peer`` (address, port) of a connection that ends ``here`` belongs to this process's user, or to
-    root, who can read everything anyway. False also where the system does not say, as on others than Linux."""
+    """Whether the ``peer`` (address, port) of a connection to ``here`` belongs to this process's user, or to root, who
+    can read everything anyway. False if that is unknown, as on systems other than Linux."""
     ends = _end(*peer), _end(*here)
     return any(uid in (os.getuid(), 0) for local, remote, uid in _connections() if (local, remote) == ends)
 
@@ -33,7 +33,7 @@ def _connections() -> Iterator[tuple[End, End, int]]:
 
 
 def _of_hex(text: str) -> End:
-    """An address as the kernel writes it: words of 32 bits in the machine's own order, and the port."""
+    """Parse an address as the kernel writes it: 32-bit words in the machine's byte order, and the port."""
     address, _, port = text.partition(":")
     words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
     raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
@@ -47,6 +47,6 @@ def _end(address: str, port: int) -> End:
 def _plain(
     address: ipaddress.IPv4Address | ipaddress.IPv6Address,
 ) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An address of IPv4 as such, where a program speaks it by way of IPv6."""
+    """The IPv4 address if it is mapped into IPv6, else the address unchanged."""
     mapped = getattr(address, "ipv4_mapped", None)
     return address if mapped is None else mapped

@@ -1,7 +1,8 @@
-"""Requests as OpenAI's clients send them, checked, and turned into an ``Ask``. Other dialects are translated to these.
+"""Models of OpenAI's requests: validation, and conversion to the parameters of an ``Ask``. Other dialects are
+translated to these.
 
-A field that is not known is refused by name, and so is a known one with a value that cannot be served. What clients
-send without wanting anything of the answer by it (``PASSED_OVER``, and values that ask for nothing) does nothing.
+An unknown field is refused by name, and so is a known one with an unsupported value. Fields and values that would not
+change an answer (``PASSED_OVER``, ``AS_EVER``, empty values) are ignored.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from adaptive.grammar import Grammar, json_schema, notation
 from adaptive.service.formats import function_of
 from adaptive.types import Message, SamplingParams, StopParams
 
-# Answers a request may ask for in all: they are made one after the other, and others wait.
+# Maximum number of answers of one request, prompts times n. More would keep other clients waiting.
 MOST_ANSWERS = 16
 
 Text = Annotated[str, StringConstraints(max_length=10_000_000)]
-# -1 is what llama.cpp calls no limit: until the model ends, or its context is full.
+# -1 means no limit, as in llama.cpp: until the model ends the answer or its context is full.
 MOST_TOKENS = 2**31 - 1
 MaxTokens = Literal[-1] | Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-# A schema or a grammar of more is compiled for seconds, and is no schema any more.
+# A grammar or regular expression. Longer ones would take seconds to compile, and are no real grammars.
 GrammarText = Annotated[str, StringConstraints(max_length=200_000)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
-# What clients always send, and what would change nothing here: names and labels of the client's own, where and at what
-# price it is computed, what a cache is to keep, and how long an answer is liked. docs/service.md lists them.
+# Ignored fields, which some clients always send: the client's own names and labels, service tiers, cache options,
+# preferred verbosity. docs/service.md lists them.
 PASSED_OVER = frozenset(
     {
         "metadata", "service_tier", "safety_identifier", "prediction", "verbosity", "prompt_cache_key",
@@ -38,7 +39,7 @@ PASSED_OVER = frozenset(
         "id", "title",
     }
 )  # fmt: skip
-# Values that ask for what is done anyway, samplers that are off among them.
+# Ignored fields if they have this value, because it is the server's behaviour anyway, such as a sampler that is off.
 AS_EVER: dict[str, Any] = {
     "modalities": ["text"],
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), True),
@@ -49,7 +50,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class LooseModel(BaseModel):
-    """Part of a request, of which more may be said than is read."""
+    """Part of a request. Unknown fields in it are ignored."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
@@ -59,35 +60,35 @@ def _closed(schema: dict[str, Any]) -> None:
 
 
 class RequestBody(LooseModel):
-    """A request of any dialect. ``passed_over`` are fields that do nothing in it."""
+    """A request of any dialect. ``passed_over`` are the fields that it ignores."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra=_closed)
 
     passed_over: ClassVar[frozenset[str]] = PASSED_OVER
 
     def refuse_unknown(self) -> None:
-        """Raise AdaptiveError for a field that is not served, unless it asks for nothing."""
+        """Raise AdaptiveError for an unknown field, unless it or its value is ignored."""
         for name, value in (self.model_extra or {}).items():
             if name not in self.passed_over and value and AS_EVER.get(name) != value:
                 raise AdaptiveError(f"{name[:64]} is not served; leave it out")
 
 
 class StreamOptions(LooseModel):
-    """What a stream carries besides its text: ``include_drafted`` says of each chunk whether its token was drafted."""
+    """Extra contents of a stream. ``include_drafted``: each chunk says whether its token was drafted."""
 
     include_usage: bool = False
     include_drafted: bool = False
 
 
 class Part(LooseModel):
-    """One part of a message; only text is understood, and what a model said when it refused."""
+    """One part of a message's content. Only text and refusals are accepted."""
 
     type: str
     text: Text | None = None
     refusal: Text | None = None
 
     def said(self) -> str:
-        """The text of the part. Raises AdaptiveError for one that is not text."""
+        """The text of the part. Raises AdaptiveError if the part is not text."""
         known = {"text": self.text, "refusal": self.refusal}.get(self.type)
         if known is None:
             raise AdaptiveError(f"messages: a part of type {self.type!r} is not understood; send text")
@@ -95,7 +96,7 @@ class Part(LooseModel):
 
 
 class ChatMessage(LooseModel):
-    """One message, with whatever tool fields the chat template may know."""
+    """One message, with fields for tool calls, their results and thinking."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -114,45 +115,45 @@ class ChatMessage(LooseModel):
         return self.content or self.refusal or ""
 
     def for_template(self) -> dict[str, Any]:
-        """The message as a chat template takes it."""
+        """The message in the form that chat templates expect."""
         extra = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
         if self.tool_calls is not None:
             extra["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
         return {"role": self.role, "content": self.said(), **extra}
 
     def for_log(self) -> Message:
-        """The message as the log keeps it; calls of tools are kept as JSON behind the text."""
+        """The message for the log, with tool calls as JSON after the text."""
         calls = json.dumps(self.tool_calls, ensure_ascii=False) if self.tool_calls else ""
         return Message(self.role, self.said() + calls)
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A call whose arguments, JSON in OpenAI's shape, are the object that templates write as JSON themselves."""
+    """A call with its arguments parsed: OpenAI's form has them as JSON text, templates expect the object."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (ValueError, RecursionError):  # no JSON, or nested beyond reason
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return call
 
 
 class JsonSchema(LooseModel):
-    """A schema as OpenAI's clients wrap it. Whether it is ``strict`` or not, the answer keeps to it."""
+    """A named JSON schema. The answer matches it, whether it is ``strict`` or not."""
 
     name: str | None = None
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
 class ResponseFormat(LooseModel):
-    """What the text of an answer is to be. llama.cpp takes a ``schema`` with ``json_object``, too."""
+    """The required format of an answer's text. As in llama.cpp, ``json_object`` may have a ``schema``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def wanted(self) -> dict[str, Any] | None:
-        """The JSON schema that is asked for, None for text. Raises AdaptiveError where it is missing."""
+        """The required JSON schema; None for plain text. Raises AdaptiveError if it is missing."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -163,7 +164,7 @@ class ResponseFormat(LooseModel):
 
 
 class Common(RequestBody):
-    """What chat and text completions have in common."""
+    """The fields that chat and text completions share."""
 
     model: str | None = None
     stream: bool | None = False
@@ -191,11 +192,11 @@ class Common(RequestBody):
 
     @property
     def streams(self) -> StreamOptions:
-        """What a stream is to carry."""
+        """The extra contents of a stream."""
         return self.stream_options or StreamOptions()
 
     def constrained(self) -> Grammar | None:
-        """What answers keep to. Raises AdaptiveError where several things are asked for at once."""
+        """The grammar of the answers, None for no constraint. Raises AdaptiveError if there are several constraints."""
         wanted: dict[str, Grammar] = {}
         if self.response_format is not None and (schema := self.response_format.wanted()) is not None:
             wanted["response_format"] = json_schema(schema)
@@ -210,13 +211,13 @@ class Common(RequestBody):
         return next(iter(wanted.values()), None)
 
     def sampling(self, default: SamplingParams, vocab_size: int) -> SamplingParams:
-        """The parameters given, and the server's own where none is. Raises AdaptiveError naming a wrong one."""
+        """The request's sampling parameters, else the ``default`` ones. Raises AdaptiveError naming a wrong one."""
 
         def said(name: str) -> Any:
             value = getattr(self, name)
             return getattr(default, name) if value is None else value
 
-        # Of a top_p of 0 llama.cpp keeps the likeliest token.
+        # As in llama.cpp, top_p 0 keeps only the likeliest token.
         likeliest = self.top_p == 0
         return SamplingParams(
             temperature=said("temperature"),
@@ -241,8 +242,8 @@ class Common(RequestBody):
         return bias
 
     def stopping(self, limit: int | None, default: int | None) -> StopParams:
-        """When an answer ends; ``limit`` is the longest one asked for, ``default`` the server's, None for what the
-        context has room for."""
+        """When an answer ends. ``limit``: the request's maximum number of tokens; ``default``: the server's; None for
+        both: as many as the context holds."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         longest = limit or default or MOST_TOKENS
         longest = MOST_TOKENS if longest == -1 else longest
@@ -264,8 +265,8 @@ class ChatRequest(Common):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def must_call(self) -> list[dict[str, Any]]:
-        """The tools one of which has to be called; none where that is left to the model. Raises AdaptiveError for a
-        choice that is none of the tools."""
+        """The tools of which the model must call one; empty if it need not call any. Raises AdaptiveError if the chosen
+        tool is not among the tools."""
         if self.tool_choice in (None, "none", "auto"):
             return []
         if not self.tools:
@@ -280,14 +281,14 @@ class ChatRequest(Common):
         return found
 
     def refuse_unbuilt(self) -> None:
-        """Raise AdaptiveError for what is not served."""
+        """Raise AdaptiveError for unsupported fields and values."""
         self.refuse_unknown()
         if self.top_logprobs and not self.logprobs:
             raise AdaptiveError("top_logprobs needs logprobs to be true")
 
 
 def chat_request(fields: dict[str, Any]) -> ChatRequest:
-    """A chat that was asked for in another dialect. Raises AdaptiveError for what would be wrong in this one."""
+    """A chat request from the ``fields`` of another dialect. Raises AdaptiveError for an invalid value."""
     try:
         return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
@@ -305,7 +306,7 @@ class CompletionRequest(Common):
     best_of: int | None = None
 
     def refuse_unbuilt(self) -> None:
-        """Raise AdaptiveError for what is not served."""
+        """Raise AdaptiveError for unsupported fields and values."""
         self.refuse_unknown()
         if self.echo or self.suffix:
             raise AdaptiveError("echo and suffix are not served")
@@ -313,7 +314,7 @@ class CompletionRequest(Common):
             raise AdaptiveError("best_of is not served; it must equal n")
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt as text or as token ids. Raises AdaptiveError for none, or too many."""
+        """Each prompt, as text or as token ids. Raises AdaptiveError if there are none or too many."""
         given: Any = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]

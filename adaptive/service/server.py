@@ -1,4 +1,4 @@
-"""One server for each pair: the lock, the socket, the signals, and how it all comes down."""
+"""Runs the server: one per pair, by a lock, with its socket, its signals and its shutdown."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from adaptive.state import PairState
 
 logger = logging.getLogger("adaptive.service")
 
-# Seconds that running answers have to end after SIGTERM or ctrl-C before they are cut. systemd waits
-# 90 before it kills.
+# Seconds after SIGTERM or ctrl-C until running answers are cancelled. Must be well below the 90 s after which systemd
+# kills the process.
 GRACE_S = 10.0
 
 
@@ -40,8 +40,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or ctrl-C. ``open_session`` loads the pair, on the engine's thread.
 
-    Raises AdaptiveError where the folder is served already, the port is taken, or the pair cannot be
-    loaded.
+    Raises AdaptiveError if another server uses the pair's folder, the port is taken, or the pair cannot be loaded.
     """
     settings = with_key(settings)
     with only_server(state, settings) as note:
@@ -70,7 +69,7 @@ def serve(
 
 
 def _run(server: _Server, engine: EngineThread, listening: socket.socket) -> None:
-    # uvicorn raises what it caught once more when it has ended; by then there is nothing left to interrupt.
+    # At its end uvicorn raises the signals again that it caught; by then there is nothing left to interrupt.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
@@ -81,7 +80,7 @@ def _run(server: _Server, engine: EngineThread, listening: socket.socket) -> Non
         engine.start(when_over=server.end)
         server.run(sockets=[listening])
     finally:
-        if engine.state == "loading":  # which is waited for, unless asked once more
+        if engine.state == "loading":  # ``close`` waits for the loading; another signal then ends the process
             restore()
         engine.close()
         restore()
@@ -89,18 +88,19 @@ def _run(server: _Server, engine: EngineThread, listening: socket.socket) -> Non
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which cuts the engine's work cleanly a moment before it cuts connections."""
+    """uvicorn, which cancels the engine's jobs shortly before it closes the connections."""
 
     def __init__(self, config: uvicorn.Config, engine: EngineThread) -> None:
         super().__init__(config)
         self._engine = engine
 
     def end(self) -> None:
-        """Stop serving: the engine is no more."""
+        """Stop serving, because the engine thread has ended."""
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets running answers end, within GRACE_S; the second cuts them."""
+        """First signal: let running answers end within GRACE_S. Second: cancel them, or, while the models are loading,
+        kill the process."""
         if self._engine.state == "loading":
             if self.should_exit:
                 signal.signal(sig, signal.SIG_DFL)
@@ -116,7 +116,7 @@ class _Server(uvicorn.Server):
 
 def until_signalled(server: uvicorn.Server, listening: socket.socket) -> None:
     """Serve on a socket until SIGTERM or ctrl-C."""
-    # uvicorn raises what it caught once more when it has ended; by then there is nothing left to interrupt.
+    # At its end uvicorn raises the signals again that it caught; by then there is nothing left to interrupt.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[listening])
@@ -127,7 +127,8 @@ def until_signalled(server: uvicorn.Server, listening: socket.socket) -> None:
 
 
 def with_key(settings: Settings) -> Settings:
-    """Settings with the key of ``api_key_file`` read. Raises AdaptiveError where no key protects an open address."""
+    """Settings with the key read from ``api_key_file``. Raises AdaptiveError if other machines can reach the address
+    and there is no key, or if the key is empty or cannot be read."""
     if settings.api_key_file is not None:
         try:
             text = settings.api_key_file.read_text(encoding="utf-8").strip()
@@ -146,9 +147,9 @@ def with_key(settings: Settings) -> Settings:
 
 @contextlib.contextmanager
 def only_server(state: PairState, settings: Settings) -> Iterator[Callable[[str], None]]:
-    """Hold ``server.lock`` of the pair's folder; yields what notes the address for others to find.
+    """Hold ``server.lock`` in the pair's folder. Yields a function that writes the address to ``server.json``.
 
-    The system frees the lock of a killed server. Raises AdaptiveError naming who holds it.
+    The system frees the lock of a killed server. Raises AdaptiveError, naming the process, if another holds the lock.
     """
     from filelock import FileLock, Timeout
 
@@ -168,7 +169,7 @@ def only_server(state: PairState, settings: Settings) -> Iterator[Callable[[str]
 def _note(root: Path, url: str) -> None:
     try:
         notices.write(root, url)
-    except OSError as error:  # it only helps others to find us
+    except OSError as error:  # the file only helps others to find this server
         place = notices.place(root)
         logger.warning("%s cannot be written (%s); a second server would not say where this one is", place, error)
 
@@ -179,7 +180,7 @@ def _holder(root: Path) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one."""
+    """A listening socket; port 0 takes a free port. Raises AdaptiveError if the port cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:

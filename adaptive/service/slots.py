@@ -1,4 +1,4 @@
-"""How many answers are decoded at once, and what each slot does, as the server says it."""
+"""Determines how many answers can be decoded at once, and describes the state of a slot."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from adaptive.assistant import Assistant
 from adaptive.errors import AdaptiveError
 
-# Slots where none are asked for, and the tokens of an answer with its prompt that there has to be memory for in each.
-# More slots make each answer slower while all are in use, fewer let others wait for longer.
+# Number of slots for ``auto``, and the tokens (prompt and answer) that each must have memory for. Too many slots: each
+# answer is slow while all are in use. Too few: requests wait longer.
 SLOTS, TOKENS = 4, 4096
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What one slot does: tokens of the answer under way, 0 of 0 where there is none; ``began`` by perf_counter."""
+    """The state of one slot: token counts of the answer in progress, 0 if there is none; ``began`` by perf_counter."""
 
     busy: bool = False
     client: str | None = None
@@ -24,7 +24,7 @@ class Slot:
 
 
 def possible_slots(assistant: Assistant, wanted: str) -> tuple[int, str | None]:
-    """How many slots there can be of those ``wanted``, a number or ``auto``; and why not more, where more are."""
+    """The number of slots for ``wanted`` (a number or ``auto``), and the reason if it is lower than wanted."""
     if wanted == "1":
         return 1, None
     target, conversations = assistant.pair.target, assistant.conversations

@@ -1,4 +1,4 @@
-"""What a pair takes of the disk and, in a server, of memory."""
+"""Measures the disk space of a pair and, in a server, its memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Size:
-    """A name for people, and bytes."""
+    """A name for display, and bytes."""
 
     name: str
     bytes: int
@@ -27,8 +27,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Storage:
-    """``folder`` begins with ~ in a home folder. ``memory`` is empty, and ``memory_free`` None, where no server runs;
-    the free bytes are the machine's."""
+    """Sizes by kind. ``folder`` begins with ~ if it is in the home folder. ``disk_free`` and ``memory_free`` are the
+    machine's free bytes. Without a server ``memory`` is empty and ``memory_free`` None."""
 
     folder: str
     disk: tuple[Size, ...]
@@ -38,7 +38,7 @@ class Storage:
 
 
 def on_disk(state: PairState) -> Storage:
-    """The parts of the pair's folder, and what other pairs have beside it."""
+    """The parts of the pair's folder, and the total of the other pairs."""
     parts = (
         ("answers", state.root.glob("records.db*")),
         ("adapters", [state.adapters]),
@@ -56,13 +56,13 @@ def on_disk(state: PairState) -> Storage:
 
 
 def _short(folder: Path) -> str:
-    """Without whose home folder it is in, which a report that is passed on need not tell."""
+    """The path with ~ for the home folder, so that a shared report does not show the user's name."""
     home = Path.home()
     return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
 
 
 def with_memory(storage: Storage, session: Opened | None) -> Storage:
-    """What this process and its training process take, too, and which part of it is caches and indexes."""
+    """``storage`` with the memory of this process and its training process, and the caches and indexes in it."""
     process = psutil.Process()
     training = sum(_resident(child) for child in process.children(recursive=True))
     sizes = [Size("the server, models included", _resident(process)), Size("the training process", training)]
@@ -78,12 +78,12 @@ def with_memory(storage: Storage, session: Opened | None) -> Storage:
 def _resident(process: psutil.Process) -> int:
     try:
         return int(process.memory_info().rss)
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return 0
 
 
 def _bytes(place: Path) -> int:
-    """Of a file, or of all files below a folder; 0 for what is not there any more."""
+    """The size of a file, or of all files below a folder; 0 if it does not exist any more."""
     try:
         if place.is_dir() and not place.is_symlink():
             return sum(map(_bytes, _inside(place)))

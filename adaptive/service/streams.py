@@ -1,4 +1,4 @@
-"""One job's events as a response: what every dialect's writer has to say, and the stream of server-sent events."""
+"""Turns a job's events into a stream of server-sent events, and defines the interface of the dialects' writers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from adaptive.service.calls import Reading
 from adaptive.service.jobs import Answer, Event, Failed, Job, Piece
 
-# Seconds of silence, in the queue, over a long prompt or within a long call of a tool, after which a comment is sent:
-# proxies and clients give a connection up that says nothing for half a minute.
+# Seconds without output (in the queue, during a long prompt or a long tool call) after which a comment is sent. Proxies
+# and clients close a connection after some 30 s of silence.
 PING_S = 15.0
 PING = ": ping\n\n"
 
-# A completion, whole or as server-sent events.
+# OpenAPI description of a completion, whole or as server-sent events.
 COMPLETION: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answers"}
 }
@@ -27,9 +27,9 @@ COMPLETION: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Served:
-    """A request that is in the queue, as a writer has to know it.
+    """The data of a queued request that a writer needs.
 
-    ``name`` is for ids, ``created`` in seconds of Unix time, ``prompt_tokens`` those of all its prompts.
+    ``name`` is part of ids, ``created`` is seconds since the epoch, ``prompt_tokens`` the total of all prompts.
     """
 
     name: str
@@ -41,16 +41,16 @@ class Served:
 
 
 class Writer(Protocol):
-    """Writes one response in one dialect, as a whole or as the lines of a stream."""
+    """Writes one response in one dialect, as one object or as the events of a stream."""
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
 
     def begin(self) -> Iterable[str]:
-        """What a stream begins with, before anything is decoded."""
+        """The beginning of a stream, before anything is decoded."""
 
     def piece(self, piece: Piece) -> Iterable[str]:
-        """Text that has become certain."""
+        """New text."""
 
     def answer(self, answer: Answer) -> Iterable[str]:
         """The end of one answer."""
@@ -59,11 +59,11 @@ class Writer(Protocol):
         """The end of the stream."""
 
     def failed(self, failed: Failed) -> Iterable[str]:
-        """The end of a stream that came to nothing."""
+        """The end of a stream whose request failed."""
 
 
 async def chunks(job: Job, events: asyncio.Queue[Event], writer: Writer) -> AsyncIterator[str]:
-    """The stream of one response. Closed early, it cancels the job."""
+    """The stream of one response. Closing it early cancels the job."""
     answers: list[Answer] = []
     waiting: asyncio.Task[Event] | None = None
     try:
@@ -97,11 +97,11 @@ async def chunks(job: Job, events: asyncio.Queue[Event], writer: Writer) -> Asyn
 
 
 def data_line(body: dict[str, Any], event: str | None = None) -> str:
-    """One server-sent event, with a name where the dialect gives them names."""
+    """One server-sent event; ``event`` is its name, for dialects that use names."""
     named = "" if event is None else f"event: {event}\n"
     return f"{named}data: {written(body)}\n\n"
 
 
 def written(body: dict[str, Any]) -> str:
-    """A body as JSON, in which half a character that a client sent and is told again is a question mark."""
+    """A body as JSON. Half of a surrogate pair, echoed from the request, becomes a question mark."""
     return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace").decode("utf-8")

@@ -1,7 +1,8 @@
-"""When to train: starts the training process, pauses it for a request, and says at any time what it does and why.
+"""Schedules background training: starts the training process, pauses it during requests, and reports its state.
 
-In: what the engine does (``busy``, ``idle``, ``answered``) and the log. Out: a worker process a run, a
-``TrainerStatus`` for people, and a rollback where live acceptance fell. Used by ``serve`` and ``chat``.
+In: notifications of the engine (``busy``, ``idle``, ``answered``) and the log. Out: a worker process for each run, a
+``TrainerStatus`` for display, and a rollback if live acceptance fell. Used by ``serve``, ``chat``, ``learn`` and
+``adaptive.api``.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.trainer")
 
-# Seconds between two looks at the log and the clock. Nothing here is urgent: ``busy`` does not wait for it.
+# Seconds between two checks of the log and the clock. Nothing here is urgent: ``busy`` acts at once.
 LOOK_S = 0.5
-# Seconds after a crash before the next try, doubled with each crash in a row, at most the second figure.
+# Seconds after a crash before the next run; doubled with each consecutive crash, up to the second number.
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 3600.0
-# Answers of the log that live acceptance is measured by after a restart, of the draft in use and of the one before.
+# Newest logged answers from which live acceptance is restored after a restart.
 REMEMBERED = 200
-# Answers, since a draft that was rolled back came into use, on which it is judged once more. Fewer say
-# nothing for certain, more leave the worse draft in use for longer if the rollback was wrong.
+# Answers since the first one of a rolled-back adapter after which it is judged again. Too low: the result is
+# uncertain. Too high: if the rollback was wrong, the worse draft stays in use for longer.
 RECONSIDERED = 30
-# Seconds for a worker to end after being told to stop: a pass of a large draft, and writing a candidate.
+# Seconds that a worker may take to stop: one pass of a large draft, and writing a candidate.
 STOP_S = 5.0
 
 Activity = Literal["off", "waiting", "training", "paused", "backing off"]
@@ -57,8 +58,8 @@ Activity = Literal["off", "waiting", "training", "paused", "backing off"]
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """What the trainer does now, and why, in words; where the run stands; how the last one ended; and in words how
-    far live acceptance has judged the adapter in use."""
+    """The trainer's activity and its reason in words; the progress of the run; how the last run ended; and the
+    judgement of the adapter in use by live acceptance, in words (``watch``)."""
 
     activity: Activity
     reason: str
@@ -73,7 +74,7 @@ class TrainerStatus:
 
 
 class Trainer:
-    """Starts training runs and watches over them on a thread of its own. ``busy`` and ``idle`` may come from any."""
+    """Starts and supervises training runs, on a thread of its own. Any thread may call ``busy`` and ``idle``."""
 
     def __init__(self, settings: Settings, state: PairState, draft_bytes: int) -> None:
         """``draft_bytes`` is the size of the draft's float32 weights, 0 where there is no draft."""
@@ -83,10 +84,10 @@ class Trainer:
         self.runs = self.crashes = 0
         self._need = TRAINING_LIBRARIES + TRAINING_PER_BYTE * draft_bytes
         self._has_draft = draft_bytes > 0
-        self.costs: Callable[[], CostTable | None] = lambda: last_costs(state.controller)  # of a round, as last known
+        self.costs: Callable[[], CostTable | None] = lambda: last_costs(state.controller)  # last known costs of a round
         self._gains = Gains(state)
         self._watch = Watch()
-        self._lock = threading.Lock()  # over the worker's input, and over who is busy
+        self._lock = threading.Lock()  # guards the worker's input, and the fields that ``busy`` and ``idle`` set
         self._process: subprocess.Popen[str] | None = None
         self._report: Report | None = None
         self._paused = self._stopping = False
@@ -95,7 +96,7 @@ class Trainer:
         self._last_run: str | None = None
         self._doubts = Doubts()
         self._reconsidering = False
-        self._seen = self._newest = self._read_until = 0  # ids of the log; the last is what this run may know
+        self._seen = self._newest = self._read_until = 0  # ids: trained up to, newest, newest at the start of this run
         self._failures = 0
         self._not_before = 0.0
         self._reason = "starting"
@@ -106,17 +107,17 @@ class Trainer:
         self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
 
     def start(self) -> None:
-        """Begin to look for something to train on."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the round that runs; its best draft so far stays as a candidate if it can be written in time."""
+        """Stop the trainer. A run's best draft so far becomes a candidate if the worker writes it within STOP_S."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def busy(self) -> None:
-        """Somebody waits for an answer: the worker stands still, at once where the system can make it."""
+        """A request has arrived: pause the worker, at once if the system supports it (SIGSTOP)."""
         with self._lock:
             self._busy = True
             if self._process is not None and not self._paused and self.settings.distill != "always":
@@ -124,18 +125,18 @@ class Trainer:
                 self._say(BUSY)
 
     def idle(self) -> None:
-        """Nobody waits any more; the worker goes on when that has lasted a while."""
+        """No request is left; the worker continues after ``distill_idle_seconds``."""
         with self._lock:
             self._busy = False
             self._quiet_since = time.monotonic()
 
     def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
-        """An answer has ended."""
+        """See ``Listener.answered``."""
         self._watch.observe(adapter, count_rounds(rounds))
 
     @property
     def status(self) -> TrainerStatus:
-        """What it does now, and why."""
+        """The trainer's current state."""
         report, running = self._report, self._process is not None
         activity: Activity = ("paused" if self._paused else "training") if running else self._activity
         reason = self._reason
@@ -163,23 +164,23 @@ class Trainer:
             while not self._closing.wait(LOOK_S):
                 try:
                     self._look(log)
-                except Exception as error:  # whatever happens here, answers go on
+                except Exception as error:  # of any kind: an error here must not affect answers
                     said = str(error) if isinstance(error, AdaptiveError) else f"{type(error).__name__}: {error}"
                     self._activity, self._reason = "waiting", said
                     self._warn(said)
         self._end_worker()
 
     def _remember(self, log: Log) -> None:
-        """What was trained on, and how the drafts in use did, before this start."""
-        # A run that was stopped goes on: what it left was not judged, and its records are still to be learned.
+        """Restore from the store and the log: the newest record trained on, and live acceptance."""
+        # Only judged adapters: a stopped run leaves an unjudged one, and will continue with the same records.
         judged = [manifest for manifest in self.store.list() if manifest.recent is not None]
         trained = [manifest.trained_on.last_id or 0 for manifest in judged]
         self._seen = max(trained, default=0)
         self._doubts = Doubts.load(self.state.doubts)
         if self._doubts.adapter is not None and self._doubts.adapter == self.store.current_id():
-            self._doubt(Doubts(settled=log.last_id()))  # it came back into use as this program ended
+            self._doubt(Doubts(settled=log.last_id()))  # it came back into use before the last process noted it
         remembered = log.figures(REMEMBERED)
-        seeded = log.seeded(min(remembered.ids, default=1) - 1)  # of which live answers say nothing either
+        seeded = log.seeded(min(remembered.ids, default=1) - 1)  # left out, as for live answers
         for figures in remembered:
             if figures.id > self._doubts.settled and figures.id not in seeded:
                 own = figures.rounds if figures.own is None else figures.own
@@ -199,7 +200,7 @@ class Trainer:
             self._activity, self._reason = waits_for
 
     def _wait_for(self) -> tuple[Activity, str] | None:
-        """What training waits for, in words; None when a run can begin."""
+        """The reason why training waits, with the activity to show; None if a run can begin."""
         new, quiet = self._newest - self._seen, time.monotonic() - self._quiet_since
         if not self._has_draft:
             return "off", untrained(self.settings) or "there is no draft to train"
@@ -226,7 +227,7 @@ class Trainer:
         return None
 
     def _must_reconsider(self) -> bool:
-        """Whether enough was said to judge once more the adapter that was rolled back."""
+        """Whether there are enough new answers to judge the rolled-back adapter again."""
         return self._doubts.adapter is not None and self._newest - self._doubts.first + 1 >= RECONSIDERED
 
     def _in_window(self) -> bool:
@@ -238,7 +239,7 @@ class Trainer:
         return begin <= minute < end if begin <= end else minute >= begin or minute < end
 
     def _begin(self) -> None:
-        """Start a worker. Its standard error goes to ``trainer.log``, anew each run."""
+        """Start a worker. Its standard error goes to ``trainer.log``, which is overwritten by each run."""
         settings, process = self.settings.for_worker(), start_worker(self.state.root / "trainer.log")
         self._read_until = self._newest
         doubted = self._doubts.adapter if self._must_reconsider() else None
@@ -260,7 +261,7 @@ class Trainer:
                 self._report = Report.of(line)
 
     def _attend(self) -> None:
-        """Let a paused worker go on, end one outside of its window, and take note when it has ended."""
+        """Continue a paused worker if the assistant is idle, stop it outside its window, and handle its end."""
         process = self._process
         assert process is not None
         with self._lock:
@@ -269,7 +270,7 @@ class Trainer:
                 self._paused = False
                 self._say(IDLE)
             elif not self._paused:
-                self._wake()  # it may have stood still only now, for a request that is long over
+                self._wake()  # it may react late to ``busy`` and stop after the request is over
             if not self._stopping and not self._in_window():
                 self._stopping = True
                 self._say(STOP)
@@ -279,7 +280,7 @@ class Trainer:
     def _conclude(self, process: subprocess.Popen[str]) -> None:
         deadline = time.monotonic() + 1.0
         while (self._report is None or self._report.stage not in LAST) and time.monotonic() < deadline:
-            time.sleep(0.01)  # its last line may still be in the pipe
+            time.sleep(0.01)  # the worker's last line may still be in the pipe
         report = self._report
         with self._lock:
             self._process, self._report, self._paused = None, None, False
@@ -317,7 +318,7 @@ class Trainer:
         current = self.store.current_id()
         try:
             manifest = None if current is None else self.store.show(current)
-        except AdaptiveError:  # damaged while in use: the last good one takes its place, as at a start
+        except AdaptiveError:  # damaged while in use: the last good one replaces it, as at startup
             for problem in self.store.usable(None)[1]:
                 self._warn(problem)
             return
@@ -326,19 +327,19 @@ class Trainer:
         if current is not None and reason is not None and current == self.store.current_id():
             first = log.first_id(current)
             doubts = Doubts(None if first is None else current, first or 0, self._doubts.settled)
-            self._doubt(doubts)  # before the rollback, so that it is judged again even after a kill
+            self._doubt(doubts)  # saved before the rollback, so that a killed process judges it again too
             self.store.rollback(reason)
             self._watch.rolled_back()
             self._doubt(replace(doubts, settled=log.last_id()))
             logger.warning("adapter %s is rolled back: %s", current, reason)
 
     def _note_promotion(self, log: Log) -> None:
-        """What a promotion should bring, and when enough was answered what came of it."""
-        with contextlib.suppress(AdaptiveError):  # damaged, or gone meanwhile: said elsewhere
+        """Record the expected and later the measured effect of a promotion (``Gains``)."""
+        with contextlib.suppress(AdaptiveError):  # damaged or deleted meanwhile: reported elsewhere
             self._gains.look(log, self.store.current(), self.costs)
 
     def _doubt(self, doubts: Doubts) -> None:
-        """Remember, over a restart too, what is in doubt."""
+        """Set and save ``doubts``."""
         self._doubts = doubts
         try:
             doubts.save(self.state.doubts)
@@ -346,7 +347,7 @@ class Trainer:
             self._warn(f"{self.state.doubts} cannot be written ({error.strerror}); a restart forgets what is in doubt")
 
     def _warn(self, problem: str) -> None:
-        """Into the log, once; what is looked at twice a second would fill it."""
+        """Log each problem once, because problems are detected again at every check."""
         if problem not in self._warned:
             self._warned.add(problem)
             logger.warning("%s", problem)
@@ -364,7 +365,7 @@ class Trainer:
             process.wait()
 
     def _say(self, line: str) -> None:
-        """Tell the worker; one that has just died is noticed elsewhere. Called with the lock held."""
+        """Send a line to the worker, with the lock held. A worker that has died is handled elsewhere."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -375,16 +376,16 @@ class Trainer:
             self._wake()
 
     def _wake(self) -> None:
-        """Continue a worker that stands still, which it does by itself when told ``busy``."""
+        """Continue a worker that has stopped itself (SIGSTOP) after ``busy``."""
         if self._process is not None and self._process.returncode is None and hasattr(signal, "SIGCONT"):
             self._process.send_signal(signal.SIGCONT)
 
 
 def _trained_bytes(settings: Settings) -> int:
-    """Bytes of the weights that a run loads, in float32; 0 where there is nothing to train."""
+    """Bytes of the weights that a training run loads, in float32; 0 if there is nothing to train."""
     draft, grown = trained_draft(settings), grows_on(settings)
     if grown is not None or (draft is not None and draft.head):
-        with contextlib.suppress(AdaptiveError):  # of a kind on which none can be grown: said when it is loaded
+        with contextlib.suppress(AdaptiveError):  # heads are not supported for this target: reported at loading
             own = float32_bytes(draft.folder) if draft is not None and draft.head is HeadKind.EAGLE3 else 0
             return own + parts_bytes(sources(settings)[0].folder, settings.trust_remote_code)
         return 0
@@ -393,7 +394,7 @@ def _trained_bytes(settings: Settings) -> int:
 
 @contextlib.contextmanager
 def background(settings: Settings, state: PairState) -> Iterator[Trainer]:
-    """A trainer for the pair of ``settings``, which begins to look when it is first told ``idle``."""
+    """A running trainer for the pair of ``settings``. It trains only after the first ``idle``, unless ``always``."""
     trainer = Trainer(settings, state, _trained_bytes(settings))
     trainer.start()
     try:

@@ -1,20 +1,21 @@
-"""Live acceptance after a swap, against what it was before: a draft that really got worse goes back.
+"""Compares live acceptance after a swap with that before it, to roll back an adapter that made the draft worse.
 
-In: the rounds of every answer, with the adapter that drafted them. Out: a reason to roll back, or None, and in a
-sentence how far the adapter in use has been judged.
+In: the rounds of every answer, with the adapter that drafted them. Out: a reason to roll back, or None, and the state
+of this judgement in one sentence.
 
 Only **drafted positions that the target judged** count: every accepted token, and the first rejected one of a round.
-A round that drafted nothing says nothing, so that an adapter is never rolled back for not being used.
+Rounds that drafted nothing do not count, so an adapter is never rolled back for not being used.
 
-**The measure** is the acceptance under the draft before, at the lower end of what its answers allow; of an adapter
-that the gate let through no more is asked than the gate had promised at least, since before the swap the controller
-may have drafted sure tokens only. The adapter is bad where acceptance is below 1 - REAL_DROP of that.
+**The reference** is the acceptance under the draft before, less DOUBT standard errors. If the gate has judged the
+adapter, the reference is at most the lower end of the acceptance that the gate found for it, because before the swap
+the controller may have drafted only tokens that were almost certain. The limit is 1 - REAL_DROP of the reference; an
+adapter with lower acceptance is bad.
 
-**The test** is a likelihood ratio of "worse than that" (an even mixture of acceptances below the limit) against "just
-at the limit", over the newest answers that drafted. Under a draft at the limit or better it exceeds 1 / ERROR with a
-probability of at most ERROR, however often it is looked at (Ville's inequality). A few answers suffice where hardly
-anything is accepted any more, and many are taken where the drop is small. The answer is the unit: tokens of one
-answer hang together, by ALIKE, and count as beta-binomial draws.
+**The test** is a likelihood ratio of "below the limit" (an even mixture of acceptances below it) against "at the
+limit", over the newest answers that drafted. With a draft at the limit or better it exceeds 1 / ERROR with a
+probability of at most ERROR, however often it is evaluated (Ville's inequality). A few answers suffice if hardly any
+token is accepted; a small drop needs many. The unit is the answer: the tokens of one answer are correlated (ALIKE), so
+their counts are modelled as beta-binomial.
 """
 
 from __future__ import annotations
@@ -27,44 +28,44 @@ from collections.abc import Iterable, Sequence
 from adaptive.records.stats import JudgedTokens, RoundCount, judged_tokens
 from checkpoints.manifest import Manifest
 
-# Answers that drafted, the newest ones: those of the draft before are the measure, those of the adapter are judged.
-# Fewer leave a small drop unseen, more reach back into other work.
+# Maximum number of answers that drafted, the newest ones: of the draft before for the reference, and of the adapter.
+# Too low: a small drop is not detected. Too high: they include answers on other subjects.
 WINDOW = 60
-# Answers in a row without a draft after which the adapter counts as not drafted with: a controller that decodes
-# plainly tries it in every other answer or so.
+# Consecutive answers without drafting after which the adapter is reported as not drafting. Too low: also while the
+# controller, though decoding plainly, still tries the draft in about every other answer.
 IDLE_ANSWERS = 5
-# Answers and judged tokens of the draft before without which there is no measure.
+# Minimum answers and judged tokens of the draft before, for a reference.
 FEWEST_ANSWERS, FEWEST_JUDGED = 5, 30
-# Share of the acceptance before that must be lost. Less is within what a change of subject does.
+# Share of the reference acceptance that must be lost. Too low: a mere change of subject rolls an adapter back.
 REAL_DROP = 0.15
-# Standard errors that the measure is taken below its mean, for what chance had in it.
+# Standard errors subtracted from the mean acceptance of the draft before, to allow for chance.
 DOUBT = 1.0
-# Chance of rolling back, in one window of answers, a draft that is just at the limit. There are many windows in the
-# life of an adapter. Smaller needs more answers: a ten times smaller one about a quarter more.
+# Probability of rolling back, within one window of answers, a draft that is just at the limit. Too high: an adapter is
+# wrongly rolled back in one of its many windows. Too low: more answers are needed, a quarter more for a tenth of it.
 ERROR = 1e-3
-# How much alike the tokens of one answer are: the correlation of two of them. Larger is slower to see a drop in long
-# answers, smaller takes one odd answer for many.
+# Correlation of the acceptance of two tokens of one answer. Too high: a drop in long answers is detected late. Too low:
+# a single unusual answer counts like many.
 ALIKE = 0.05
-# Acceptances below the limit that are held against it, as shares of the limit.
+# The acceptances of the mixture "below the limit", as shares of the limit.
 WORSE = tuple(step / 10 for step in range(10))
 
 
 class Watch:
-    """Judged tokens by adapter. One thread reports them; ``verdict`` and ``state`` may be asked by another."""
+    """Judged tokens by adapter. One thread calls ``observe``; another may call the other methods."""
 
     def __init__(self) -> None:
         self._adapter: str | None = None
         self._before: tuple[JudgedTokens, ...] = ()
         self._now: deque[JudgedTokens] = deque(maxlen=WINDOW)
-        self._undrafted = 0  # answers in a row, up to now, that drafted nothing
+        self._undrafted = 0  # newest consecutive answers that drafted nothing
         self._lock = threading.Lock()
 
     def observe(self, adapter: str | None, rounds: Iterable[RoundCount]) -> None:
-        """The rounds of one answer. Another adapter than before is a swap."""
+        """Add the rounds of one answer. A different adapter than before means a swap."""
         seen = judged_tokens(rounds)
         with self._lock:
             if adapter != self._adapter:
-                if _is_measure(self._now):  # else what was before that stays the measure
+                if _is_measure(self._now):  # else the earlier reference stays
                     self._before = tuple(self._now)
                 self._adapter = adapter
                 self._now.clear()
@@ -74,17 +75,17 @@ class Watch:
             self._undrafted = 0 if seen.judged else self._undrafted + 1
 
     def rolled_back(self) -> None:
-        """The adapter has gone back. Should it return, only what it does from then on counts."""
+        """After a rollback: forget the adapter's answers, so that only new ones count if it returns."""
         with self._lock:
             self._now.clear()
 
     def forgive(self) -> None:
-        """What was before is no measure any more: it was other text."""
+        """Drop the reference, because it was measured on other text."""
         with self._lock:
             self._before = ()
 
     def verdict(self, manifest: Manifest | None) -> str | None:
-        """Why the adapter in use must go, or None. ``manifest`` is its own."""
+        """The reason to roll back the adapter in use, or None. ``manifest`` is that of the adapter."""
         with self._lock:
             now, adapter, before = tuple(self._now), self._adapter, self._before
         if manifest is None or manifest.id != adapter or not now or not before:
@@ -98,7 +99,7 @@ class Watch:
         )
 
     def state(self, manifest: Manifest | None) -> str:
-        """How far the adapter in use has been judged, in words. ``manifest`` is its own, None for the plain draft."""
+        """The state of the judgement in words. ``manifest`` is that of the adapter in use, None without one."""
         with self._lock:
             now, adapter, before, undrafted = tuple(self._now), self._adapter, self._before, self._undrafted
         if manifest is None:
@@ -114,7 +115,7 @@ class Watch:
 
 
 def evidence(answers: Sequence[JudgedTokens], limit: float) -> float:
-    """The natural logarithm of how much likelier ``answers`` are under an acceptance below ``limit`` than at it."""
+    """The natural logarithm of the likelihood of ``answers`` with an acceptance below ``limit``, relative to at it."""
     at_limit = _log_likelihood(answers, limit)
     ratios = [_log_likelihood(answers, max(share * limit, 1e-3)) - at_limit for share in WORSE]
     best = max(ratios)
@@ -122,7 +123,7 @@ def evidence(answers: Sequence[JudgedTokens], limit: float) -> float:
 
 
 def _log_likelihood(answers: Sequence[JudgedTokens], acceptance: float) -> float:
-    """Of beta-binomial counts with this mean and the correlation ALIKE, apart from what no mean changes."""
+    """The log-likelihood of beta-binomial counts with this mean and correlation ALIKE, without constant terms."""
     spread = (1 - ALIKE) / ALIKE
     a, b = acceptance * spread, (1 - acceptance) * spread
     of_nothing = _log_beta(a, b)
@@ -134,7 +135,7 @@ def _log_beta(a: float, b: float) -> float:
 
 
 def _limit(before: Sequence[JudgedTokens], manifest: Manifest) -> float:
-    """The acceptance below which the adapter is bad, above 0 and below 1."""
+    """The acceptance below which an adapter is bad, strictly between 0 and 1."""
     mean = _acceptance(before)
     independent = sum(seen.judged / (1 + ALIKE * (seen.judged - 1)) for seen in before)
     least = mean - DOUBT * math.sqrt(mean * (1 - mean) / independent)
@@ -156,7 +157,7 @@ def _is_measure(answers: Sequence[JudgedTokens]) -> bool:
 
 
 def _promise(manifest: Manifest) -> str:
-    """What the gate had said."""
+    """The gate's result for the adapter, in words."""
     if manifest.recent is None:
         return "the gate had not judged it"
     before, after = manifest.recent.acceptance_before, manifest.recent.acceptance_after

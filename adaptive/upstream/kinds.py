@@ -1,7 +1,6 @@
-"""The servers that people run: how each is told apart, what its log-probabilities are, and how it samples.
+"""The kinds of servers: how each is recognised, the meaning of its log-probabilities, and its order of sampling steps.
 
-What is said of a server here was read in its public source, and is written down with where it stands in
-``docs/notes/2026-11-upstream.md``.
+The facts are from the servers' public sources; ``docs/notes/2026-11-upstream.md`` gives the places.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from typing import Any
 
 from adaptive.types import UPSTREAM_PREFIX
 
-# Alternatives a token that are asked for where a server has no limit of its own: as many as the log keeps of our own
-# target (``decoding/supervision.py``). More is JSON that nobody uses, fewer leaves mass without a name.
+# Alternatives per token to request from a server without a limit: as many as the log keeps with our own engines
+# (``decoding/supervision.py``). Too many: unused JSON. Too few: more mass of unlisted tokens.
 WANTED = 32
-# What OpenAI's own API allows, and servers that follow it.
+# The limit of OpenAI's API, and of servers that follow it.
 OPENAI_MOST = 20
 
 
@@ -23,11 +22,11 @@ OPENAI_MOST = 20
 class Kind:
     """One kind of server.
 
-    ``owner`` is what it says of itself in ``/v1/models``; ``alternatives`` a token it is asked for. ``tempered``: its
+    ``owner`` is its ``owned_by`` in ``/v1/models``; ``alternatives`` the number per token to request. ``tempered``: its
     log-probabilities are those after temperature (and penalties), else those of the model itself. ``heat_last``: it
     cuts (top-k, top-p, min-p) before it divides by the temperature, else after. ``absent``: a chat's choice without
     log-probabilities has no such key, else it is null. ``quiet``: without log-probabilities it sends no event for a
-    token without text. ``numbers`` are fields that make it say token ids in the place of their text.
+    token without text. ``numbers`` are request fields that make it report token ids instead of texts.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Kind:
 
     @property
     def engine(self) -> str:
-        """What the log calls it."""
+        """The name of the engine in the log."""
         return UPSTREAM_PREFIX + self.name
 
 
@@ -56,7 +55,7 @@ KINDS = {kind.name: kind for kind in (LLAMA_SERVER, VLLM, SGLANG, LM_STUDIO, ADA
 
 
 def kind_of(models: object) -> Kind:
-    """The kind of server that gave this answer to ``GET /v1/models``."""
+    """The kind of a server, from its response to ``GET /v1/models``."""
     data = models.get("data") if isinstance(models, dict) else None
     first = data[0] if isinstance(data, list) and data else None
     owner = first.get("owned_by") if isinstance(first, dict) else None

@@ -1,7 +1,7 @@
-"""The draft length for another server: tokens a round by replay, over what a round takes there.
+"""Chooses the draft length for another server: most tokens a round by replay per second of a round on that server.
 
 A round of k drafted tokens takes ``round_s + k * token_s``: the pass of the target, and for each token a step of the
-draft and its row in that pass. Both are told by answers that drafted different numbers of tokens a round.
+draft and its row in that pass. Both follow from answers with different numbers of drafted tokens a round.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 
 from adaptive.upstream.measure import Answered
 
-# Longest draft that is considered.
+# Longest draft length considered.
 LONGEST = 16
-# What a drafted token takes, as a share of a round, where nothing tells: a draft of a tenth of the target.
+# Assumed time of a drafted token, as a share of a round without a draft, if it cannot be measured.
 ASSUMED_SHARE = 0.1
-# How much the tokens drafted a round must differ between answers (the coefficient of variation) to tell the two costs
-# apart. Less, and noise is divided by next to nothing.
+# Least coefficient of variation, over answers, of the drafted tokens a round, to separate the two costs. Too low: the
+# fit amplifies noise. Too high: the assumed share is used although the costs could be measured.
 LEAST_SPREAD = 0.05
 
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of a round without a draft, and of each drafted token; ``assumed`` where the share was not measured."""
+    """Seconds of a round without a draft, and of each drafted token. ``assumed``: their ratio is ASSUMED_SHARE."""
 
     round_s: float
     token_s: float
@@ -33,8 +33,8 @@ class RoundCosts:
 
 @dataclass(frozen=True)
 class Advice:
-    """The draft length to use, 0 for none; the tokens per second that are expected of it and of decoding plainly, and
-    the share of drafted tokens that replay expects to be accepted at it."""
+    """The best draft length, 0 for no drafting; the expected tokens per second with it and with plain decoding; and the
+    acceptance rate that replay expects with it."""
 
     length: int
     tokens_per_second: float
@@ -43,7 +43,7 @@ class Advice:
 
 
 def round_costs(answers: Sequence[Answered]) -> RoundCosts | None:
-    """What rounds take in these answers; None where nothing tells how many they took."""
+    """The costs of rounds, from these answers; None if the number of rounds is unknown."""
     known = [one for one in answers if one.drafted is not None and one.accepted is not None]
     rows = [(one.tokens - (one.accepted or 0), one.drafted or 0, one.seconds) for one in known]
     rows = [row for row in rows if row[0] > 0]
@@ -52,7 +52,7 @@ def round_costs(answers: Sequence[Answered]) -> RoundCosts | None:
     rounds, drafted, seconds = np.array(rows, np.float64).T
     each = drafted / rounds
     if each.max() > 0 and each.std() > LEAST_SPREAD * each.mean():
-        # Each answer counts by its rounds, so that the noise of one round counts the same everywhere.
+        # Least squares weighted by each answer's rounds, because the noise of a round is the same in all answers.
         weights = 1 / np.sqrt(rounds)
         table = np.stack([rounds, drafted], axis=1) * weights[:, None]
         round_s, token_s = np.linalg.lstsq(table, seconds * weights, rcond=None)[0]
@@ -64,7 +64,7 @@ def round_costs(answers: Sequence[Answered]) -> RoundCosts | None:
 
 
 def advise(tokens_a_round: Sequence[float], costs: RoundCosts) -> Advice:
-    """The best draft length: ``tokens_a_round`` are those at lengths 0, 1, ... by replay."""
+    """The best draft length. ``tokens_a_round`` are the tokens a round at draft lengths 0, 1, ... by replay."""
     rates = [tokens / (costs.round_s + k * costs.token_s) for k, tokens in enumerate(tokens_a_round)]
     best = max(range(len(rates)), key=rates.__getitem__)
     acceptance = (tokens_a_round[best] - 1) / best if best else 0.0

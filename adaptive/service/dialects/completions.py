@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/chat/completions`` and ``/v1/completions``: a response as one object, or as chunks."""
+"""OpenAI's ``/v1/chat/completions`` and ``/v1/completions``: requests, and responses as one object or as chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaptive.service.schemas import ChatRequest, CompletionRequest, StreamOptio
 from adaptive.service.streams import COMPLETION, Served, data_line
 from adaptive.types import Supervision
 
-# What OpenAI reports for a token outside of the distribution that is kept.
+# The log-probability that OpenAI's API reports for a token outside the top alternatives.
 UNLIKELY = -9999.0
 
 
@@ -41,7 +41,7 @@ def add_completions(app: FastAPI, api: Api) -> None:
 
 @dataclass
 class _Choice:
-    """Where one answer stands: the calls in it so far, and the characters that its tokens stood for."""
+    """The state of one answer: its calls so far, and the characters of its tokens so far."""
 
     reader: AnswerReader
     calls: int = 0
@@ -49,8 +49,8 @@ class _Choice:
 
 
 class Completion:
-    """Writes one response; ``top`` alternatives a token where logprobs are wanted (None: none), and in a stream what
-    its ``options`` say."""
+    """Writes one response. ``top``: alternatives per token if logprobs are requested, else None. ``options``: extra
+    contents of a stream."""
 
     def __init__(self, served: Served, chat: bool, top: int | None, options: StreamOptions) -> None:
         self._served, self._chat, self._top, self._options = served, chat, top, options
@@ -58,7 +58,7 @@ class Completion:
         self._choices: dict[int, _Choice] = {}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The response to a request without stream."""
+        """See ``Writer.whole``."""
         choices = []
         for answer in sorted(answers, key=lambda a: a.index):
             said: dict[str, Any] = {"text": answer.text}
@@ -76,11 +76,11 @@ class Completion:
         return {**self._head(kind), "choices": choices, "usage": usage(answers), **figures(answers)}
 
     def begin(self) -> Iterable[str]:
-        """Nothing: an answer's first chunk says who speaks."""
+        """Nothing: the first chunk of an answer has the role."""
         return ()
 
     def piece(self, piece: Piece) -> Iterator[str]:
-        """Chunks for text that has become certain; with logprobs there is one for every token."""
+        """Chunks of new text; with logprobs, one for every token."""
         yield from self._opened(piece.index)
         choice = self._choices[piece.index]
         logprobs = None
@@ -94,7 +94,7 @@ class Completion:
         yield from self._parts(piece.index, parts, logprobs, piece.drafted if self._options.include_drafted else None)
 
     def answer(self, answer: Answer) -> Iterator[str]:
-        """What was held back, and the chunk that says how the answer ended."""
+        """The text that was held back, and the chunk with the finish reason."""
         yield from self._opened(answer.index)
         choice = self._choices[answer.index]
         yield from self._parts(answer.index, choice.reader.finish() if self._chat else [], None)
@@ -102,13 +102,13 @@ class Completion:
         yield data_line({**self._chunk(answer.index, self._said(""), reason), **figures([answer])})
 
     def end(self, answers: Sequence[Answer]) -> Iterator[str]:
-        """Usage, where it was asked for, and the end."""
+        """The usage, if requested, and the end mark."""
         if self._options.include_usage:
             yield data_line({**self._head(self._kind), "choices": [], "usage": usage(answers), **figures(answers)})
         yield "data: [DONE]\n\n"
 
     def failed(self, failed: Failed) -> Iterator[str]:
-        """The error."""
+        """The error, as an event."""
         yield data_line(error_object(failed.status, failed.message))
 
     @property
@@ -160,8 +160,8 @@ class Completion:
         return {"id": self._id, "object": kind, "created": self._served.created, "model": self._served.model}
 
     def _logprobs(self, tokens: Sequence[int], rows: Supervision, offset: int = 0) -> dict[str, Any]:
-        """Log-probabilities of the target at temperature 1, as the log keeps them (the likeliest 32, in float16), of
-        tokens that begin ``offset`` characters into the answer."""
+        """Log-probabilities of ``tokens``, which begin ``offset`` characters into the answer: the target's at
+        temperature 1, as the log keeps them (the likeliest 32, in float16)."""
         content, tokenizer = [], self._served.tokenizer
         for place, token in enumerate(tokens):
             known = {int(i): float(p) for i, p in zip(rows.ids[place], rows.logprobs[place], strict=True)}
@@ -181,17 +181,17 @@ class Completion:
 
 
 def _call_delta(number: int, call: dict[str, Any]) -> dict[str, Any]:
-    """A call of an answer, or more of it."""
+    """A delta with the call of this number in the answer, or with more of it."""
     return {"delta": {"tool_calls": [{"index": number, **call}]}}
 
 
 def ending(reason: str, called: bool) -> str:
-    """How an answer ended, in OpenAI's words: one that asks for tools has not just stopped."""
+    """OpenAI's finish reason: ``tool_calls`` instead of ``stop`` if the answer has calls."""
     return "tool_calls" if called and reason == "stop" else reason
 
 
 def _message(parts: Sequence[Part]) -> dict[str, Any]:
-    """The message of one answer, with what it thought and the calls of tools in it."""
+    """The message of one answer, with its thinking and its tool calls."""
     content = "".join(part for part in parts if isinstance(part, str))
     thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
     calls = [part.object() for part in parts if isinstance(part, Call)]
@@ -203,5 +203,5 @@ def _message(parts: Sequence[Part]) -> dict[str, Any]:
 
 def _token(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float) -> dict[str, Any]:
     text = str(tokenizer.decode([token]))
-    # -inf is no JSON; it stands for mass below what float16 can hold.
+    # JSON has no -inf, which stands for a probability below the range of float16.
     return {"token": text, "logprob": max(logprob, UNLIKELY), "bytes": list(text.encode("utf-8"))}

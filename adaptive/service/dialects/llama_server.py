@@ -1,4 +1,4 @@
-"""What llama.cpp's server has beside OpenAI's paths: ``/completion``, ``/apply-template``, ``/tokenize`` and back."""
+"""Paths of llama.cpp's server: ``/completion``, ``/apply-template``, ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from adaptive.service.schemas import (
 )
 from adaptive.service.streams import COMPLETION, Served, data_line
 
-# A bias that a token is never drawn with; llama.cpp writes ``false``.
+# The bias that excludes a token. In llama.cpp's requests ``false`` means the same.
 NEVER = -100.0
 
-# Paths that ask for embeddings, OpenAI's and llama.cpp's.
+# OpenAI's and llama.cpp's paths for embeddings. They are refused.
 EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/embedding")
 
 
 class LlamaCompletion(RequestBody):
-    """``POST /completion``: one text, continued."""
+    """``POST /completion``: continue one text."""
 
-    # Beside what every dialect passes over: bounds and bases of samplers that are off, and the order of the others.
+    # In addition to the fields that every dialect ignores: parameters of samplers that are off, and the sampler order.
     passed_over: ClassVar[frozenset[str]] = PASSED_OVER | {
         "samplers", "mirostat_tau", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
         "dry_sequence_breakers", "xtc_threshold", "dynatemp_exponent", "repeat_last_n", "min_keep", "n_keep",
@@ -66,7 +66,7 @@ class LlamaCompletion(RequestBody):
     return_tokens: bool = False
 
     def translated(self) -> CompletionRequest:
-        """The same in OpenAI's words. Raises AdaptiveError for what is not served."""
+        """The request as OpenAI's completion. Raises AdaptiveError for unsupported fields."""
         self.refuse_unknown()
         same = {"stream", "stop", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"}
         same |= {"ignore_eos", "grammar", "json_schema", "prompt"}
@@ -85,7 +85,7 @@ def _bias(value: float | bool) -> float:
 
 
 def add_llama_server(app: FastAPI, api: Api) -> None:
-    """Add the paths to ``app``."""
+    """Add the paths of this dialect to ``app``."""
 
     @app.post("/completion", responses=COMPLETION, response_class=Response)
     async def completion(body: LlamaCompletion, request: Request) -> Response:
@@ -126,28 +126,28 @@ class LlamaWriter:
         self._tokens = body.return_tokens
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The response to a request without stream."""
+        """See ``Writer.whole``."""
         (answer,) = answers
         return self._last(answer, answer.text)
 
     def begin(self) -> Iterable[str]:
-        """Nothing."""
+        """Nothing: a stream has no header."""
         return ()
 
     def piece(self, piece: Piece) -> Iterator[str]:
-        """Text that has become certain."""
+        """An event with new text."""
         yield data_line({"index": 0, "content": piece.text, "tokens": [], "stop": False, "id_slot": 0})
 
     def answer(self, answer: Answer) -> Iterator[str]:
-        """How it ended."""
+        """The last event, which says how the answer ended."""
         yield data_line(self._last(answer, ""))
 
     def end(self, answers: Sequence[Answer]) -> Iterable[str]:
-        """Nothing: the last line says that it is the last."""
+        """Nothing: the last event is marked as such (``stop``)."""
         return ()
 
     def failed(self, failed: Failed) -> Iterator[str]:
-        """The error."""
+        """The error, as an event."""
         yield data_line(error_object(failed.status, failed.message))
 
     def _last(self, answer: Answer, text: str) -> dict[str, Any]:

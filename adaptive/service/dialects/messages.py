@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``."""
+"""Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``: requests, and responses as one object or events."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ MESSAGES = "/v1/messages"
 
 
 class TextBlock(LooseModel):
-    """Text, in whatever is made of blocks."""
+    """A block of text, in a system prompt or in the result of a tool."""
 
     type: str
     text: Text | None = None
 
     def said(self) -> str:
-        """The text of the block. Raises AdaptiveError for one that is not text."""
+        """The text of the block. Raises AdaptiveError if it is not a text block."""
         if self.type != "text" or self.text is None:
             raise AdaptiveError(f"messages: a block of type {self.type[:64]!r} is not understood here; send text")
         return self.text
 
 
 class Block(TextBlock):
-    """One block of a message's content; which fields it has follows from its ``type``."""
+    """One block of a message's content. Its ``type`` determines which fields it has."""
 
     thinking: Text | None = None
     id: str | None = None
@@ -66,7 +66,7 @@ class AnthropicMessage(LooseModel):
     content: Text | list[Block]
 
     def translated(self) -> Iterator[dict[str, Any]]:
-        """The same in OpenAI's messages: results of tools are messages of their own."""
+        """The message in OpenAI's form, where each tool result is a message of its own."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -90,12 +90,12 @@ class AnthropicMessage(LooseModel):
 
 
 def texts(content: str | list[TextBlock] | None) -> str:
-    """The text of a content. Raises AdaptiveError for blocks that are none."""
+    """The text of a content. Raises AdaptiveError for blocks that are not text."""
     return "".join(block.said() for block in content) if isinstance(content, list) else content or ""
 
 
 class Tool(LooseModel):
-    """A tool of the client's own. Those that Anthropic runs itself have another ``type``."""
+    """A tool that the client runs. Tools that Anthropic runs have another ``type`` and are refused."""
 
     type: str | None = None
     name: str
@@ -103,7 +103,7 @@ class Tool(LooseModel):
     input_schema: dict[str, Any] | None = None
 
     def translated(self) -> dict[str, Any]:
-        """The same in OpenAI's shape. Raises AdaptiveError for one that would have to be run here."""
+        """The tool in OpenAI's form. Raises AdaptiveError for a tool that the server would have to run."""
         if self.type not in (None, "custom"):
             raise AdaptiveError(f"tools: {self.type[:64]!r} is run by Anthropic, and not here; offer your own")
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema or {"type": "object"}}
@@ -113,47 +113,47 @@ class Tool(LooseModel):
 
 
 class ToolChoice(LooseModel):
-    """Whether a tool has to be used, and which."""
+    """Whether the model must call a tool, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
     def translated(self) -> str | dict[str, Any]:
-        """The same in OpenAI's shape."""
+        """The choice in OpenAI's form."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return {"any": "required"}.get(self.type, self.type)
 
 
 class Thinking(LooseModel):
-    """Whether the model is to think. A budget has no effect: how long it thinks is the model's."""
+    """Whether the model thinks. A token budget is accepted but has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
 class OutputFormat(LooseModel):
-    """What the text of an answer is to be."""
+    """The JSON schema that the text of the answer must match."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(LooseModel):
-    """How much the model is to think, and what the text is to be."""
+    """How much the model thinks, and the required format of the text."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
 
 
 class Metadata(LooseModel):
-    """Who asks."""
+    """The user of the client."""
 
     user_id: str | None = None
 
 
 class MessagesRequest(RequestBody):
-    """``POST /v1/messages``."""
+    """``POST /v1/messages`` and ``/v1/messages/count_tokens``."""
 
     passed_over: ClassVar[frozenset[str]] = PASSED_OVER | {
         "cache_control", "context_management", "inference_geo", "speed", "diagnostics", "user_profile_id", "betas",
@@ -176,7 +176,7 @@ class MessagesRequest(RequestBody):
     metadata: Metadata | None = None
 
     def translated(self) -> ChatRequest:
-        """The same in OpenAI's words. Raises AdaptiveError for what is not served."""
+        """The request as OpenAI's chat. Raises AdaptiveError for unsupported fields."""
         self.refuse_unknown()
         if self.messages[-1].role == "assistant":
             raise AdaptiveError("messages: the last one is the assistant's, and to go on with it is not served")
@@ -224,17 +224,17 @@ def add_messages(app: FastAPI, api: Api) -> None:
 
 
 class MessageWriter:
-    """Writes one message: blocks of text, of thinking, and of calls, one after the other."""
+    """Writes one message as a sequence of blocks: text, thinking, tool calls."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
         self._reader: AnswerReader = served.reading.reader()
-        self._blocks = 0  # begun so far
-        self._open: str | None = None  # the type of the block that is open
+        self._blocks = 0  # index of the open block, or of the next one
+        self._open: str | None = None  # the type of the open block
         self._called = False
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The message of a request without stream."""
+        """See ``Writer.whole``."""
         (answer,) = answers
         blocks: list[dict[str, Any]] = []
         for part in self._reader.feed(answer.text) + self._reader.finish():
@@ -248,29 +248,29 @@ class MessageWriter:
         return {**self._message(blocks), **ends, "usage": _usage(answer), **figures(answers)}
 
     def begin(self) -> Iterator[str]:
-        """The message without its content."""
+        """The event that begins the message, without content."""
         self._reader = self._served.reading.reader(partial=True)
         usage = {"input_tokens": self._served.prompt_tokens, "output_tokens": 0}
         ends = {"stop_reason": None, "stop_sequence": None}
         yield _event({"type": "message_start", "message": {**self._message([]), **ends, "usage": usage}})
 
     def piece(self, piece: Piece) -> Iterator[str]:
-        """Text that has become certain."""
+        """Events for new text."""
         yield from self._parts(self._reader.feed(piece.text))
 
     def answer(self, answer: Answer) -> Iterator[str]:
-        """What was held back, and how the answer ended."""
+        """Events for the text that was held back, and the stop reason."""
         yield from self._parts(self._reader.finish())
         yield from self._close()
         ends = _ending(answer, self._called)
         yield _event({"type": "message_delta", "delta": ends, "usage": _usage(answer), **figures([answer])})
 
     def end(self, answers: Sequence[Answer]) -> Iterator[str]:
-        """The end."""
+        """The event that ends the message."""
         yield _event({"type": "message_stop"})
 
     def failed(self, failed: Failed) -> Iterator[str]:
-        """The error."""
+        """The error, as an event."""
         yield _event(error_object(failed.status, failed.message, path=MESSAGES))
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def _event(body: dict[str, Any]) -> str:
 
 
 def _block(part: Part) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """The type of the block that a part belongs to, the block before it has anything in it, and the part's delta."""
+    """For a part: the type of its block, that block when it begins (empty), and the part's delta."""
     if isinstance(part, Call | CallBegins | Arguments):
         call = part.call if isinstance(part, CallBegins) else part
         empty = {} if isinstance(call, Arguments) else _empty_call(call)
@@ -325,7 +325,7 @@ def _call_id(call: Call) -> str:
 
 
 def _ending(answer: Answer, called: bool) -> dict[str, Any]:
-    """Why the answer ended, in Anthropic's words."""
+    """Anthropic's fields for why the answer ended."""
     if answer.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if called:
@@ -336,7 +336,7 @@ def _ending(answer: Answer, called: bool) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    """Tokens; those of the prompt that a cache held are counted apart."""
+    """Token counts; prompt tokens that were in a cache are counted separately."""
     cached = answer.timings.cached_n
     return {
         "input_tokens": answer.prompt_tokens - cached,

@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``: the part of it that needs no memory between two requests."""
+"""OpenAI's ``/v1/responses``, without the features that need responses to be stored on the server."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from adaptive.service.schemas import (
 )
 from adaptive.service.streams import COMPLETION, Served, data_line
 
-# Parts of a message that are text.
+# Types of content parts that are text.
 TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
-# What a response may be asked to carry beside, which this server has none of, or always sends.
+# Accepted values of ``include``. They have no effect: thinking is sent as text, not encrypted.
 NOTHING_MORE = frozenset({"reasoning.encrypted_content"})
 
 
 class InputPart(LooseModel):
-    """One part of a content."""
+    """One part of an item's content. Only text and refusals are accepted."""
 
     type: str
     text: Text | None = None
     refusal: Text | None = None
 
     def said(self) -> str:
-        """The text of the part. Raises AdaptiveError for one that is not text."""
+        """The text of the part. Raises AdaptiveError if the part is not text."""
         if self.type == "refusal" and self.refusal is not None:
             return self.refusal
         if self.type not in TEXTS or self.text is None:
@@ -50,12 +50,12 @@ class InputPart(LooseModel):
 
 
 def text_of(content: str | list[InputPart] | None) -> str:
-    """The text of a content. Raises AdaptiveError for parts that are none."""
+    """The text of a content. Raises AdaptiveError for parts that are not text."""
     return "".join(part.said() for part in content) if isinstance(content, list) else content or ""
 
 
 class InputItem(LooseModel):
-    """A message, a call of a tool, its result, or what the model thought: which, its ``type`` says."""
+    """A message, a tool call, the result of one, or the model's thinking, according to ``type``."""
 
     type: str = "message"
     role: str | None = None
@@ -68,7 +68,7 @@ class InputItem(LooseModel):
 
 
 class FunctionTool(LooseModel):
-    """A function of the client's own. Tools that OpenAI runs itself have another ``type``."""
+    """A function that the client runs. Tools that OpenAI runs have another ``type`` and are refused."""
 
     type: str
     name: str | None = None
@@ -76,7 +76,7 @@ class FunctionTool(LooseModel):
     parameters: dict[str, Any] | None = None
 
     def translated(self) -> dict[str, Any]:
-        """The same as chats have it. Raises AdaptiveError for one that would have to be run here."""
+        """The tool in the form of chats. Raises AdaptiveError for a tool that the server would have to run."""
         if self.type != "function" or self.name is None:
             raise AdaptiveError(f"tools: {self.type[:64]!r} is run by OpenAI, and not here; offer your own")
         function: dict[str, Any] = {"name": self.name, "parameters": self.parameters or {"type": "object"}}
@@ -86,14 +86,14 @@ class FunctionTool(LooseModel):
 
 
 class TextFormat(LooseModel):
-    """What the text of an answer is to be."""
+    """The required format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def translated(self) -> dict[str, Any]:
-        """The same as chats have it. Raises AdaptiveError where the schema is missing."""
+        """The format in the form of chats. Raises AdaptiveError if the schema is missing."""
         if self.type != "json_schema":
             return {"type": self.type}
         if self.schema_ is None:
@@ -102,13 +102,13 @@ class TextFormat(LooseModel):
 
 
 class TextConfig(LooseModel):
-    """How the text is to be."""
+    """Options for the answer's text."""
 
     format: TextFormat | None = None
 
 
 class Reasoning(LooseModel):
-    """How much the model is to think. No summary is made of it: a response has all of it."""
+    """How much the model thinks. A response has the thinking in full, and no summary of it."""
 
     effort: Effort | None = None
 
@@ -141,7 +141,7 @@ class ResponsesRequest(RequestBody):
     background: bool | None = None
 
     def translated(self) -> ChatRequest:
-        """The same as a chat. Raises AdaptiveError for what is not served."""
+        """The request as a chat. Raises AdaptiveError for unsupported fields."""
         self.refuse_unknown()
         self._refuse_memory()
         wanted = None if self.text is None or self.text.format is None else self.text.format.translated()
@@ -182,7 +182,7 @@ class ResponsesRequest(RequestBody):
                 raise AdaptiveError(f"include: {more[:64]!r} is not served")
 
     def _messages(self) -> list[dict[str, Any]]:
-        """The input as messages; calls and thoughts belong to the assistant's message next to them."""
+        """The input as messages. Calls and thinking become part of the adjacent message of the assistant."""
         said: list[dict[str, Any]] = []
         if self.instructions:
             said.append({"role": "system", "content": self.instructions})
@@ -211,7 +211,7 @@ class ResponsesRequest(RequestBody):
 
 
 def add_responses(app: FastAPI, api: Api) -> None:
-    """Add the path to ``app``, and those that say why nothing can be asked of an earlier response."""
+    """Add ``/v1/responses`` to ``app``, and the paths of single responses, which are refused with a reason."""
 
     @app.post("/v1/responses", responses=COMPLETION, response_class=Response)
     async def respond(body: ResponsesRequest, request: Request) -> Response:
@@ -228,45 +228,45 @@ def add_responses(app: FastAPI, api: Api) -> None:
 
 
 class ResponseWriter:
-    """Writes one response: items of what was thought, of messages, and of calls, one after the other."""
+    """Writes one response as a sequence of items: thinking, messages, tool calls."""
 
     def __init__(self, served: Served, body: ResponsesRequest) -> None:
         self._served, self._body = served, body
         self._reader: AnswerReader = served.reading.reader()
-        self._items: list[dict[str, Any]] = []  # begun so far; the last one may still be open
+        self._items: list[dict[str, Any]] = []  # all items so far; the last one may still be open
         self._open = False
         self._events = 0
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The response to a request without stream."""
+        """See ``Writer.whole``."""
         (answer,) = answers
         for _ in self._parts(self._reader.feed(answer.text) + self._reader.finish()):
             pass
         return self._ended(answer)
 
     def begin(self) -> Iterator[str]:
-        """The response without its output."""
+        """The events that begin the response, without output."""
         self._reader = self._served.reading.reader(partial=True)
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress", None))
 
     def piece(self, piece: Piece) -> Iterator[str]:
-        """Text that has become certain."""
+        """Events for new text."""
         yield from self._parts(self._reader.feed(piece.text))
 
     def answer(self, answer: Answer) -> Iterator[str]:
-        """What was held back, and the whole response."""
+        """Events for the text that was held back, and the complete response."""
         yield from self._parts(self._reader.finish())
         yield from self._close("incomplete" if answer.finish_reason == "length" else "completed")
         ended = self._ended(answer)
         yield self._event(f"response.{ended['status']}", response=ended)
 
     def end(self, answers: Sequence[Answer]) -> Iterable[str]:
-        """Nothing: the whole response has been sent."""
+        """Nothing: ``answer`` has sent the complete response."""
         return ()
 
     def failed(self, failed: Failed) -> Iterator[str]:
-        """The response that came to nothing, and why."""
+        """The event of a failed response, with the reason."""
         error = {"code": "server_error", "message": failed.message}
         yield self._event("response.failed", response={**self._response("failed", None), "error": error})
 
@@ -293,7 +293,7 @@ class ResponseWriter:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-            "store": False,  # to be fetched again; the log is another matter
+            "store": False,  # responses cannot be fetched again; the log is not meant
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}}
             if body.text is None or body.text.format is None
@@ -342,7 +342,7 @@ class ResponseWriter:
         yield self._event("response.content_part.added", **self._place(), part=part)
 
     def _close(self, status: str) -> Iterator[str]:
-        """End the item that is open, if one is."""
+        """End the open item, if there is one."""
         if not self._open:
             return
         self._open = False
@@ -362,7 +362,7 @@ class ResponseWriter:
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _call(self, call: Call) -> Iterator[str]:
-        """A call without its arguments, which is open then."""
+        """Begin a call, without its arguments; its item stays open."""
         yield from self._close("completed")
         number = len(self._items)
         item = {"type": "function_call", "id": f"fc_{self._served.name}_{number}", "call_id": call.id}
@@ -385,7 +385,7 @@ class ResponseWriter:
         return data_line({"type": kind, "sequence_number": number, **fields}, kind)
 
     def _thought_tokens(self) -> int:
-        """Tokens of what was thought, counted anew from its text."""
+        """The number of tokens of the thinking, by tokenizing its text again."""
         texts = [item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"]
         return sum(len(self._served.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 

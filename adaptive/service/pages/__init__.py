@@ -1,7 +1,7 @@
-"""The pages: the dashboard, the chat, and what the report of ``adaptive history`` is made of.
+"""The HTML of the dashboard, of the chat page and of the report of ``adaptive history``.
 
-Each is plain files in this folder, without anything from elsewhere; dashboard and report share the style, the plots
-(``plots.js``) and what they show (``figures.html``, ``figures.js``).
+All are plain files in this folder, which load nothing from other sites. Dashboard and report share the style, the plots
+(``plots.js``) and the figures (``figures.html``, ``figures.js``).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 
-# What the pages load, and its type.
+# Content types of the files that the pages load, by suffix.
 TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 ASSETS = frozenset(file.name for file in FOLDER.iterdir() if file.suffix in TYPES)
 
 
 @functools.cache
 def part(name: str) -> str:
-    """One file of this folder."""
+    """The text of one file of this folder."""
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
@@ -36,15 +36,15 @@ def dashboard() -> str:
 
 
 def report(texts: Mapping[str, str], data: Mapping[str, Any]) -> str:
-    """The report: ``texts`` are HTML for its places (pair, written, by, rows, positions), ``data`` what its script
-    shows: ``history``, ``adapters`` and ``storage`` as the server has them."""
+    """The report as one HTML page. ``texts``: HTML for its placeholders (pair, written, by, rows, positions). ``data``:
+    ``history``, ``adapters`` and ``storage`` as the server returns them, for its script."""
     script = "\n".join(part(name) for name in ("plots.js", "figures.js"))
-    # A text that somebody typed may hold "</script>"; within JSON every "<" may be written otherwise.
+    # A logged text may contain "</script>", so every "<" of the JSON is escaped.
     written = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     written = written.encode("utf-8", "replace").decode("utf-8")
     filled = {**texts, "style": part("style.css"), "script": script, "data": written}
     page = part("report.html").replace("<!-- figures -->", part("figures.html"))
-    pieces = page.split("{")  # each place is filled once, whatever stands in what fills it
+    pieces = page.split("{")  # one pass: braces in the inserted texts are not placeholders
     found = [pieces[0]]
     for piece in pieces[1:]:
         name, closed, rest = piece.partition("}")

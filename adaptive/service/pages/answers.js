@@ -1,13 +1,13 @@
 "use strict";
-// Single answers: which of their tokens came from which drafter, and forgetting them.
+// The list of answers: shows the drafter of each token, and forgets answers.
 
-// Who drafts, as the log names them, and what it is called here; an own style each (style.css).
+// The log's names of drafters and their labels; each has its own style (style.css).
 const DRAFTERS = {model: "the draft model", head: "the draft head", history: "history: said before",
   grammar: "the grammar left no choice"};
-// Answers asked for at a time.
+// Answers fetched at a time.
 const PAGE = 15;
 
-let oldest = null;  // id of the oldest answer that is shown
+let oldest = null;  // id of the oldest answer shown
 
 const made = (name, text, kind) => {
   const one = document.createElement(name);
@@ -65,7 +65,7 @@ async function toggle(row, id, button) {
   if (!row.querySelector(".whole")) row.append(whole);
 }
 
-// Each drafted token on its own, marked for the eye, and told in words to who cannot see it.
+// The text with each drafted token as an element of its own, with a style and a title.
 function tokensOf(found) {
   const text = made("div", undefined, "said");
   for (const token of found.tokens) {

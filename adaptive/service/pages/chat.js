@@ -1,13 +1,13 @@
 "use strict";
-// A chat with the model that is served. What anybody said is only ever the text of a node, and never markup.
+// A chat with the served model. Messages are only inserted as text of a node, never as markup.
 
 const at = id => document.getElementById(id);
 const field = at("ask").querySelector("textarea");
 
-// The conversation, which this tab remembers: [{role, content, thought, tokens: [[text, drafted]], note}].
+// The conversation, kept in this tab's session storage: [{role, content, thought, tokens: [[text, drafted]], note}].
 let talk = JSON.parse(sessionStorage.getItem("talk") || "[]");
 let session = sessionStorage.getItem("session") || newSession();
-let running = null;  // what stops the answer under way
+let running = null;  // the AbortController of the answer in progress
 
 function newSession() {
   return `page-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
@@ -32,7 +32,7 @@ function button(text, press) {
   return one;
 }
 
-// One token, or what has become certain with it.
+// A node for the text of one chunk.
 function tokenOf([text, drafted]) {
   if (!drafted) return document.createTextNode(text);
   const one = made("span", text, "token drafted");
@@ -69,7 +69,7 @@ function show() {
   at("stop").hidden = running === null;
 }
 
-// The question again, to be changed; what came after it is forgotten when it is sent.
+// Replace a question by a field to edit it. Sending it drops all later messages.
 function edit(item, number) {
   const box = made("textarea"), send = made("button", "Send again"), leave = made("button", "Cancel", "quiet");
   box.value = talk[number].content;
@@ -117,7 +117,7 @@ async function answer() {
   field.focus();
 }
 
-// A question that was not answered goes back to where it was typed.
+// Put an unanswered question back into the input field.
 function giveBack() {
   const last = talk[talk.length - 1];
   if (!field.value && last?.role === "user") {
@@ -149,7 +149,7 @@ function take(said, place, chunk) {
   if (low) scrollTo(0, document.body.scrollHeight);
 }
 
-// What the answer took, in words.
+// The figures of an answer, in words.
 function ended(chunk, reason) {
   const {predicted_n: tokens, predicted_per_second: speed, draft_n: drafted, draft_n_accepted: accepted} = chunk.timings;
   const how = drafted ? `${accepted} of ${drafted} drafted tokens accepted` : "nothing drafted";

@@ -1,5 +1,5 @@
 "use strict";
-// Asks the server, for the dashboard and the chat: with its key where it wants one, which this tab remembers.
+// Requests to the server, for the dashboard and the chat, with the API key if one was entered; this tab keeps it.
 
 let key = sessionStorage.getItem("key");
 
@@ -11,7 +11,7 @@ function headers() {
   return found;
 }
 
-// The response, or what the server says is wrong.
+// The response. Throws NeedsKey for a missing or wrong key, else an Error with the server's message.
 async function ask(path, {method = "GET", body, signal, more = {}} = {}) {
   const answer = await fetch(path, {method, body: body && JSON.stringify(body), signal, headers: {...headers(), ...more}});
   if (answer.ok) return answer;
@@ -22,7 +22,7 @@ async function ask(path, {method = "GET", body, signal, more = {}} = {}) {
 
 const call = async (path, options) => (await ask(path, options)).json();
 
-// Server-sent events of a response, each as [name, data], until it ends.
+// The server-sent events of a response, each as [name, data].
 async function* eventsOf(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -44,7 +44,7 @@ async function* eventsOf(answer) {
   }
 }
 
-// Show what is wrong; where it is the key, ask for one and then go on.
+// Show an error, and for NeedsKey the form that asks for the key.
 function fail(error) {
   document.getElementById("problem").textContent = error.message;
   const form = document.getElementById("key");

@@ -1,11 +1,10 @@
 "use strict";
-// The dashboard: follows the server's events, and asks for what has changed by them.
+// The dashboard: follows the server's events, and fetches the data that they report as changed.
 
-// Milliseconds between two questions for the history while answers come one after the other, and before another try
-// where the server does not answer.
+// Milliseconds between two fetches while data keeps changing, and before a retry if the server does not answer.
 const EVERY = 1500, AGAIN = 2000;
 
-const stale = new Set();  // what has changed since it was shown
+const stale = new Set();  // the parts that have changed since they were shown
 let asking = false, stream = null;
 
 const SHOW = {
@@ -15,7 +14,7 @@ const SHOW = {
   answers: async () => {
     try { await showAnswers(); } catch (error) {
       if (error instanceof NeedsKey) throw error;
-      at("no-answers").textContent = error.message;  // answers are for this machine's user, or with a key
+      at("no-answers").textContent = error.message;  // for example: another user, without a key
     }
   },
 };
@@ -83,6 +82,6 @@ async function change(path) {
 at("rollback").onclick = () => change("adaptive/adapters/rollback");
 at("older").onclick = () => showOlder().catch(fail);
 withKey(follow);
-// A page that nobody sees asks for nothing.
+// A hidden page fetches nothing.
 document.addEventListener("visibilitychange", () => { if (document.hidden) stream?.abort(); else follow(); });
 follow();

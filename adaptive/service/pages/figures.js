@@ -1,6 +1,6 @@
 "use strict";
-// What the dashboard and the report have in common: figures of the history, of adapters, of memory and disk, as they come
-// from the server or stand in the report, shown in the elements of figures.html.
+// Shared by the dashboard and the report: shows the history, adapters, memory and disk in the elements of figures.html.
+// The data comes from the server or is part of the report.
 
 const at = id => document.getElementById(id);
 const percent = x => x === null ? "–" : (100 * x).toFixed(0) + "%";
@@ -17,7 +17,7 @@ function bytes(n) {
   return `${n.toFixed(1)} GB`;
 }
 
-// One plot over the answers; lines: [field of a point of the series, class, name] each.
+// A plot over the answers. Each of lines: [field of a point of the series, class, name].
 function overTime(id, found, empty, format, options, ...lines) {
   const series = found.series;
   lines = lines.filter(([field]) => series.some(point => point[field] !== null));
@@ -63,10 +63,10 @@ function showHistory(found) {
       about: `position ${p.position}: ${p.accepted} of ${p.observed} accepted`}))});
 }
 
-// change(path, button) is what a button of an adapter does; without it there are none.
+// change(path) is the action of an adapter's button; without it there are no buttons.
 let shown = "";
 function showAdapters(list, change = null) {
-  // Rows that stay the same stay where they are, under the finger that is about to press them.
+  // An unchanged table is not rebuilt, so that a button does not vanish while it is pressed.
   if (shown === JSON.stringify(list)) return;
   shown = JSON.stringify(list);
   const judged = list.filter(a => a.recent);

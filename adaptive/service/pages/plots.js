@@ -1,14 +1,14 @@
 "use strict";
-// Plots as SVG. In: a place of the page, points, and what the plot says in a sentence for who cannot see it. Colours and
-// dashes are the style sheet's, so that they follow dark mode by themselves; a plot is drawn anew at another width.
+// Plots as SVG. In: an element of the page, the data, and a sentence for screen readers. The style sheet sets colours and
+// dashes, so that dark mode needs nothing here. A plot is redrawn when its element is resized.
 
 const MARGIN = {left: 48, right: 14, above: 20, below: 38};
-// CSS pixels between two labels of an axis, at least.
+// Minimum CSS pixels between two labels of an axis.
 const APART = {x: 52, y: 34};
-// Points beyond which a line has no marks: they would touch.
+// With more points than this, a line has smaller marks, which would touch otherwise.
 const MARKED = 80;
 
-const drawn = new Map();  // what draws the plot in a place
+const drawn = new Map();  // by element: the function that draws its plot
 const resized = new ResizeObserver(entries => { for (const one of entries) redraw(one.target); });
 
 function redraw(place) {
@@ -16,7 +16,7 @@ function redraw(place) {
   if (draw && place.clientWidth) draw();
 }
 
-// Draw now and whenever the place has another size.
+// Draw now and whenever the element is resized.
 function keep(place, draw) {
   if (!drawn.has(place)) resized.observe(place);
   drawn.set(place, draw);
@@ -30,7 +30,7 @@ function element(name, attributes = {}, text = null) {
   return made;
 }
 
-// Say in place of a plot what will be there, and when.
+// Show a sentence in place of a plot: when it will appear.
 function drawNothing(place, sentence) {
   drawn.delete(place);
   resized.unobserve(place);
@@ -41,7 +41,7 @@ function drawNothing(place, sentence) {
   legend(place, []);
 }
 
-// Labels of an axis from low to high, at most so many, none nearer to another than a unit.
+// Labels of an axis from low to high: at most about `most`, at least one unit apart.
 function steps(low, high, most, unit) {
   const each = Math.max((high - low) / Math.max(1, most), unit * .999);
   const power = 10 ** Math.floor(Math.log10(each));
@@ -51,7 +51,7 @@ function steps(low, high, most, unit) {
   return found;
 }
 
-// Entries: the classes of a line or mark, what it is, and whether it is a line.
+// Each of entries: [classes, label, shape (line, bar or mark)].
 function legend(place, entries) {
   const before = place.previousElementSibling;
   if (before && before.classList.contains("legend")) before.remove();
@@ -70,8 +70,8 @@ function legend(place, entries) {
   place.before(list);
 }
 
-// Axes and grid. first, last: ends of the x axis, whose labels are whole numbers, or the names of those places. A format
-// turns a value into text; its unit is the smallest difference that it shows.
+// Axes and grid. first, last: ends of the x axis. Its labels are whole numbers, or names[number] if names is given.
+// format(value) gives the text of a y label; format.unit is the smallest difference that it shows.
 function axes(place, {said, first, last, names, label, top, format}) {
   const width = place.clientWidth, height = place.clientHeight;
   const right = width - MARGIN.right, bottom = height - MARGIN.below;
@@ -90,7 +90,7 @@ function axes(place, {said, first, last, names, label, top, format}) {
   return {picture, x, y, right, bottom};
 }
 
-// A round figure above the largest value, so that the highest mark does not touch the edge.
+// The top of an axis: above the largest value, so that the highest mark does not touch the edge.
 function above(values, least, most = Infinity) {
   const largest = Math.max(least, ...values);
   return Math.min(most, Math.max(least, largest * 1.08));
@@ -101,14 +101,14 @@ function titled(shape, text) {
   return shape;
 }
 
-// points: [{x, about}]; lines: [{values, kind, name}], null where nothing is known; swaps: [{x, text}].
+// points: [{x, about}]; lines: [{values, kind, name}], unknown values are null; swaps: [{x, text}].
 function drawLines(place, {said, points, lines, swaps, label, format, least = 0, most}) {
   const values = lines.flatMap(line => line.values.filter(value => value !== null));
   legend(place, lines.map(line => [line.kind, line.name, "line"]));
   keep(place, () => {
     const first = points[0].x, last = points[points.length - 1].x;
     const {picture, x, y, right, bottom} = axes(place, {said, first, last, label, top: above(values, least, most) || 1, format});
-    let free = -Infinity;  // where the last label ended
+    let free = -Infinity;  // right end of the last label
     for (const swap of swaps) {
       const at = Math.max(MARGIN.left, x(swap.x));
       picture.append(element("line", {class: "swap", x1: at, x2: at, y1: MARGIN.above - 4, y2: bottom}));
@@ -137,7 +137,7 @@ function drawLines(place, {said, points, lines, swaps, label, format, least = 0,
   });
 }
 
-// bars: [{name, value, about, weight}], of which a light one says little; value null: nothing is known there.
+// bars: [{name, value, about, weight}]. weight is the opacity, low for uncertain values; unknown values are null.
 function drawBars(place, {said, bars, label, format, most, kind = "one"}) {
   legend(place, []);
   keep(place, () => {
@@ -155,7 +155,7 @@ function drawBars(place, {said, bars, label, format, most, kind = "one"}) {
   });
 }
 
-// rows: [{name, before, after, about}] of {mean, low, high}: two marks with their intervals side by side.
+// rows: [{name, before, after, about}]; before and after: {mean, low, high}, drawn side by side.
 function drawIntervals(place, {said, rows, label, format, most}) {
   legend(place, [["before", "the draft in use until then", "mark"], ["after", "the adapter; lines: 95% intervals", "mark"]]);
   keep(place, () => {
