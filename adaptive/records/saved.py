@@ -1,14 +1,14 @@
-"""The time that drafting saved against plain decoding, with its 95% interval, from what the log holds.
+"""Estimates from the log how much time drafting saved against plain decoding, with a 95% interval.
 
-In: what each answer and its rounds took (``Log.spent``). Out: ``Saved``.
+In: tokens, rounds and seconds of each answer (``Log.spent``). Out: ``Saved``.
 
-Plain decoding is never run beside the drafted for a comparison; but a controller decodes some rounds plainly, before,
-between and after those that draft. What a token took there, on average, is what the tokens of the other rounds would
-have taken. Both are means, since what disturbs a machine disturbs both; and they are **paired in time**: an answer is
-held against the plain rounds nearest to it, before and after, since a machine is busier at some hours. A plain round
-takes nothing longer than itself: an answer that drafted nothing saves exactly 0.
+Plain decoding is never run just for this comparison. But a controller decodes some rounds plainly, before, between
+and after those that draft, and their mean seconds a token are what the tokens of the other rounds would have taken.
+Means are compared, since disturbances of the machine affect both kinds of rounds. The comparison is **paired in
+time**: an answer is compared with the plain rounds nearest to it, before and after, since the load of a machine
+changes over the day. A plain round is compared with itself, so an answer that drafted nothing saves exactly 0.
 
-A round is not all that a token takes: choosing, text, the record. Each answer's time between its rounds is split
+A token takes more time than its round: sampling, text, the record. Each answer's time between its rounds is split
 evenly over its tokens.
 """
 
@@ -21,29 +21,33 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Plain rounds that an answer is held against. Fewer leave the mean to chance, more reach into hours when the machine
-# was busier or less so.
+# Plain rounds that an answer is compared with. Too low: their mean is noisy. Too high: they include hours when the load
+# of the machine was different.
 NEAR = 300
-# Times that a round of an answer may take as long, or as short, as one of the answers with those plain rounds: beyond
-# it the machine was not the same, and the answer is left out. Nearer to 1, and longer drafts are taken for that.
+# Largest ratio between the seconds a round of an answer and those of the answers with its plain rounds, in either
+# direction. Beyond it the machine was not in the same state, and the answer is left out. Too high: such answers count.
+# Too low: answers with longer drafts are left out too.
 OTHER_PACE = 2.0
-# Plain rounds without which nothing is said.
+# Fewest plain rounds for an estimate.
 FEWEST = 20
 # Draws of the bootstrap over answers; 1,000 give the ends of a 95% interval to a tenth of its width.
 DRAWS = 1000
-# Answers that are drawn each by itself. Of a longer log neighbours are drawn together, so that it takes no longer.
+# Most units that the bootstrap draws. In a longer log several neighbouring answers form one unit, which bounds the
+# time.
 MOST = 1000
-# Draws computed at once, which bounds the memory: answers times these are numbers held.
+# Draws computed at once. This bounds the memory: AT_ONCE times the number of answers are held.
 AT_ONCE = 50
-# Seconds of a unit and its name, the largest first; one is used from two of it on.
+# Seconds and names of the units, largest first. A unit is used for two or more of it.
 UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 Numbers = npt.NDArray[np.float64]
 
 
 class Spent(NamedTuple):
-    """What one answer took: its ``tokens`` but the first and their ``seconds``; its ``rounds`` and their ``rounds_s``;
-    of them ``plain`` ones that followed no drafting round, each a token, and their ``plain_s``."""
+    """Tokens, rounds and times of one answer: its ``tokens`` without the first and their ``seconds``; its ``rounds``
+    and
+    their ``rounds_s``; the number of ``plain`` rounds that did not follow a drafting round (one token each) and their
+    ``plain_s``."""
 
     id: int
     tokens: int
@@ -56,9 +60,10 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """``seconds`` that plain decoding would have taken longer, negative where drafting lost, with its 95% interval
-    from ``low`` to ``high``, in ``answers`` of the ``drafted`` ones: the others have no plain rounds near them that the
-    machine took at its pace of then. Nothing else counts."""
+    """``seconds`` is how much longer plain decoding would have taken (negative if drafting lost time), with the 95%
+    interval from ``low`` to ``high``. ``drafted`` is the number of answers that drafted, ``answers`` the number of
+    those
+    that could be compared: the others have no plain rounds near them from a time when the machine was equally fast."""
 
     seconds: float
     low: float
@@ -68,7 +73,7 @@ class Saved:
 
     @property
     def text(self) -> str:
-        """As people read it: 12 s (9 to 15 s)."""
+        """For people: 12 s (9 to 15 s)."""
         if not self.answers:
             return "0 s"
         unit, name = next((u, n) for u, n in UNITS if max(abs(self.low), abs(self.high)) >= 2 * u or u == 1)
@@ -80,7 +85,7 @@ class Saved:
 
 
 def saved_in_words(saved: Saved | None, training_s: float) -> str:
-    """One line of what drafting saved and what training took, which stand beside each other."""
+    """One line with the time that drafting saved and the time that training took."""
     took = f"training took {training_s:.0f} s" if training_s else "nothing was trained"
     if saved is None:
         return f"time saved is not known: too little was decoded plainly; {took}"
@@ -90,7 +95,8 @@ def saved_in_words(saved: Saved | None, training_s: float) -> str:
 
 
 def time_saved(spent: Sequence[Spent]) -> Saved | None:
-    """Over all answers, oldest first; None where too little was decoded plainly to say."""
+    """The time saved over all answers (``spent`` is oldest first); None if there are too few plain rounds to compare
+    with."""
     at, tokens, seconds, plain, plain_seconds, rounds = _columns(spent)
     others, has_plain = plain < rounds, plain > 0
     if not others.any():
@@ -108,13 +114,13 @@ def time_saved(spent: Sequence[Spent]) -> Saved | None:
     answers = int(_merged(others[others].astype(np.float64))[alike].sum())
 
     def saved(weights: Numbers) -> Numbers:
-        """For each row of weights of the answers with plain rounds."""
+        """The seconds saved for each row of ``weights`` (draws, answers with plain rounds)."""
         counts, costs = (_between(weights * values, low, high) for values in counted)
         return (of_others[0] * costs / counts).sum(axis=1) - of_others[1].sum()  # type: ignore[no-any-return]
 
     drawn = np.concatenate([saved(weights) for weights in _weights(len(counted[0]))])
     best = float(saved(np.ones((1, len(counted[0]))))[0])
-    # Around the estimate itself, which a bootstrap's percentiles are not: resampling has a spread of its own.
+    # The interval is centred on the estimate, which bootstrap percentiles are not.
     half = 1.96 * float(drawn.std())
     return Saved(best, best - half, best + half, answers, int(others.sum()))
 
@@ -122,11 +128,12 @@ def time_saved(spent: Sequence[Spent]) -> Saved | None:
 def speed_change(
     spent: Sequence[Spent], before: Collection[int], after: Collection[int]
 ) -> tuple[float, float, float] | None:
-    """How many times as fast the answers ``after`` (ids) decoded as those ``before``, with its 95% interval.
+    """The ratio of the decoding speed of the answers ``after`` (ids) to that of the answers ``before``, and the ends of
+    its 95% interval.
 
-    Each is held against plain decoding at its own time, so that a machine that has become slower is not an answer that
-    has; where it was not the same machine (OTHER_PACE) an answer is left out. None where more than half of either are,
-    or too little was decoded plainly to say.
+    Each answer is compared with plain decoding at its own time, so that a slower machine does not count as slower
+    decoding. Answers from a time when the machine was in another state (OTHER_PACE) are left out. None if these are
+    more than half of either group, or if there are too few plain rounds to compare with.
     """
     at, tokens, seconds, plain, plain_seconds, rounds = _columns(spent)
     if plain.sum() < FEWEST:
@@ -151,13 +158,13 @@ def speed_change(
 
 
 def _alike(here: Numbers, there: Numbers) -> npt.NDArray[np.bool_]:
-    """Whether the machine was the same, by seconds a round."""
+    """Whether the machine was in the same state, judged by the seconds a round."""
     return (here < OTHER_PACE * there) & (there < OTHER_PACE * here)
 
 
 def _columns(spent: Sequence[Spent]) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, Numbers]:
-    """Of the answers that were timed: id, tokens, seconds, plain rounds and their seconds with what passed between
-    them, and all rounds."""
+    """Columns of the answers that were timed: id, tokens, seconds, plain rounds, seconds of the plain rounds with their
+    share of the time between rounds, and all rounds."""
     columns = np.array(spent, dtype=np.float64).reshape(-1, len(Spent._fields)).T
     at, tokens, seconds, rounds, rounds_s, plain, plain_s = columns[:, (columns[1] > 0) & (columns[2] > 0)]
     plain_seconds = plain_s + plain * np.maximum(0.0, seconds - rounds_s) / tokens
@@ -165,12 +172,12 @@ def _columns(spent: Sequence[Spent]) -> tuple[Numbers, Numbers, Numbers, Numbers
 
 
 def _merged(values: Numbers) -> Numbers:
-    """``values`` of answers that follow each other, summed up so that there are at most MOST."""
+    """``values``, one an answer, with neighbours summed up so that at most MOST are left."""
     return np.add.reduceat(values, np.arange(0, len(values), _each(values))) if len(values) else values
 
 
 def _firsts(at: Numbers) -> Numbers:
-    """The first answer of each of ``_merged``."""
+    """The id of the first answer in each sum of ``_merged``."""
     return at[:: _each(at)]
 
 
@@ -179,15 +186,15 @@ def _each(values: Numbers) -> int:
 
 
 def _weights(answers: int) -> Iterator[Numbers]:
-    """How much each answer counts in each draw: (AT_ONCE, answers), never 0, with mean and variance 1."""
+    """The weight of each answer in each draw: (AT_ONCE, answers), above 0, with mean and variance 1."""
     rng = np.random.default_rng(0)
     for _ in range(DRAWS // AT_ONCE):
         yield rng.exponential(size=(AT_ONCE, answers))
 
 
 def _nearest(at: Numbers, counts: Numbers, wanted: Numbers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For each place of ``wanted`` the answers from (included) to (left out) around it whose ``counts`` come to
-    about NEAR, or all."""
+    """For each id of ``wanted`` the range of answers around it, first (included) and last (excluded), whose ``counts``
+    add up to about NEAR, or all answers."""
     before = np.concatenate(([0.0], np.cumsum(counts)))
     half = min(NEAR, before[-1]) / 2
     middle = np.clip(before[np.searchsorted(at, wanted)], half, before[-1] - half)
@@ -197,6 +204,6 @@ def _nearest(at: Numbers, counts: Numbers, wanted: Numbers) -> tuple[npt.NDArray
 
 
 def _between(values: Numbers, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> Numbers:
-    """Sums of each row of ``values`` from ``low`` to ``high``."""
+    """Sums of each row of ``values`` from ``low`` (included) to ``high`` (excluded)."""
     sums = np.concatenate((np.zeros((len(values), 1)), np.cumsum(values, axis=1)), axis=1)
     return sums[:, high] - sums[:, low]  # type: ignore[no-any-return]

@@ -1,1 +1,2 @@
-"""In front of a server that somebody else runs: what passes through is logged, so that a draft is distilled for it."""
+"""A proxy in front of another inference server: it logs the answers, so that a draft can be distilled for that
+server."""

@@ -1,7 +1,7 @@
-"""What is added to a request: log-probabilities, where the client did not ask for them.
+"""Adds a request for log-probabilities to a client's request, unless the client asked for them itself.
 
-Added at the end of the body, so that every byte that the client wrote reaches the server as it was; a field that stands
-twice counts as it stood last, with every JSON reader of these servers.
+The fields are added at the end of the body, so that the client's own bytes reach the server unchanged. If a field
+occurs twice, the JSON parsers of all these servers use the last one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from adaptive.upstream.kinds import LLAMA_SERVER, Kind
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-# The same without a version, as llama.cpp's server and some others have them.
+# Paths of answers, and whether they are chats; also one without a version, as llama.cpp's server and others have it.
 PATHS = {CHAT: True, COMPLETION: False, "/chat/completions": True}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for an answer. ``body`` is what goes to the server, ``added`` whether something was added to it.
+    """A request for an answer. ``body`` is the body for the server, ``added`` whether fields were added to it.
 
-    ``said`` is what the client asked for, ``chat`` whether it was a chat.
+    ``said`` is the client's own request, ``chat`` whether it is a chat.
     """
 
     body: bytes
@@ -32,12 +32,12 @@ class Asked:
 
     @property
     def streamed(self) -> bool:
-        """Whether the answer comes in events."""
+        """Whether the client requests a stream of events."""
         return bool(self.said.get("stream"))
 
 
 def read(body: bytes, chat: bool) -> Asked | None:
-    """The request as it came, None where it is no JSON object."""
+    """The client's request; None if it is not a JSON object."""
     try:
         said = json.loads(body)
     except (ValueError, RecursionError):
@@ -46,21 +46,21 @@ def read(body: bytes, chat: bool) -> Asked | None:
 
 
 def with_logprobs(asked: Asked, kind: Kind, alternatives: int) -> Asked:
-    """The request with log-probabilities asked for; as it was where they are already, or cannot be had."""
+    """The request with log-probabilities added; unchanged if it has them already or the server cannot give them."""
     said = asked.said
     own, top = said.get("logprobs"), said.get("top_logprobs")
     if alternatives < 1 or not (own is None or own is False) or top is not None:
         return asked
     if kind is LLAMA_SERVER and said.get("n_probs"):
-        return asked  # its own name for them
+        return asked  # llama.cpp's own field for them
     if not asked.chat and (said.get("echo") or said.get("suffix") or (said.get("best_of") or 1) != 1):
         return asked
     if kind is LLAMA_SERVER and asked.streamed and said.get("tools"):
-        return asked  # which it refuses
+        return asked  # the server refuses that
     wanted: dict[str, Any] = {"logprobs": True, "top_logprobs": alternatives}
     if not asked.chat:
         wanted = {"logprobs": alternatives}
     more = json.dumps({**wanted, **kind.numbers}).encode()[1:-1]
-    opened = asked.body.rstrip()[:-1]  # without its last brace
+    opened = asked.body.rstrip()[:-1]  # without the closing brace
     between = b"" if opened.rstrip().endswith(b"{") else b","
     return Asked(opened + between + more + b"}", said, asked.chat, added=True)

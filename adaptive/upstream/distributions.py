@@ -1,10 +1,11 @@
-"""From the alternatives that a server reports to supervision: the target's distribution at temperature 1.
+"""Converts the alternatives that a server reports to supervision: the target's distribution at temperature 1.
 
-Servers differ in what they report. Most give the model's own distribution; SGLang gives it after the temperature. Let
-r(x) be p(x) ** T up to a factor, with the sum of all; then p(x) is r(x) ** (1 / T) up to a factor, exactly for the
-tokens that are listed. What all others sum up to depends on how they are spread, which nobody tells. It lies between
-what equal ones would give and what ones as likely as the last that is listed would; the geometric mean of the two is
-taken, as in ``trainers/losses.py``. At T = 1 both are the mass that is left.
+Most servers report the model's own distribution p; SGLang reports r after the temperature T: r(x) is proportional to
+p(x) ** (1 / T). So p(x) is proportional to r(x) ** T, which is exact for the listed tokens. The mass of all other
+tokens
+depends on their unknown distribution. It lies between the mass if they are all equal and the mass if each is as likely
+as the last listed token; the geometric mean of the two is used, as in ``trainers/losses.py``. At T = 1 both are the
+remaining mass.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from adaptive.upstream.vocabulary import Vocabulary
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-# Mass that stays unnamed without anybody having left it out: rounding of a server's numbers.
+# Remaining mass up to this is rounding error of the server's numbers, not the mass of unlisted tokens.
 NOISE = 1e-6
-# The log-probability of a token that was cut, where minus infinity would make no number of a row.
+# The log-probability of a token that was cut. Minus infinity would make a row's sums NaN.
 GONE = -1e4
 
 
 def supervision(
     reports: Sequence[Report], output: Sequence[int], vocabulary: Vocabulary, sampling: SamplingParams, kind: Kind
 ) -> Supervision | None:
-    """Of each of the n ``output`` tokens; None where there is a position without alternatives.
+    """The supervision of the n ``output`` tokens; None if a position has no alternatives.
 
-    Every position keeps as many alternatives as the one with the fewest. ``chosen`` as in ``Supervision``.
+    Every position keeps as many alternatives as the one with the fewest.
     """
     rows = []
     for report in reports:
@@ -49,7 +50,7 @@ def supervision(
     rest = left(reported)
     own = np.array([report.token.logprob for report in reports], np.float64)
     least = np.minimum(reported[:, -1], np.where(np.isneginf(rest), 0.0, rest))
-    own = np.where(own <= NONE_BELOW, least, own)  # a token that is not listed is no likelier
+    own = np.where(own <= NONE_BELOW, least, own)  # an unlisted token is at most as likely
     tempered = kind.tempered and not sampling.greedy and sampling.temperature != 1.0
     raw, raw_rest, raw_own = reported, rest, own
     if tempered:
@@ -64,14 +65,15 @@ def supervision(
 
 
 def left(logprobs: Floats) -> Floats:
-    """The log of the mass (n,) that ``logprobs`` (n, k) leave, -inf where it is no more than rounding."""
+    """The log of the mass (n,) that remains beside ``logprobs`` (n, k); -inf if it is only rounding error."""
     mass = 1.0 - np.exp(logprobs).sum(axis=1)
     return np.where(mass > NOISE, np.log(np.maximum(mass, NOISE)), -np.inf)
 
 
 def reheated(logprobs: Floats, rest: Floats, unlisted: int, power: float) -> tuple[Floats, Floats, Floats]:
-    """The distribution with p(x) ** power for p(x), of listed tokens (n, k) and what is ``left`` (n,): both anew, and
-    the log of the factor (n,) that was taken out."""
+    """The normalised distribution proportional to p(x) ** power, from the listed tokens (n, k) and the remaining mass
+    ``rest`` (n,), both as logs: the new logs of both, and the log of the normalising sum (n,). ``unlisted``: number of
+    unlisted tokens."""
     listed = logprobs * power
     if unlisted > 0:
         with np.errstate(invalid="ignore"):
@@ -91,8 +93,8 @@ def _sum(logs: Floats) -> Floats:
 
 
 def _chosen(raw: Floats, rest: Floats, own: Floats, unlisted: int, sampling: SamplingParams, heat_last: bool) -> Floats:
-    """Log-probability (n,) of each output token under what it was drawn from: ``raw`` (n, k) after the temperature and
-    the cuts, in the server's order. Penalties and biases are not among them."""
+    """Log-probability (n,) of each output token under the distribution that it was drawn from: ``raw`` (n, k) after the
+    temperature and the cuts, in the server's order. Penalties and biases are ignored."""
     if sampling.greedy:
         return np.zeros(len(raw))
     heat = 1.0 / sampling.temperature
@@ -107,8 +109,8 @@ def _chosen(raw: Floats, rest: Floats, own: Floats, unlisted: int, sampling: Sam
 
 
 def _cut(logprobs: Floats, rest: Floats, sampling: SamplingParams) -> tuple[Flags, Floats]:
-    """Which of the listed tokens (n, k) stay after top-k, top-p and min-p, and the log of the mass (n,) that stays of
-    those that are not listed, whose own probabilities are not known."""
+    """Which listed tokens (n, k) remain after top-k, top-p and min-p, and the log of the remaining mass (n,) of the
+    unlisted tokens. Their single probabilities are unknown, so that mass is an estimate."""
     probs = np.exp(logprobs)
     kept = np.ones(probs.shape, bool)
     inside = np.exp(rest)

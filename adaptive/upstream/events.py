@@ -1,4 +1,5 @@
-"""An answer on its way through: read event by event, or as one object, and handed on without what was asked for."""
+"""Reads an answer as it passes through, by events or as one object, and removes the log-probabilities that were
+added."""
 
 from __future__ import annotations
 
@@ -8,17 +9,17 @@ from adaptive.upstream.reports import Collected
 from adaptive.upstream.surgery import Cut, cut
 
 ENDS = (b"\n\n", b"\r\n\r\n")
-# Bytes of one event that is not read to its end: no server's token takes so many.
+# Longest event in bytes that is read. A longer one passes unread; no server needs that much for a token.
 LONGEST_EVENT = 8 << 20
 
 
 class Passage:
-    """One answer: bytes of the server in, bytes for the client out, and what was ``collected`` of them."""
+    """One answer. In: the server's bytes. Out: the bytes for the client, and the answer as data in ``collected``."""
 
     def __init__(self, asked: Asked, kind: Kind, streamed: bool) -> None:
-        """``streamed``: the server's answer comes in events."""
+        """``streamed``: whether the server's answer is a stream of events."""
         self.collected = Collected()
-        self.ended = False  # the answer came to its end, as its last event or brace says
+        self.ended = False  # the answer is complete: the last event or the whole object was read
         self._added = asked.added
         self._absent = kind.absent and asked.chat
         self._quiet = kind.quiet
@@ -26,7 +27,7 @@ class Passage:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """What can be handed on once ``data`` has come."""
+        """The bytes that can be passed on after ``data``."""
         self._held += data
         if not self._streamed:
             return b""
@@ -39,8 +40,8 @@ class Passage:
         return out
 
     def rest(self, whole: bool) -> bytes:
-        """What is left at the end; ``whole`` says that nothing was cut. An event without its end is no event to a
-        client, and may hold what it did not ask for."""
+        """The remaining bytes at the end. ``whole``: the answer was not cut. An incomplete event is dropped if it
+        contains log-probabilities that the client did not ask for; clients ignore incomplete events anyway."""
         held, self._held = self._held, b""
         if self._streamed:
             return b"" if self._added and b'"logprobs"' in held else held
@@ -69,20 +70,20 @@ class Passage:
     def _read(self, said: bytes) -> Cut | None:
         try:
             found = cut(said.decode(), self._absent)
-        except (ValueError, RecursionError):  # not JSON, or not as JSON is
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply
             return None
         self.collected.add(found)
         return found
 
 
 def _end(held: bytes) -> int | None:
-    """The place behind the first event that is complete."""
+    """The end of the first complete event; None if there is none."""
     places = [(held.find(end) + len(end)) for end in ENDS if end in held]
     return min(places, default=None)
 
 
 def _silent(found: Cut) -> bool:
-    """Whether the event says nothing but log-probabilities."""
+    """Whether the event contains nothing but log-probabilities."""
     return all(
         choice.get("finish_reason") is None and not choice.get("text") and not any((choice.get("delta") or {}).values())
         for choice in found.whole["choices"]

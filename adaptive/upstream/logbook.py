@@ -1,4 +1,4 @@
-"""Writes what passed through into the log, on a thread of its own, so that no request waits for it or fails with it."""
+"""Logs the answers that passed through, on a thread of its own, so that it neither delays nor fails a request."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("adaptive.upstream")
 
-# Tokens of answers that wait to be logged, of some 3 kB each with their alternatives. What is more is not logged, and
-# counted. Fewer lose records where many answers end at once, more take memory from whoever answers.
+# Tokens of answers that wait to be logged, some 3 kB each with their alternatives. Answers beyond it are counted and
+# not logged. Too low: records are lost when many answers end at once. Too high: memory is short for the server.
 MOST_WAITING = 50_000
-# Seconds that the server has for a question about its tokens. It is asked after its answer, and nobody waits for that.
+# Timeout in seconds of a request about tokens to the server. It is sent after the answer, so no client waits for it.
 ASK_S = 10.0
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request and what came of it. ``whole`` says that the answer came to its end; seconds are wall-clock:
-    ``first_s`` to the first byte of the answer, ``all_s`` to its last."""
+    """A request and its answer. ``whole``: the answer is complete. ``first_s`` and ``all_s`` are wall-clock seconds to
+    the answer's first and last byte."""
 
     asked: Asked
     collected: Collected
@@ -56,13 +56,14 @@ class Exchange:
 
 
 class Logbook:
-    """Takes exchanges and logs them. ``counts`` says how many were logged, and why the others were not."""
+    """Logs exchanges. ``counts``: answers logged, logged with supervision, missed. ``problems``: the reasons for
+    misses."""
 
     def __init__(self, writer: LogWriter, tokenizer: PreTrainedTokenizerBase, folder: Path, url: str) -> None:
         """``folder`` is the target's checkpoint, ``url`` the server's."""
         self.writer = writer
         self.counts: Counter[str] = Counter()
-        self.problems: Counter[str] = Counter()  # why exchanges were not logged, in words
+        self.problems: Counter[str] = Counter()  # by reason in words: answers not logged
         self._vocabulary = Vocabulary(tokenizer)
         self._folder = folder
         self._client = httpx.Client(base_url=url, timeout=ASK_S, trust_env=False)
@@ -75,7 +76,7 @@ class Logbook:
         self._thread.start()
 
     def put(self, exchange: Exchange) -> None:
-        """Hand an exchange over; returns at once."""
+        """Queue an exchange for the log; returns at once."""
         with self._lock:
             full = self._waiting > MOST_WAITING
             self._waiting += 0 if full else exchange.collected.tokens
@@ -85,7 +86,7 @@ class Logbook:
             self._queue.put(exchange)
 
     def close(self) -> None:
-        """Log what waits, and end."""
+        """Log the queued exchanges, and end the thread."""
         self._queue.put(None)
         self._thread.join()
         self._client.close()
@@ -99,7 +100,7 @@ class Logbook:
                     self.counts["supervised"] += generation.supervision is not None
             except AdaptiveError as error:
                 self._missed(str(error))
-            except Exception as error:  # whatever a server may have said: requests go on, and so does the log
+            except Exception as error:  # of any kind, by an unexpected answer: logging continues
                 self._missed(f"{type(error).__name__}: {error}")
             with self._lock:
                 self._waiting -= exchange.collected.tokens
@@ -111,10 +112,10 @@ class Logbook:
             logger.warning("an answer is not logged: %s", reason)
 
     def _generations(self, exchange: Exchange) -> Iterator[Generation]:
-        """The answers of an exchange. Raises AdaptiveError for one that is not known for certain."""
+        """The answers of an exchange. Raises AdaptiveError for an answer whose tokens are not certain."""
         asked, collected = exchange.asked, exchange.collected
         if collected.failed or not collected.choices:
-            return  # nothing was said
+            return  # there is no answer
         if collected.tokens > MOST_TOKENS:
             raise AdaptiveError(f"it has more than {MOST_TOKENS} tokens")
         if self._prompts is None:
@@ -172,7 +173,7 @@ class Logbook:
 
 
 def _counted(collected: Collected) -> int | None:
-    """The tokens of the prompts, as the server has counted them."""
+    """The server's count of prompt tokens; None if unknown."""
     counted = collected.usage.get("prompt_tokens")
     if isinstance(counted, int):
         return counted
@@ -181,7 +182,7 @@ def _counted(collected: Collected) -> int | None:
 
 
 def _answered(collected: Collected) -> int | None:
-    """The tokens of the answer, as the server has counted them."""
+    """The server's count of the answer's tokens; None if unknown."""
     for said, name in ((collected.usage, "completion_tokens"), (collected.timings, "predicted_n")):
         if isinstance(said.get(name), int):
             return int(said[name])
@@ -189,14 +190,15 @@ def _answered(collected: Collected) -> int | None:
 
 
 def _ended(exchange: Exchange, choice: Choice) -> str:
-    """How the answer ended: one that was cut on its way, by either side, is ``cancelled``."""
+    """The finish reason for the log; ``cancelled`` if either side broke the connection."""
     if choice.finish_reason is None or not exchange.whole:
         return "cancelled"
     return "length" if choice.finish_reason == "length" else "stop"
 
 
 def _timings(exchange: Exchange, prompt: int, cached: int, predicted: int) -> Timings:
-    """As the server measured them, where it says so; else by our clock. Of an answer in one piece only all is known."""
+    """The server's own timings if it reports them, else ours. Ours have no prompt time if the answer is not
+    streamed."""
     said = exchange.collected.timings
     first = exchange.first_s if exchange.asked.streamed else 0.0
     seconds = first, exchange.all_s - first

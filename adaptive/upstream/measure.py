@@ -1,4 +1,4 @@
-"""How many drafted tokens a server accepts, by its own account: what its answers or its counters say."""
+"""Measures the speed of a server, and its acceptance by the figures that its answers or its metrics report."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import httpx
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.upstream.kinds import ADAPTIVE, Kind, kind_of
 
-# Seconds for one answer of a measurement; a large model on a small machine takes minutes.
+# Timeout in seconds of one answer; a large model on a small machine takes minutes.
 ANSWER_S = 600.0
-# Counters of drafted and accepted tokens, behind each engine's own prefix; and SGLang's gauge of tokens a round.
+# Names, without the engine's prefix, of the counters of drafted and accepted tokens, and of SGLang's gauge of tokens a
+# round.
 DRAFTED, ACCEPTED = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
 LENGTH = "spec_accept_length"
-# Halvings of an interval: a ten-thousandth of it is left.
+# Steps of a bisection: the interval becomes less than a ten-thousandth.
 STEPS = 14
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer: its tokens, its seconds without those of the prompt where the server tells them apart, and how many
-    tokens were ``drafted`` and ``accepted``, None where it does not say that of one answer. ``text`` and
-    ``finish_reason`` as it says them."""
+    """One answer: its tokens; its seconds, without those of the prompt if the server reports them separately; and the
+    number of tokens ``drafted`` and ``accepted``, None if the server does not report them for each answer."""
 
     tokens: int
     seconds: float
@@ -38,7 +38,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a server's metrics say so far; None where they do not."""
+    """The present values in a server's metrics; None for missing ones."""
 
     drafted: float | None
     accepted: float | None
@@ -47,8 +47,8 @@ class Counted:
 
 @dataclass(frozen=True)
 class Measured:
-    """What some answers came to. ``drafted`` and ``accepted`` are those of all, None where nothing tells; ``length`` is
-    the server's own mean of tokens a round, where it has one."""
+    """Some answers together. ``drafted`` and ``accepted`` are the totals, None if unknown. ``length`` is the server's
+    own mean of tokens a round, None if it has none."""
 
     answers: tuple[Answered, ...]
     drafted: int | None
@@ -57,7 +57,7 @@ class Measured:
 
     @property
     def acceptance(self) -> float | None:
-        """The share of drafted tokens that were accepted; None where nothing was drafted, or nobody says."""
+        """The acceptance rate; None if nothing was drafted, or the counts are unknown."""
         return self.accepted / self.drafted if self.drafted and self.accepted is not None else None
 
     @property
@@ -67,15 +67,15 @@ class Measured:
 
 
 def find_kind(url: str, key: str | None) -> Kind:
-    """What runs at ``url``. Raises AdaptiveError where nothing answers."""
+    """The kind of the server at ``url``. Raises AdaptiveError if it does not answer."""
     with _client(url, key) as client:
         return kind_of(_models(client))
 
 
 def measure(url: str, key: str | None, prompts: Sequence[Sequence[int]], max_tokens: int) -> Measured:
-    """Have the server answer ``prompts``, token ids, one after the other and greedily, and nothing of it logged.
+    """Measure the server's greedy answers to ``prompts`` (token ids), requested one after the other and not logged.
 
-    Raises AdaptiveError where it does not.
+    Raises AdaptiveError if the server does not answer.
     """
     with _client(url, key) as client:
         said = _models(client)
@@ -98,7 +98,7 @@ def measure(url: str, key: str | None, prompts: Sequence[Sequence[int]], max_tok
 
 
 def counted(metrics: str) -> Counted:
-    """The counters of a text in Prometheus' format, over all their labels."""
+    """The values in a text of Prometheus' format, each summed over all its labels."""
 
     def total(name: str) -> float | None:
         found = re.findall(rf"^[a-z]+:{name}(?:\{{[^}}]*\}})? (\S+)", metrics, re.MULTILINE)
@@ -108,7 +108,7 @@ def counted(metrics: str) -> Counted:
 
 
 def _client(url: str, key: str | None) -> httpx.Client:
-    headers = {"X-Adaptive-Record": "off"}  # where the address is that of a proxy of ours
+    headers = {"X-Adaptive-Record": "off"}  # in case the address is that of our own proxy
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     return httpx.Client(base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False)
@@ -147,13 +147,13 @@ def _answered(client: httpx.Client, body: dict[str, Any]) -> Answered:
     seconds = took / 1000 if isinstance(took, (int, float)) and took > 0 else time.perf_counter() - began
     drafted, accepted = timings.get("draft_n"), timings.get("draft_n_accepted")
     if timings and "predicted_ms" in timings and drafted is None:
-        drafted = accepted = 0  # llama.cpp's server leaves them out where it drafted nothing
+        drafted = accepted = 0  # llama.cpp's server leaves them out if it drafted nothing
     return Answered(tokens, seconds, drafted, accepted, text, finish_reason)
 
 
 def each_accepted(measured: Measured) -> float | None:
-    """The chance that a drafted token is accepted where those before it are, the same at every position: unlike the
-    share of all drafted tokens it does not fall with the draft length. None where nothing was drafted, or nobody says.
+    """The probability that a drafted token is accepted given that all before it are, assumed equal at all positions.
+    Unlike the acceptance rate it does not fall with the draft length. None if nothing was drafted, or unknown.
     """
     if not measured.drafted or measured.accepted is None:
         return None
