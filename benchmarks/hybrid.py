@@ -3,10 +3,10 @@
     python benchmarks/inflate.py --hybrid /tmp/hybrid
     python benchmarks/hybrid.py --pair /tmp/hybrid --dtype float32 --length 7
 
-Prints plain decoding against transformers' own; passes over several tokens against one; what a rollback costs, in the
-call and in the pass after it, which applies the tokens that stand, as a share of a round; and speculation against what
-the forwards alone allow. Ours and theirs are timed in turn, and on as many threads: a target that chooses (one thread,
-beside another program) is compared with transformers, which does not.
+Prints plain decoding against transformers' own; passes over several tokens against one; what rollbacks cost, in the
+call and in the passes, as a share of a round; and speculation against what the forwards alone allow. Ours and theirs
+are timed in turn, and on as many threads: a target that chooses (one thread, beside another program) is compared with
+transformers, which does not.
 """
 
 from __future__ import annotations
@@ -99,34 +99,37 @@ def show_passes(engine: Engine) -> float:
 
 
 def show_rollback(pair: Pair, length: int) -> float:
-    """What taking back half of a verification costs: the call, and what the next pass takes longer than one after a
-    text that ends where its state is. The share of a round, of ``length`` drafted tokens."""
+    """What taking back half of every verification costs: a pass and its rollback in a text that grows by half of each
+    pass, against one that keeps all of it. Both grow by as many tokens. The share of a round, of ``length`` drafted
+    tokens."""
     assert pair.draft is not None
-    sequence, count, kept = filled(pair.target, CONTEXT), length + 1, (length + 1) // 2
-    tokens = list(range(count))
+    sequence, beginning = pair.target.sequence(), filled(pair.target, CONTEXT)
+    count = length + 1
+    tokens, kept, grown = list(range(count)), count // 2, 8 * count
+    sequence.reserve(CONTEXT + grown + count)
     draft = bare(filled(pair.draft, CONTEXT), 1)
-    settle(sequence, count)
     calls: list[float] = []
-    passes: tuple[list[float], list[float]] = ([], [])
-    held = sequence.length
-    for _ in range(timing.REPEATS):
-        for after, seen in zip((0, kept), passes, strict=True):
-            sequence.rollback(held)
+
+    def round_s(stand: int) -> float:
+        sequence.copy_prefix(beginning, CONTEXT)
+        sequence.extend([0], 1)  # a pass on the threads that the next ones have
+        began, rounds = timing.clock(), grown // stand
+        for _ in range(rounds):
+            held = sequence.length
             sequence.extend(tokens, count)
-            began = timing.clock()
-            sequence.rollback(held + after)
-            calls.append(timing.clock() - began)
-            began = timing.clock()
-            sequence.extend(tokens, count)
-            seen.append(timing.clock() - began)
-            sequence.rollback(held - 1)  # the state is that of later tokens by now: the last checkpoint's is taken
-            sequence.extend([token % (pair.target.vocab_size - 1) for token in range(sequence.length, held)], 1)
-    call, (clean, applied) = statistics.median(calls), map(statistics.median, passes)
-    whole = length * draft + applied
-    more = call + max(0.0, applied - clean)
+            before = timing.clock()
+            sequence.rollback(held + stand)
+            calls.append(timing.clock() - before)
+        return (timing.clock() - began) / rounds
+
+    settle(sequence, count)
+    found = [(round_s(count), round_s(kept)) for _ in range(timing.REPEATS)]
+    call, clean, taken = statistics.median(calls), *map(statistics.median, zip(*found, strict=True))
+    whole = length * draft + taken
+    more = max(0.0, taken - clean)
     print(
-        f"rollback: {call * 1e6:.1f} us the call, the next pass {(applied - clean) * 1e3:+.3f} ms for {kept} tokens "
-        f"that stand: {more / whole:.2%} of a round of {whole * 1e3:.2f} ms"
+        f"rollback: {call * 1e6:.1f} us the call; passes of which {kept} tokens of {count} stand take "
+        f"{(taken - clean) * 1e3:+.3f} ms: {more / whole:.2%} of a round of {whole * 1e3:.2f} ms"
     )
     return more / whole
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from service_server import Server
 
-from adaptive.engines.cpu import kernels
+from adaptive.engines.cpu import delta, kernels
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Models this small lose from threads, and the workers of a parallel run would fight for the cores: here, and in the
@@ -187,6 +187,19 @@ def save_head(target: Path, folder: Path, noise: float | None = None) -> Path:
     folder.mkdir(parents=True)
     head.write(folder)
     return folder
+
+
+@pytest.fixture(params=list(kernels.LIBRARIES))
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One instruction set after the other, in use."""
+    if kernels.built(request.param) is None:
+        pytest.skip("was not built: no C++ compiler, or it does not know these instructions")
+    if request.param not in kernels.runnable():
+        pytest.skip("this processor has other instructions")
+    found = kernels.Library(request.param)
+    for module in (kernels, delta):
+        monkeypatch.setattr(module, "library", lambda: found)
+    return str(request.param)
 
 
 @pytest.fixture(params=["ours", "torch's"])

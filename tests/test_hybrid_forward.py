@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfi
 
 from adaptive.engines.checkpoints import REMEMBER_BEFORE
 from adaptive.engines.cpu import delta, kernels
-from adaptive.engines.cpu.delta import LOGGED, DeltaNet, States
+from adaptive.engines.cpu.delta import HELD, DeltaNet, States
 from adaptive.engines.cpu.families import forward_kind
 from adaptive.engines.cpu.forward import CpuForward, cpu_forward
 from adaptive.engines.head.engine import HeadEngine
@@ -88,7 +88,7 @@ def test_logits_equal_those_of_transformers(name: str, fused: bool) -> None:
     assert forward.fused
     forward.fused = fused
     right, cache, done = truth(model, tokens), forward.cache(), 0
-    for count in (9, 1, 1, 5, 16, 1, FEW + 4, 1, LOGGED + 40, 3):
+    for count in (9, 1, 1, 5, 16, 1, FEW + 4, 1, HELD + 40, 3):
         got = forward(tokens[done : done + count], count, cache)
         done += count
         near(got, right[done - count : done])
@@ -217,8 +217,9 @@ def test_a_pass_by_layers_that_is_interrupted_goes_back_to_a_checkpoint(monkeypa
     engine = TransformersEngine(made())
     assert engine.cpu_forward is not None
     engine.cpu_forward.fused = False
-    sequence, held = engine.sequence(), text(40).tolist()
+    sequence, held = engine.sequence(), text(32).tolist()
     sequence.extend(held, 1)
+    sequence.rollback(32)  # the next pass moves the state behind whole chunks of 16 tokens, here behind all
     given = DeltaNet.__call__
 
     def interrupted(self: DeltaNet, projected: Any, out: Any, layer: int, *others: Any) -> None:
@@ -283,11 +284,11 @@ def test_a_rollback_moves_no_number(engine: TransformersEngine, monkeypatch: pyt
     sequence.extend(text(6).tolist(), 6)
     states = sequence.cache.states  # type: ignore[union-attr]
     assert isinstance(states, States)
-    before = [part.clone() for part in (states._bases, states._now, states._log)]
+    before = [part.clone() for part in (*states._states, states._inputs, states._chunks)]
     monkeypatch.setattr(delta, "library", lambda: None)  # no kernel is to be asked
     sequence.rollback(22)
     assert sequence.length == 22
-    for part, was in zip((states._bases, states._now, states._log), before, strict=True):
+    for part, was in zip((*states._states, states._inputs, states._chunks), before, strict=True):
         assert torch.equal(part.view(torch.int32), was.view(torch.int32))  # what is not in use yet may be no number
 
 
@@ -300,7 +301,7 @@ def test_a_log_does_not_grow_without_end() -> None:
         forward(torch.tensor([token]), 1, cache)
         found.append(cache.states.nbytes)
     assert found[-1] == found[len(found) // 2]
-    assert cache.states._log.shape[1] <= 2 * LOGGED
+    assert cache.states._rows <= 2 * HELD
 
 
 def test_features_are_those_of_transformers_also_after_rollbacks(engine: TransformersEngine) -> None:

@@ -11,9 +11,7 @@ from torch import nn
 
 from adaptive.engines.cpu import kernels
 from adaptive.engines.cpu.kernels import (
-    LIBRARIES,
     Attention,
-    Library,
     NativeLinear,
     Prologue,
     built,
@@ -28,18 +26,6 @@ from adaptive.pair import load_pair
 from adaptive.sampling import transform_logits
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams
-
-
-@pytest.fixture(params=list(LIBRARIES))
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One instruction set after the other, in use."""
-    if built(request.param) is None:
-        pytest.skip("was not built: no C++ compiler, or it does not know these instructions")
-    if request.param not in runnable():
-        pytest.skip("this processor has other instructions")
-    found = Library(request.param)
-    monkeypatch.setattr(kernels, "library", lambda: found)
-    return str(request.param)
 
 
 @pytest.fixture(params=[1, 2])

@@ -1,9 +1,9 @@
 """Gated delta nets of our forward, and their recurrent states of a text.
 
-A pass that may be rolled back does not overwrite a text's state (``native/delta.h``). Each layer has a base, the state
-some tokens ago, and a log of the inputs since. The pass after a rollback applies the logged tokens that remain while it
-reads the state, which it does anyway. So a rollback is an assignment, as for keys and values, and reads no weights.
-Passes over single tokens, as a draft makes them, also store the current state beside the base.
+A pass does not overwrite a text's state (``native/delta.h``). Each layer has a base, which is the state before a chunk
+of tokens, and of each token since then what it adds to the state. So a rollback is an assignment, as for keys and
+values, and reads no weights, and the pass after it computes nothing more than another. The base moves behind a chunk
+once none of its tokens will be rolled back.
 
 For going back further there are a few checkpoints, as in ``engines/hf/recurrent.py``.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +21,11 @@ from torch import nn
 from adaptive.engines.checkpoints import crowded
 from adaptive.engines.cpu.kernels import library
 
-# The longest pass that is logged, and the most tokens that a log holds. A longer pass is a prompt's, and no part of it
-# is rolled back. Too low (fewer than a round's tokens): a rejection computes the text again.
-LOGGED = 80
-# Logged tokens, none of which will be rolled back, from which a pass over one token moves the base. Too low: more
-# passes write the base as well as the current state. Too high: more tokens are applied again after the next rollback.
-SETTLED = 16
-# Rows of a new log; it at least doubles when it has to grow.
-ROOM = 16
+# The longest pass whose tokens can all be rolled back, and the most tokens that are held behind the base. A longer pass
+# is a prompt's. Too low (fewer than a round's tokens): a rejection computes the text again. Too high: memory.
+HELD = 80
+# Tokens for which a text has room behind its base at first.
+ROOM = 32
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class DeltaSizes:
             found is not None
             and bool(found.module.recurs(self.key_size, self.value_size))
             and self.value_heads % self.key_heads == 0
-            and 1 < self.kernel < LOGGED
+            and 1 < self.kernel < HELD
         )
 
     @property
@@ -64,9 +61,14 @@ class DeltaSizes:
         return self.value_heads * self.key_size * self.value_size
 
     @property
-    def row(self) -> int:
-        """How many numbers are logged for a token: the convolution's inputs, and two for each value head."""
-        return 2 * self.key_heads * self.key_size + self.value_heads * (self.value_size + 2)
+    def channels(self) -> int:
+        """How many inputs of the convolution a token has."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def held(self) -> int:
+        """How many numbers are stored of a token beside its inputs: keys, and each value head's change and decay."""
+        return self.key_heads * self.key_size + self.value_heads * (self.value_size + 1)
 
     def by_key_head(self) -> torch.Tensor:
         """The order (see ``stacked``) that brings the outputs of projections grouped by key head (Qwen 3-Next) into
@@ -114,8 +116,8 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The ``states`` (layers, numbers) after ``length`` tokens, and the log rows ``inputs`` (layers, kernel - 1, row)
-    of the last of these tokens."""
+    """The ``states`` (layers, numbers) after ``length`` tokens, which are whole chunks, and the convolution's
+    ``inputs`` (layers, kernel - 1, channels) of the last of these tokens."""
 
     length: int
     states: torch.Tensor
@@ -127,112 +129,133 @@ class Checkpoint:
         return self.states.nbytes + self.inputs.nbytes
 
 
-class Pass(NamedTuple):
-    """How a pass uses the states, as in ``Recall`` of ``native/delta.h``."""
-
-    commit: bool
-    store: bool
-    log: bool
-
-
 class States:
     """The recurrent states of a model's delta nets for one text of ``length`` tokens.
 
-    The base is the state after ``_base`` tokens (None: the base is unusable), and the log has the tokens since.
-    ``_current``: whether the current state is stored too. One of the two is always valid.
+    The base is the state after ``_base`` tokens, whole chunks, none of which will be rolled back. ``_ahead`` is None or
+    the number of tokens, whole chunks too, that a second state has: some may be rolled back yet. What is stored of the
+    tokens behind the base, and of the few before it that the convolution sees, lies in a ring, see ``Recall`` in
+    ``native/delta.h``.
     """
 
     def __init__(self, sizes: DeltaSizes, nets: list[DeltaNet]) -> None:
+        found = library()
+        assert found is not None
         self.sizes = sizes
-        self._nets = nets
+        self._nets, self._chunk, self._recall = nets, found.chunk, found.module.Recall
         self._checkpoints: list[Checkpoint] = []  # ordered by length
-        none = torch.empty(0)
-        self._bases, self._now, self._log = none, none, none  # (layers, state), the same, (layers, rows, row)
+        # (layers, state) of the base and of the state ahead; (layers, rows, channels); (layers, rows / chunk, numbers).
+        self._states = [torch.empty(0), torch.empty(0)]
+        self._inputs = self._chunks = torch.empty(0)
+        self._rows = 0
         self._table = array("Q")
-        self._pass: Pass | None = None  # the pass that has begun
+        self._settled: int | None = None  # of the pass that has begun: tokens that it lets nobody roll back
         self.clear()
 
     @torch.inference_mode()
     def clear(self) -> None:
         """Forget the text, except for its checkpoints."""
-        self.length = 0
-        self._base: int | None = 0
-        self._current = False
+        self.length = self._base = 0
+        self._ahead: int | None = None
         self._stands = True  # no held token will be rolled back
-        if self._log.numel():
-            self._bases.zero_()
-            self._log[:, : self.sizes.kernel - 1] = 0
+        if self._rows:
+            self._states[0].zero_()
+            self._inputs[:, 1 - self.sizes.kernel :] = 0
+
+    def _whole(self, length: int) -> int:
+        """How many of ``length`` tokens are in whole chunks."""
+        return length // self._chunk * self._chunk
 
     @torch.inference_mode()
     def _reserve(self, rows: int) -> None:
-        """Make room in the log for ``rows`` tokens."""
-        layers, before = len(self._nets), self.sizes.kernel - 1
-        room = self._log.shape[1] - before if self._log.numel() else 0
-        if rows <= room:
+        """Make room for ``rows`` tokens, including those just before the base."""
+        if rows <= self._rows:
             return
-        if not room:
-            self._bases = torch.zeros(layers, self.sizes.state)
-            self._now = torch.empty(layers, self.sizes.state)
-        log = torch.zeros(layers, before + max(rows, 2 * room, ROOM), self.sizes.row)
-        if room:
-            log[:, : self._log.shape[1]] = self._log
-        self._log = log
-        parts = (self._bases, self._now, log)
-        self._table = array("Q", [part[layer].data_ptr() for layer in range(layers) for part in parts])
+        layers, room = len(self._nets), -(-max(rows, ROOM) // self._chunk) * self._chunk
+        inputs, chunks = self._inputs, self._chunks
+        if not self._rows:
+            self._states = [torch.zeros(layers, self.sizes.state) for _ in self._states]
+        self._inputs = torch.zeros(layers, room, self.sizes.channels)
+        self._chunks = torch.zeros(layers, room // self._chunk, self._chunk * self.sizes.held)
+        if self._rows:
+            self._take(inputs, chunks)
+        self._rows = room
+        self._address()
+
+    def _address(self) -> None:
+        """Write down where everything is, for the kernels."""
+        parts = (*self._states, self._inputs, self._chunks)
+        self._table = array("Q", [part[layer].data_ptr() for layer in range(len(self._nets)) for part in parts])
+
+    def _take(self, inputs: torch.Tensor, chunks: torch.Tensor) -> None:
+        """Copy from another ring what it has of this text's tokens."""
+        rows = torch.arange(self._base - self.sizes.kernel + 1, self.length)
+        self._inputs[:, rows % self._inputs.shape[1]] = inputs[:, rows % inputs.shape[1]]
+        places = torch.arange(self._base // self._chunk, -(-self.length // self._chunk))
+        self._chunks[:, places % self._chunks.shape[1]] = chunks[:, places % chunks.shape[1]]
 
     def begin(self, count: int, steps: int = 0) -> Any:
         """The kernels' ``Recall`` for a pass over ``count`` tokens, followed in the same call by at most ``steps``
         passes over one token. Call ``end`` or ``undo`` before any other method."""
-        held = 0 if self._base is None else self.length - self._base
-        logged = count <= LOGGED
-        lost = self._base is None or held + count + steps > LOGGED
-        settled = self._stands and (not self._current or held >= SETTLED)
-        commit = logged and (self._base is None or (held > 0 and (lost or count > 1 or settled)))
-        store = not logged or count == 1 or steps > 0
-        self._reserve((0 if commit else held) + count + steps if logged else 1)
-        self._pass = Pass(commit, store, logged)
-        return self._recall(held, self._pass)
+        end = self.length + count + steps
+        settled = self._base
+        if count > HELD:
+            settled = self.length + count
+        elif self._stands or end - self._base > HELD:
+            settled = self.length
+        self._settled = settled
+        self._settle(settled)
+        self._reserve(end - self._whole(settled) + self.sizes.kernel - 1)
+        return self._recalled(settled)
+
+    def _settle(self, settled: int) -> None:
+        """Let the state ahead become the base if all tokens before it are ``settled``."""
+        if self._ahead is not None and self._ahead <= settled:
+            self._base, self._ahead = self._ahead, None
+            self._states.reverse()
+            self._address()
+
+    def _recalled(self, settled: int) -> Any:
+        start = self._base if self._ahead is None else self._ahead
+        where = self._table.buffer_info()[0]
+        return self._recall(where, start, self._ahead is not None, self.length, self._rows, settled)
 
     def end(self, count: int) -> None:
         """Finish the pass and the single steps behind it: together they appended ``count`` tokens."""
-        done = self._pass
-        assert done is not None
-        if done.commit or not done.log:
-            self._base = self.length if done.commit else None
-        self._current, self._stands, self._pass = done.store, False, None
+        assert self._settled is not None
+        self._base = max(self._base, self._whole(self._settled))
         self.length += count
+        reached = self._whole(max(0, self.length - 1))  # where the last token's chunk begins
+        if reached > self._base:
+            self._ahead = reached
+        self._settled, self._stands = None, False
 
     def undo(self, whole: bool) -> None:
-        """Handle an interrupted pass. All tokens from before it stay held if the layers cannot differ in how far they
-        came (``whole``) and the pass was logged; otherwise only those of the last checkpoint."""
-        broken, self._pass = self._pass, None
-        if broken is None:  # no pass has begun
+        """Handle an interrupted pass. All tokens from before it stay held, unless it moved the base behind them, or
+        moved it and the layers can differ in how far they came (not ``whole``): then only those of the last
+        checkpoint."""
+        settled, self._settled = self._settled, None
+        if settled is None:  # no pass has begun
             return
-        self._current = False
-        if not whole or not broken.log:
+        self._ahead = None
+        moved = max(self._base, self._whole(settled))
+        if moved == self._base or (whole and moved <= self.length):
+            self._base = moved
+        else:
             self._restore(self.length)
-        elif broken.commit:
-            self._base = self.length
-
-    def _recall(self, held: int, what: Pass) -> Any:
-        found = library()
-        assert found is not None
-        return found.module.Recall(self._table.buffer_info()[0], held, self._current, *what)
 
     def reaches(self, length: int) -> bool:
         """Whether a rollback to ``length`` tokens needs no checkpoint."""
-        return (length == self.length and self._current) or (self._base is not None and self._base <= length)
+        return self._base <= length
 
     def rollback(self, length: int) -> int:
         """Forget all tokens after the first ``length``; returns how many are held then. Where the base is too recent,
         that is the length of the last checkpoint up to there, or 0."""
-        if length >= self.length:
-            self._stands = True
-            return self.length
-        if self.reaches(length):
-            self.length, self._current, self._stands = length, False, True
-        else:
+        if length < self.length and not self.reaches(length):
             self._restore(length)
+        self.length, self._stands = min(length, self.length), True
+        if self._ahead is not None and self._ahead > self.length:
+            self._ahead = None
         self._checkpoints = [kept for kept in self._checkpoints if kept.length <= self.length]
         return self.length
 
@@ -242,33 +265,31 @@ class States:
         self.clear()
         if kept is None:
             return
-        self._reserve(1)
-        self._bases.copy_(kept.states)
-        self._log[:, : self.sizes.kernel - 1] = kept.inputs
+        self._reserve(self.sizes.kernel - 1)
+        self._states[0].copy_(kept.states)
         self.length = self._base = kept.length
+        self._inputs[:, self._before()] = kept.inputs
+
+    def _before(self) -> torch.Tensor:
+        """The rows of the tokens just before the base, which the convolution sees."""
+        return torch.arange(self._base - self.sizes.kernel + 1, self._base) % self._rows
 
     @torch.inference_mode()
     def checkpoint(self) -> None:
-        """Store a checkpoint of the current state. If there are too many, drop the one between the nearest two."""
-        lengths = [kept.length for kept in self._checkpoints]
-        if not self.length or self.length in lengths:
+        """Store a checkpoint of the text's whole chunks. If there are too many, drop the one between the nearest
+        two."""
+        lengths, whole = [kept.length for kept in self._checkpoints], self._whole(self.length)
+        if not whole or whole in lengths:
             return
-        self._settle()
-        inputs = self._log[:, : self.sizes.kernel - 1].clone()
-        self._checkpoints.append(Checkpoint(self.length, self._bases.clone(), inputs))
-        forgotten = crowded([*lengths, self.length])
+        self._settle(whole)
+        if self._base < whole:
+            for number, net in enumerate(self._nets):
+                net(self._inputs, self._inputs, number, 0, self._recalled(whole))  # no tokens: neither tensor is used
+            self._base, self._ahead = whole, None
+        self._checkpoints.append(Checkpoint(whole, self._states[0].clone(), self._inputs[:, self._before()]))
+        forgotten = crowded([*lengths, whole])
         if forgotten is not None:
             del self._checkpoints[forgotten]
-
-    def _settle(self) -> None:
-        """Move the base to the end of the text."""
-        if self._base == self.length:
-            return
-        held = 0 if self._base is None else self.length - self._base
-        recall = self._recall(held, Pass(commit=True, store=False, log=True))
-        for number, net in enumerate(self._nets):
-            net(self._log, self._log, number, 0, recall)  # no tokens: neither tensor is used
-        self._base = self.length
 
     @torch.inference_mode()
     def copy(self, other: States, length: int) -> int:
@@ -277,22 +298,17 @@ class States:
         if not other.reaches(length):
             self._restore(length)
             return self.length
-        before, base = self.sizes.kernel - 1, other._base
-        self._reserve(1 if base is None else max(1, length - base))
-        if base is None:
-            self._now.copy_(other._now)
-            base = other.length
-        else:
-            self._bases.copy_(other._bases)
-        rows = before + length - base
-        self._log[:, :rows] = other._log[:, :rows]
-        self.length, self._base, self._current, self._stands = length, other._base, other._base is None, True
+        self._reserve(length - other._base + self.sizes.kernel - 1)
+        self.length, self._base, self._ahead, self._stands = length, other._base, None, True
+        if other._rows:
+            self._states[0].copy_(other._states[0])
+            self._take(other._inputs, other._chunks)
         return length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states and the log."""
-        return self._bases.nbytes + self._now.nbytes + self._log.nbytes
+        """Bytes of the states and of what is stored of the tokens since."""
+        return sum(part.nbytes for part in (*self._states, self._inputs, self._chunks))
 
     @property
     def checkpoint_nbytes(self) -> int:

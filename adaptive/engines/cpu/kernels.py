@@ -81,6 +81,7 @@ class Library:
             raise UnusableError(f"the system does not let this program use the processor's {name} instructions")
         self.name, self.module = name, module
         self.panel: int = module.panel
+        self.chunk: int = module.chunk
 
 
 def built(name: str) -> Path | None:

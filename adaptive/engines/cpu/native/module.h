@@ -242,6 +242,7 @@ void bind(nb::module_& m) {
   nb::set_leak_warnings(false);  // objects in Python caches at the program's end are no leaks
   m.attr("sources") = ADAPTIVE_SOURCES;
   m.attr("panel") = PANEL;
+  m.attr("chunk") = TOKENS;
   m.def("filled_to", &filled_to, arg("bytes"));
   m.attr("usable") = usable();
   m.def("attends", &attends, arg("size"));
@@ -308,8 +309,8 @@ void bind(nb::module_& m) {
       arg("tree").none(), arg("threads"));
 
   nb::class_<Recall>(m, "Recall")
-      .def("__init__", [](Recall* self, Address memory, int held, bool current, bool commit, bool store, bool log) {
-        new (self) Recall{to<float*>(memory), held, current, commit, store, log};
+      .def("__init__", [](Recall* self, Address memory, int start, bool ahead, int length, int rows, int settled) {
+        new (self) Recall{to<float*>(memory), start, ahead, length, rows, settled};
       });
 
   nb::class_<DeltaNet>(m, "DeltaNet")
