@@ -41,6 +41,10 @@ CATCH_UP = 16
 LOW = 0.2
 # Used in place of a number of threads if the engines do not choose one: all their threads.
 ALL = 0
+# Seconds for which rounds of a length are repeated before the one that counts: after other work, also after rounds of
+# another length, a small model's passes take a fifth longer than among their like. Too low: plain decoding seems slower
+# than it is, and speculation better. Too high: fewer samples.
+SETTLING_S = 0.005
 # Seconds after a round from which the next one is run once untimed: other work has used caches and threads.
 PAUSE_S = 0.005
 # Tokens of the short generation that measures the time per token outside of the models (supervision is reduced in
@@ -177,19 +181,29 @@ class TimedRounds:
         return speculative_round(self.target, self.drafter, self.verifier, committed, length, self.advise, clock)[0]
 
     def sweep(self, samples: Samples, lengths: Collection[int], threads: int) -> Iterator[None]:
-        """One round of each of the ``lengths``, in order, at the next place of the text; a plain round is followed by
-        another plain one."""
+        """Time a round of each of the ``lengths`` among its like, in order, at the next place of the text; and the first
+        plain round of those after the round of another length."""
         self._move(self._context + (len(self.committed) - self._context + STRIDE) % max(1, self._places))
         for length in lengths:
             began = time.perf_counter()
-            outcome = self.round(length, threads)
-            samples.add(Kind.VERIFY, length, threads, outcome.verify_s)
+            if not length:
+                samples.add(Kind.VERIFY, 0, threads, self.round(0, threads).verify_s)
+            outcome = self._among_its_like(length, threads)
             if length:
+                samples.add(Kind.VERIFY, length, threads, outcome.verify_s)
                 samples.add(Kind.DRAFT, length, threads, outcome.draft_s)
             else:
-                samples.add(Kind.PLAIN, 0, threads, self.round(0, threads).verify_s)
+                samples.add(Kind.PLAIN, 0, threads, outcome.verify_s)
             samples.passed[threads] += time.perf_counter() - began
             yield
+
+    def _among_its_like(self, length: int, threads: int) -> Round:
+        """A round of a length behind some others of it, unless a single one takes longer than they should."""
+        until = time.perf_counter() + SETTLING_S
+        while True:
+            outcome = self.round(length, threads)
+            if time.perf_counter() >= until:
+                return outcome
 
     def catch_up(self, samples: Samples, tokens: int, threads: int) -> None:
         """Time a round in which the draft has ``tokens`` tokens to catch up with."""
@@ -209,9 +223,11 @@ class TimedRounds:
             next(steps)  # the prompt's token
             while not ended:
                 self._hold(1 if self._choices else None)
-                before = clock()
-                ended = next(steps, None) is None
-                spent += clock() - before
+                before = now = clock()
+                while not ended and now - before < SETTLING_S:  # a step alone, after other work, takes longer
+                    ended = next(steps, None) is None
+                    now = clock()
+                spent += now - before
                 self._hold(None)
                 yield
             spent -= sum(outcome.draft_s + outcome.verify_s for outcome in plain.rounds)

@@ -1,11 +1,12 @@
 """What ``adaptive calibrate`` promises beside other programs, against what a quiet run then measures.
 
 First ``busy``: calibrations beside two spinning processes, as many as asked, without and with ``--busy``. Then, on a
-quiet machine, ``quiet``: calibrations again, and a race of plain decoding against every length that was recommended,
-on other prompts of the kind, interleaved. Prints each prediction over what the race measured at its length.
+quiet machine, ``quiet``: calibrations again, each followed by a race of plain decoding against the length that it
+recommends and those recommended beside the processes, on other prompts of the kind, interleaved. Prints each prediction
+over what was measured at its length.
 
     python benchmarks/calibrate_busy.py busy FOLDER [--kind code] [--times 20]
-    python benchmarks/calibrate_busy.py quiet FOLDER [--times 3]
+    python benchmarks/calibrate_busy.py quiet FOLDER [--times 8]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,24 +92,35 @@ def busy(folder: Path, kind: str, times: int) -> None:
 
 
 def quiet(folder: Path, times: int) -> None:
-    """Calibrations on a quiet machine, and the race."""
+    """Calibrations on a quiet machine, and after each a race. A machine's passes can change their proportions within
+    seconds, so a calibration is compared with its own race; those made beside programs, with all races together."""
     before = json.loads((folder / "busy.json").read_text(encoding="utf-8"))
+    pair, prompts = load_pair(load_settings({})), read_prompts(folder / "raced.jsonl")
+    promised = {report["recommended_draft_length"] for report in before}
+    everywhere: dict[int, Way] = {}
+    own = []
     print("quiet")
-    now = [report for report in (calibration(folder) for _ in range(times)) if report is not None]
-    assert now, "this machine is not quiet"
-    lengths = sorted({0, *(report["recommended_draft_length"] for report in [*before, *now])})
-    pair = load_pair(load_settings({}))
-    ways = {k: Way(f"{k}", Assistant(pair, FixedLength(k), None)) for k in lengths}
-    interleaved(list(ways.values()), read_prompts(folder / "raced.jsonl"), TOKENS, PASSES)
-    measured = {k: way.rate / ways[0].rate for k, way in ways.items()}
-    print("measured: " + ", ".join(f"{speed_up:.3f} at length {k}" for k, speed_up in measured.items()))
-    for name, reports in (("beside two spinning processes", before), ("quiet", now)):
-        over = sorted(r["predicted_speed_up"] / measured[r["recommended_draft_length"]] for r in reports)
-        print(f"{name}: predicted / measured " + " ".join(f"{ratio:.3f}" for ratio in over))
-        print(f"  lowest break-even {min(r['break_even_acceptance'] for r in reports):.3f}")
-    best = max(measured.values())
-    print(f"highest prediction of all over the best length measured: "
-          f"{max(r['predicted_speed_up'] for r in [*before, *now]) / best:.3f}")  # fmt: skip
+    for _ in range(times):
+        report = calibration(folder)
+        if report is None:
+            continue
+        length = report["recommended_draft_length"]
+        ways = {k: Way(f"{k}", Assistant(pair, FixedLength(k), None)) for k in {0, length, *promised}}
+        interleaved(list(ways.values()), prompts, TOKENS, PASSES)
+        for k, way in ways.items():
+            everywhere.setdefault(k, Way(way.name, way.assistant)).take(way)
+        own.append(report["predicted_speed_up"] / (ways[length].rate / ways[0].rate))
+        low, high = report["predicted_speed_up_interval"]
+        within = low <= ways[length].rate / ways[0].rate <= high
+        print(f"  measured {ways[length].rate / ways[0].rate:.3f} at that length, {'with' if within else 'out of'}in "
+              f"the interval: predicted / measured {own[-1]:.3f}", flush=True)  # fmt: skip
+    assert own, "this machine is not quiet"
+    print(f"median of predicted / measured {statistics.median(own):.3f}")
+    measured = {k: way.rate / everywhere[0].rate for k, way in sorted(everywhere.items())}
+    print("all races: " + ", ".join(f"{speed_up:.3f} at length {k}" for k, speed_up in measured.items()))
+    over = sorted(r["predicted_speed_up"] / measured[r["recommended_draft_length"]] for r in before)
+    print("beside two spinning processes: predicted / measured " + " ".join(f"{ratio:.3f}" for ratio in over))
+    print(f"  lowest break-even {min(r['break_even_acceptance'] for r in before):.3f}")
 
 
 def main() -> None:
@@ -121,7 +134,7 @@ def main() -> None:
     if args.part == "busy":
         busy(args.folder, args.kind, args.times or 20)
     else:
-        quiet(args.folder, args.times or 3)
+        quiet(args.folder, args.times or 8)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,13 @@ class Way:
         """Tokens per second over all prompts."""
         return sum(self.tokens.values()) / sum(self.seconds)
 
+    def take(self, other: Way) -> None:
+        """Add what was measured in another race over the same prompts."""
+        self.tokens.update(other.tokens)
+        for number, times in other.times.items():
+            self.times.setdefault(number, []).extend(times)
+        self.spent += other.spent
+
 
 def interleaved(ways: list[Way], prompts: list[PromptLine], tokens: int, passes: int) -> float:
     """Answer every prompt in every way, ``passes`` times; the share of repeated 8-grams in the answers."""
