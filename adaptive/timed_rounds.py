@@ -83,7 +83,7 @@ class Samples:
         self._taken: dict[Kind, dict[int, dict[int, list[float]]]] = {
             kind: defaultdict(lambda: defaultdict(list)) for kind in Kind
         }
-        self.passed: dict[int, float] = defaultdict(float)  # by number of threads: wall-clock seconds
+        self.passed: dict[int, float] = defaultdict(float)  # by number of threads: wall-clock seconds of timed rounds
         self.sweeps: Counter[int] = Counter()
 
     def add(self, kind: Kind, length: int, threads: int, seconds: float) -> None:
@@ -181,29 +181,32 @@ class TimedRounds:
         return speculative_round(self.target, self.drafter, self.verifier, committed, length, self.advise, clock)[0]
 
     def sweep(self, samples: Samples, lengths: Collection[int], threads: int) -> Iterator[None]:
-        """Time a round of each of the ``lengths`` among its like, in order, at the next place of the text; and the first
-        plain round of those after the round of another length."""
+        """Time a round of each of the ``lengths`` among its like, in order, at the next place of the text; and a plain
+        round right after one of another length."""
         self._move(self._context + (len(self.committed) - self._context + STRIDE) % max(1, self._places))
         for length in lengths:
-            began = time.perf_counter()
             if not length:
                 samples.add(Kind.VERIFY, 0, threads, self.round(0, threads).verify_s)
-            outcome = self._among_its_like(length, threads)
+            outcome, took = self._among_its_like(length, threads)
             if length:
                 samples.add(Kind.VERIFY, length, threads, outcome.verify_s)
                 samples.add(Kind.DRAFT, length, threads, outcome.draft_s)
             else:
                 samples.add(Kind.PLAIN, 0, threads, outcome.verify_s)
-            samples.passed[threads] += time.perf_counter() - began
+            samples.passed[threads] += took
             yield
 
-    def _among_its_like(self, length: int, threads: int) -> Round:
-        """A round of a length behind some others of it, unless a single one takes longer than they should."""
-        until = time.perf_counter() + SETTLING_S
+    def _among_its_like(self, length: int, threads: int) -> tuple[Round, float]:
+        """A round of a length behind some others of it, unless a single one takes longer than they should, and its
+        wall-clock seconds."""
+        began = time.perf_counter()
+        until = began + SETTLING_S
         while True:
             outcome = self.round(length, threads)
-            if time.perf_counter() >= until:
-                return outcome
+            ended = time.perf_counter()
+            if ended >= until:
+                return outcome, ended - began
+            began = ended
 
     def catch_up(self, samples: Samples, tokens: int, threads: int) -> None:
         """Time a round in which the draft has ``tokens`` tokens to catch up with."""

@@ -148,7 +148,8 @@ class States:
         self._states = [torch.empty(0), torch.empty(0)]
         self._inputs = self._chunks = torch.empty(0)
         self._rows = 0
-        self._table = array("Q")
+        # Where everything is, for the kernels: now, and with the two states exchanged.
+        self._tables = [array("Q"), array("Q")]
         self._settled: int | None = None  # of the pass that has begun: tokens that it lets nobody roll back
         self.clear()
 
@@ -180,12 +181,10 @@ class States:
         if self._rows:
             self._take(inputs, chunks)
         self._rows = room
-        self._address()
-
-    def _address(self) -> None:
-        """Write down where everything is, for the kernels."""
-        parts = (*self._states, self._inputs, self._chunks)
-        self._table = array("Q", [part[layer].data_ptr() for layer in range(len(self._nets)) for part in parts])
+        self._tables = [
+            array("Q", [part[i].data_ptr() for i in range(layers) for part in (*states, self._inputs, self._chunks)])
+            for states in (self._states, self._states[::-1])
+        ]
 
     def _take(self, inputs: torch.Tensor, chunks: torch.Tensor) -> None:
         """Copy from another ring what it has of this text's tokens."""
@@ -213,11 +212,11 @@ class States:
         if self._ahead is not None and self._ahead <= settled:
             self._base, self._ahead = self._ahead, None
             self._states.reverse()
-            self._address()
+            self._tables.reverse()
 
     def _recalled(self, settled: int) -> Any:
         start = self._base if self._ahead is None else self._ahead
-        where = self._table.buffer_info()[0]
+        where = self._tables[0].buffer_info()[0]
         return self._recall(where, start, self._ahead is not None, self.length, self._rows, settled)
 
     def end(self, count: int) -> None:
@@ -295,14 +294,13 @@ class States:
     def copy(self, other: States, length: int) -> int:
         """Hold at most the first ``length`` tokens of ``other``; returns how many."""
         self._checkpoints = [kept for kept in other._checkpoints if kept.length <= length]
-        if not other.reaches(length):
+        if not other._rows or not other.reaches(length):
             self._restore(length)
             return self.length
         self._reserve(length - other._base + self.sizes.kernel - 1)
         self.length, self._base, self._ahead, self._stands = length, other._base, None, True
-        if other._rows:
-            self._states[0].copy_(other._states[0])
-            self._take(other._inputs, other._chunks)
+        self._states[0].copy_(other._states[0])
+        self._take(other._inputs, other._chunks)
         return length
 
     @property
