@@ -111,3 +111,13 @@ def test_a_token_does_not_depend_on_the_passes_that_brought_it(sizes: DeltaSizes
                 other.copy(states, dice.randrange(states.length + 1))
                 states = other
     assert ahead > 10
+
+
+@torch.inference_mode()
+def test_a_copy_of_an_empty_text_begins_anew() -> None:
+    sizes = SIZES[0]
+    net, projected = DeltaNet(layer(sizes), sizes), inputs(sizes, 40)
+    used = States(sizes, [net])
+    through(net, used, inputs(sizes, 100))
+    assert used.copy(States(sizes, [net]), 0) == 0
+    assert torch.equal(through(net, used, projected), through(net, States(sizes, [net]), projected))
