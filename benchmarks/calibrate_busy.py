@@ -112,7 +112,7 @@ def quiet(folder: Path, times: int) -> None:
         own.append(report["predicted_speed_up"] / (ways[length].rate / ways[0].rate))
         low, high = report["predicted_speed_up_interval"]
         within = low <= ways[length].rate / ways[0].rate <= high
-        print(f"  measured {ways[length].rate / ways[0].rate:.3f} at that length, {'with' if within else 'out of'}in "
+        print(f"  measured {ways[length].rate / ways[0].rate:.3f} at that length, {'within' if within else 'outside'} "
               f"the interval: predicted / measured {own[-1]:.3f}", flush=True)  # fmt: skip
     assert own, "this machine is not quiet"
     print(f"median of predicted / measured {statistics.median(own):.3f}")
