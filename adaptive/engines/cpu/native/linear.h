@@ -206,13 +206,22 @@ const Input* prepare(const Call& call, int padded, int stride, float* factors) {
   return inputs;
 }
 
-// Distance in bytes from the current weights to those that are prefetched. Processors prefetch by themselves too, but
-// some not while they compute, and not beyond a page.
-constexpr int AHEAD = 4096;
+// Distances in bytes from the current weights to those that are prefetched. Processors prefetch by themselves too, but
+// some not while they compute, and not beyond a page. With few rows a thread reads as fast as the memory allows: AHEAD,
+// into the first-level cache. From MANY rows on it computes for as long as it reads. Then the few lines that can be on
+// their way to the first-level cache are too few to read at full speed beside the products, so weights go to the
+// second-level cache first (FAR), and from there to the first (NEAR). For few rows the second instruction costs more
+// than it saves.
+constexpr int AHEAD = 4096, FAR = 8192, NEAR = 1024, MANY = 6;
 
+template <int ROWS>
 inline void fetch(const void* w) {
   constexpr int LINE = 64;
-  for (int at = 0; at < PANEL * 4; at += LINE) _mm_prefetch((const char*)w + AHEAD + at, _MM_HINT_T0);
+  for (int at = 0; at < PANEL * 4; at += LINE) {
+    const char* line = (const char*)w + at;
+    if constexpr (ROWS >= MANY) _mm_prefetch(line + FAR, _MM_HINT_T1);
+    _mm_prefetch(line + (ROWS >= MANY ? NEAR : AHEAD), _MM_HINT_T0);
+  }
 }
 
 // Adds the products of ROWS rows and WIDTH vectors of outputs over the next `inputs`, whose weights lie `step` numbers
@@ -224,7 +233,7 @@ inline void multiply(const float* w, int step, const float* x, int stride, int i
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < WIDTH; v++) acc[r][v] = first ? Vector{} : at(sums + size_t(r) * apart + v * LANES);
   for (int k = 0; k < inputs; k++, w += step) {
-    if (FETCH) fetch(w);
+    if (FETCH) fetch<ROWS>(w);
     for (int r = 0; r < ROWS; r++)
       for (int v = 0; v < WIDTH; v++) acc[r][v] += at(w + v * LANES) * x[size_t(r) * stride + k];
   }
@@ -245,7 +254,7 @@ inline void tile(const uint16_t* w, const Narrow* x, int stride, int inputs, boo
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-    if (FETCH) fetch(w);
+    if (FETCH) fetch<ROWS>(w);
     __m512bh weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = (__m512bh)_mm512_loadu_si512(w + v * 2 * LANES);
     for (int r = 0; r < ROWS; r++) {
@@ -262,7 +271,7 @@ inline void tile(const uint16_t* w, const Narrow* x, int stride, int inputs, boo
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-    if (FETCH) fetch(w);
+    if (FETCH) fetch<ROWS>(w);
     Vector weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = (Vector)(*(const Words*)(w + v * 2 * LANES) << 16);
     for (int r = 0; r < ROWS; r++)
@@ -307,7 +316,7 @@ inline void tile(const int8_t* w, const Whole* x, int stride, int inputs, bool f
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Wholes{} : wholes(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 4, w += 4 * PANEL) {
-    if (FETCH) fetch(w);
+    if (FETCH) fetch<ROWS>(w);
     Wholes weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = wholes(w + v * 4 * LANES);
     for (int r = 0; r < ROWS; r++) {
@@ -406,7 +415,7 @@ inline void multiply_tiles(const uint16_t* w, const uint16_t* x, size_t apart, i
   }
   for (int k = 0; k < inputs; k += TILE_INPUTS, w += TILE_INPUTS * PANEL) {
     if (FETCH)
-      for (int pair = 0; pair < TILE_INPUTS / 2; pair++) fetch(w + pair * 2 * PANEL);
+      for (int pair = 0; pair < TILE_INPUTS / 2; pair++) fetch<1>(w + pair * 2 * PANEL);
     _tile_loadd(4, x + size_t(k) * rows, ROW);
     _tile_loadd(6, w, BETWEEN);
     _tile_dpbf16ps(0, 4, 6);
