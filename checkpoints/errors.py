@@ -1,10 +1,10 @@
-"""The exceptions that are shown to people: what is wrong, where, and what to do, on one line."""
+"""The exceptions whose text is shown to users: the problem, its place and the remedy, on one line."""
 
 from __future__ import annotations
 
 
 class AdaptiveError(Exception):
-    """A mistake the user can mend. The command line prints its text on one line and exits with 2."""
+    """An error that the user can correct. The command line prints its text on one line and exits with 2."""
 
 
 class ContextFullError(AdaptiveError):
@@ -12,6 +12,6 @@ class ContextFullError(AdaptiveError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, or its kind where it says nothing: for a message of one line."""
+    """The first line of an exception's text, or the exception's type if the text is empty."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

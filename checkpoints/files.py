@@ -1,7 +1,7 @@
-"""Writing so that a killed process leaves either the old or the new, never half of one.
+"""Atomic writes of files and folders: a killed process leaves either the old or the new one, never a part.
 
-Everything unfinished carries a name that starts with ``.tmp-``, and beside it stands a lock that its writer holds
-as long as it lives; ``sweep`` removes what nobody holds. A process id would not do: another container has others.
+The name of every unfinished file starts with ``.tmp-``, and beside it is a lock file that its writer holds
+while it lives. ``sweep`` removes those whose lock is free. Process ids would not do: other containers have their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from filelock import FileLock
 
-# Read in pieces, so that hashing a large adapter holds this much memory (bytes). Smaller only costs calls.
+# Bytes read at a time, the memory that hashing a large adapter takes. Too low only costs calls.
 HASH_CHUNK = 1 << 20
 
 UNFINISHED = ".tmp-"
@@ -25,9 +25,9 @@ _mine: dict[Path, FileLock] = {}
 
 
 def unfinished(root: Path) -> Path:
-    """A fresh path in ``root`` for something not yet whole; give it to ``finished`` when it is.
+    """A fresh path in ``root`` for an unfinished file or folder; pass it to ``finished`` in the end.
 
-    Raises OSError where ``root`` cannot be written.
+    Raises OSError if ``root`` cannot be written.
     """
     from filelock import Timeout
 
@@ -39,11 +39,11 @@ def unfinished(root: Path) -> Path:
             if os.path.exists(lock.lock_file):
                 _mine[path] = lock
                 return path
-            lock.release()  # swept between its creation and its locking
+            lock.release()  # removed by ``sweep`` between its creation and its locking
 
 
 def finished(path: Path) -> None:
-    """Forget an ``unfinished`` path, and remove what is still there (nothing, after a rename)."""
+    """Forget an ``unfinished`` path, and remove the file or folder if it is still there (after a rename it is not)."""
     remove(path)
     lock = _mine.pop(path, None)
     if lock is not None:
@@ -58,14 +58,14 @@ def _lock_of(path: Path) -> FileLock:
 
 def _release(lock: FileLock) -> None:
     with contextlib.suppress(OSError):
-        os.unlink(lock.lock_file)  # before another can lock a file that is about to go
+        os.unlink(lock.lock_file)  # before the release, or another process could lock a file that is then removed
     lock.release()
-    if os.name == "nt":  # which does not remove what is open
+    if os.name == "nt":  # Windows does not remove open files
         Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all in it, if it is there."""
+    """Remove a file or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -73,7 +73,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Remove the unfinished files and folders in ``root`` whose writers are gone."""
+    """Remove the unfinished files and folders in ``root`` whose writers have ended."""
     paths = {Path(str(found).removesuffix(".lock")) for found in root.glob(f"{UNFINISHED}*")}
     if not paths:
         return
@@ -88,7 +88,7 @@ def sweep(root: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk itself."""
+    """Flush a file, or a folder's list of names, to the disk."""
     if path.is_dir() and os.name == "nt":  # Windows has no such call for folders
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -99,7 +99,7 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file of the user's own (0600) and flush it."""
+    """Write a small private file (0600) and flush it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
         file.write(text)
@@ -108,7 +108,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(root: Path, path: Path, text: str) -> None:
-    """Replace ``path`` with ``text`` in one step. ``root`` (same file system) holds the unfinished file."""
+    """Replace ``path`` with ``text`` atomically. ``root`` (same file system) holds the unfinished file."""
     temporary = unfinished(root)
     try:
         write_text(temporary, text)
@@ -119,7 +119,7 @@ def replace_text(root: Path, path: Path, text: str) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file. Raises OSError where it cannot be read."""
+    """Hex digest of a file. Raises OSError if it cannot be read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(HASH_CHUNK):

@@ -1,4 +1,4 @@
-"""One adapter's folder: what must be in it, and whether it still is what was published."""
+"""One adapter's folder: the files that it must contain, and whether they are still those that were published."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from checkpoints.manifest import Kind, Manifest, Status
 MANIFEST = "manifest.json"
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-# What a folder must hold, by the kind of what it is: (weights, config).
+# The files that a folder must contain, by kind: (weights, config).
 FILES: dict[Kind, tuple[str, str]] = {"lora": (WEIGHTS, CONFIG), "head": ("model.safetensors", "config.json")}
 
-# Formats that may hold pickled objects, which run code when they are loaded.
+# Extensions of formats that may contain pickled objects, which can run code when they are loaded.
 PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 
 
 class DamagedAdapter(AdaptiveError):  # noqa: N818 - the thing that is damaged is the better word
-    """A file of an adapter is missing or is not what was published."""
+    """A file of an adapter is missing or differs from the published one."""
 
 
 def check_written(folder: Path, kind: Kind = "lora") -> None:
-    """Raise AdaptiveError unless ``folder`` holds a PEFT adapter, or a head, whose tensors can be opened."""
+    """Raise AdaptiveError unless ``folder`` has a PEFT adapter, or a head, whose tensors can be opened."""
     from safetensors import SafetensorError, safe_open
 
     pickled = _pickled(folder)
@@ -43,7 +43,7 @@ def check_written(folder: Path, kind: Kind = "lora") -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in ``folder``. Raises DamagedAdapter where it cannot be read or is another's."""
+    """The manifest in ``folder``. Raises DamagedAdapter if it cannot be read or belongs to another adapter."""
     name = folder.name
     try:
         manifest = Manifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_folder(folder: Path) -> Manifest:
-    """Hash every file that the manifest names. Raises DamagedAdapter naming the first that is wrong."""
+    """Hash every file that the manifest names. Raises DamagedAdapter, which names the first wrong file."""
     manifest = read_manifest(folder)
     for file, digest in {**dict.fromkeys(FILES[manifest.kind], ""), **manifest.files}.items():
         try:
@@ -80,7 +80,7 @@ def verify_folder(folder: Path) -> Manifest:
 
 
 def check_destination(destination: Path, force: bool) -> None:
-    """Raise AdaptiveError where ``destination`` is a file, or holds anything and ``force`` is not set."""
+    """Raise AdaptiveError if ``destination`` is a file, or is not empty and ``force`` is not set."""
     if destination.exists() and not destination.is_dir():
         raise AdaptiveError(f"{destination} is a file; name a folder to export to")
     if not force and destination.is_dir() and any(destination.iterdir()):

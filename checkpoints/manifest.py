@@ -1,4 +1,4 @@
-"""What is known of one adapter: ``manifest.json`` beside its weights, as frozen data classes."""
+"""The data of one adapter that ``manifest.json`` beside its weights holds, as frozen data classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Status = Literal["candidate", "promoted", "rejected", "rolled_back"]
-# What was trained: LoRA matrices beside a draft's weights, or all weights of a head on the target's hidden states.
+# Kind of adapter: LoRA matrices for a draft's weights, or all weights of a head on the target's hidden states.
 Kind = Literal["lora", "head"]
 
 
@@ -22,9 +22,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out figures of one set of records before (the draft in use) and after (this adapter).
+    """Figures of one held-out set, before (by the draft in use) and after (by this adapter).
 
-    ``mean_acceptance_length`` is by replay at ``draft_length``. ``gain`` is the paired difference in
+    ``mean_acceptance_length_*`` are by replay at ``draft_length``. ``gain`` is the paired difference in
     acceptance rate, after minus before.
     """
 
@@ -40,7 +40,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """Which records an adapter was trained on: ids of the log, counts, and counts by domain."""
+    """The records an adapter was trained on: first and last id in the log, counts, and counts by domain."""
 
     first_id: int | None
     last_id: int | None
@@ -61,9 +61,9 @@ class BaseDraft:
 class Manifest:
     """One adapter. ``files`` maps file name to sha256; ``created`` is seconds since the epoch.
 
-    ``hyperparameters`` holds the recipe as plain JSON values. ``recent`` and ``older`` are the gate's
-    held-out sets; None where there was no such set. ``reason`` says in words why the status is so. ``kind`` says what
-    was trained; manifests of before there were heads have none.
+    ``hyperparameters`` holds the recipe as plain JSON values. ``recent`` and ``older`` are the figures of the gate's
+    held-out sets; None if there was no such set. ``reason`` explains the status in words. ``kind`` is missing in
+    manifests from before there were heads.
     """
 
     id: str
@@ -83,7 +83,7 @@ class Manifest:
 
     @property
     def vocabulary(self) -> str | None:
-        """What a head drafts among, in a phrase; None where that is all of its target's tokens."""
+        """A phrase on a head's draft vocabulary; None if it drafts among all of its target's tokens."""
         noted = self.hyperparameters
         try:
             return (
@@ -94,7 +94,7 @@ class Manifest:
             return None
 
     def with_status(self, status: Status, reason: str) -> Manifest:
-        """The same adapter with another status and the reason for it."""
+        """The same manifest with another status and reason."""
         return replace(self, status=status, reason=reason)
 
     def to_json(self) -> str:

@@ -1,17 +1,17 @@
-"""The adapter store: ``adapters/0007/`` folders, and ``CURRENT`` naming the one in use.
+"""The adapter store: ``adapters/0007/`` folders, and ``CURRENT`` with the id of the one in use.
 
-In: a folder that PEFT wrote and what is known of it (``NewAdapter``). Out: manifests, and the folder
+In: a folder that PEFT wrote and its description (``NewAdapter``). Out: manifests, and the folder
 to load at a start (``usable``). Any number of processes may read without waiting; changes are made
-one at a time under a file lock, each in steps such that a kill between any two leaves a valid store:
+one at a time under a file lock, in steps such that a kill between any two leaves a valid store:
 
 * a folder gets its id by one rename, when all its files and its manifest are on the disk;
-* ``CURRENT`` is the truth about what is in use. A promotion writes the status into the manifest, then
+* ``CURRENT`` decides which adapter is in use. A promotion writes the status into the manifest, then
   the id it replaces into ``PREVIOUS`` (ids in the order in which they were in use, newest last), then
-  ``CURRENT``. Killed before the last step, the promotion has not happened, and the next opening says
-  so in the manifest;
-* a rollback writes the status first, then ``CURRENT``; killed between, the next opening finishes it.
+  ``CURRENT``. If the process is killed before the last step, the promotion has not happened, and the next
+  opening corrects the manifest;
+* a rollback writes the status first, then ``CURRENT``; if killed between, the next opening finishes it.
 
-No id is ever given twice, because the newest folder is never pruned: the log names adapters by id.
+No id is used twice, because the newest folder is never pruned: the log refers to adapters by id.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ CURRENT = "CURRENT"
 PREVIOUS = "PREVIOUS"
 LOCK = ".lock"
 
-# Seconds to wait for another process's change, which is a few small writes. Less would fail on a slow
-# disk; more would hide a process that is stuck.
+# Seconds to wait for another process's change, which is a few small writes. Too low: failures on a slow
+# disk. Too high: a stuck process is noticed late.
 CHANGE_TIMEOUT = 60.0
-# Seconds an opening waits before it reads without settling: whoever holds the lock has just settled.
+# Seconds an opening waits before it reads without settling: the holder of the lock has just settled.
 OPEN_TIMEOUT = 1.0
 
 _ID = re.compile(r"\d{4,}$")
@@ -51,7 +51,7 @@ Lines = list[str]  # ``AdapterStore.list`` hides the builtin inside the class
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """A ``Manifest`` before the store gives it an id, a time and the hashes of its files."""
+    """The data of a ``Manifest`` before the store adds an id, a time and the hashes of its files."""
 
     base: BaseDraft
     trained_on: TrainedOn
@@ -68,12 +68,12 @@ class NewAdapter:
 class AdapterStore:
     """The adapters of one pair, in ``root`` (``PairState.adapters``), which need not exist yet.
 
-    Opening removes what killed processes left and settles a change they had begun; where the folder
-    cannot be written the store opens all the same, for reading.
+    Opening removes the leftovers of killed processes and settles a change they had begun. If the folder
+    cannot be written, the store still opens for reading.
     """
 
     def __init__(self, root: Path, around_changes: AbstractContextManager[Any] | None = None) -> None:
-        """``around_changes`` is entered around every change, before others may have to wait for it."""
+        """``around_changes`` is entered before the lock of each change is taken, and left after its release."""
         self.root = root
         self._around = around_changes or nullcontext()
         if root.is_dir():
@@ -81,7 +81,7 @@ class AdapterStore:
                 pass
 
     def current_id(self) -> str | None:
-        """Id of the adapter in use, None for the plain draft. One small read: cheap enough to poll."""
+        """Id of the adapter in use, None for the plain draft. One small read, cheap enough to poll."""
         try:
             text = (self.root / CURRENT).read_bytes().strip().decode("ascii", errors="replace")
         except OSError:
@@ -89,12 +89,12 @@ class AdapterStore:
         return text if _ID.match(text) else None
 
     def current(self) -> Manifest | None:
-        """The adapter in use, None for the plain draft. Raises AdaptiveError where its folder is gone."""
+        """The adapter in use, None for the plain draft. Raises AdaptiveError if its folder is missing."""
         current = self.current_id()
         return None if current is None else self.show(current)
 
     def fallback(self) -> str | None:
-        """Id of what a rollback would return to: the last whole adapter in use before. None: the plain draft."""
+        """Id of the adapter that a rollback returns to: the last whole one in use before. None: the plain draft."""
         return self._whole(self._fallbacks(self.current_id()))
 
     def list(self) -> tuple[Manifest, ...]:
@@ -106,11 +106,11 @@ class AdapterStore:
         return tuple(found)
 
     def last_record(self) -> int:
-        """The newest record of the log that any adapter was trained on, 0 for none: no other may have its id."""
+        """The newest log record that any adapter was trained on, 0 for none; its id must not be used again."""
         return max((manifest.trained_on.last_id or 0 for manifest in self.list()), default=0)
 
     def damaged(self) -> tuple[str, ...]:
-        """Folders that ``list`` leaves out: set aside, or with a manifest that cannot be read."""
+        """Folders that ``list`` leaves out: set aside, or with an unreadable manifest."""
         if not self.root.is_dir():
             return ()
         readable = {manifest.id for manifest in self.list()}
@@ -120,7 +120,7 @@ class AdapterStore:
     def show(self, name: str) -> Manifest:
         """One adapter's manifest; ``7`` means ``0007``.
 
-        Raises AdaptiveError for an unknown id, DamagedAdapter where the manifest cannot be read.
+        Raises AdaptiveError for an unknown id, DamagedAdapter if the manifest cannot be read.
         """
         return read_manifest(self.path(name))
 
@@ -136,17 +136,17 @@ class AdapterStore:
     def verify(self, name: str) -> Manifest:
         """Hash every file of an adapter and return its manifest.
 
-        Raises DamagedAdapter naming the file that is missing, changed or pickled, AdaptiveError for
+        Raises DamagedAdapter, which names the missing, changed or pickled file, or AdaptiveError for
         an unknown id.
         """
         return verify_folder(self.path(name))
 
     def publish(self, write: Callable[[Path], None], new: NewAdapter) -> Manifest:
-        """Add a candidate. ``write`` fills the folder it is given, as ``PeftModel.save_pretrained`` does.
+        """Add a candidate. ``write`` fills the folder that it gets, as ``PeftModel.save_pretrained`` does.
 
-        Nothing is there until all is: an exception in ``write`` or a kill leaves no adapter.
+        An exception in ``write`` or a kill leaves no adapter.
 
-        Raises AdaptiveError where ``write`` left no whole PEFT adapter in safetensors, or the store
+        Raises AdaptiveError if ``write`` left no complete adapter in safetensors, or the store
         cannot be written.
         """
         from safetensors import SafetensorError
@@ -170,30 +170,30 @@ class AdapterStore:
                 os.rename(folder, self.root / manifest.id)
                 files.flush(self.root)
             return manifest
-        except (OSError, SafetensorError) as error:  # which says that a disk is full in its own way
+        except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
             raise self._unwritable(error) from error
         finally:
             if folder is not None:
                 files.finished(folder)
 
     def promote(self, name: str, reason: str) -> Manifest:
-        """Put an adapter in use. The one in use so far stays, as what a rollback returns to.
+        """Put an adapter in use. The previous one is kept, and a rollback returns to it.
 
-        Raises DamagedAdapter for one that is not whole, AdaptiveError for an unknown id.
+        Raises DamagedAdapter if it is not whole, AdaptiveError for an unknown id.
         """
         name = self.verify(name).id
         with self._changing():
             before = self.current_id()
             promoted = self._write_status(name, "promoted", reason)
             if before != name:
-                # ``name`` itself stays where it stood until CURRENT has changed; readers pass over it.
+                # ``name`` keeps its place in PREVIOUS until CURRENT has changed; readers skip it.
                 previous = [one for one in self._previous() if one != before]
                 self._write_previous(previous if before is None else [*previous, before])
                 self._write_current(name)
         return promoted
 
     def reject(self, name: str, reason: str) -> Manifest:
-        """Note that an adapter did not pass. Raises AdaptiveError for the one in use, or an unknown id."""
+        """Mark an adapter as rejected. Raises AdaptiveError for the one in use, or an unknown id."""
         name = self.path(name).name
         with self._changing():
             if name == self.current_id():
@@ -201,25 +201,25 @@ class AdapterStore:
             return self._write_status(name, "rejected", reason)
 
     def rollback(self, reason: str) -> Manifest | None:
-        """Take the adapter in use out of use; the last whole one before it comes back.
+        """Take the adapter in use out of use and return to the last whole one before it.
 
-        Returns the manifest of the one that came back, None for the plain draft. Raises AdaptiveError
-        where none is in use.
+        Returns the manifest of that one, None for the plain draft. Raises AdaptiveError
+        if no adapter is in use.
         """
         with self._changing():
             before = self.current_id()
             if before is None:
                 raise AdaptiveError(f"no adapter is in use in {self.root}; there is nothing to roll back")
-            with suppress(DamagedAdapter):  # gone, or without a manifest: there is no status to write
+            with suppress(DamagedAdapter):  # the folder or its manifest is missing: there is no status to write
                 self._write_status(before, "rolled_back", reason)
             after = self._return_from(before)
         return None if after is None else self.show(after)
 
     def usable(self, base: BaseDraft | None) -> tuple[Manifest | None, Lines]:
-        """What to load at a start, and one line for each thing that is wrong. Never raises for damage.
+        """The adapter to load at a start, and one line for each problem found. Never raises for damage.
 
         A damaged adapter is set aside as ``0007.damaged`` and the last good one comes into use, or the
-        plain draft. An adapter of other weights than ``base`` is not used (None asks no question).
+        plain draft. An adapter of other weights than ``base`` is not used; None skips this check.
         """
         problems: Lines = []
         refused: set[str] = set()
@@ -245,10 +245,10 @@ class AdapterStore:
         return None, problems
 
     def prune(self, keep: int) -> tuple[str, ...]:
-        """Delete all but the newest ``keep`` adapters, the one in use and the one it would fall back to.
+        """Delete all but the newest ``keep`` adapters, the one in use and the one a rollback would return to.
 
         Returns the names that were deleted (set-aside ones with their ending). Raises AdaptiveError
-        for ``keep`` below 1: the newest stays, so that no id is given twice.
+        for ``keep`` below 1: the newest is kept, so that no id is used twice.
         """
         if keep < 1:
             raise AdaptiveError(f"keep is {keep}; it must be at least 1, the newest adapter always stays")
@@ -268,7 +268,7 @@ class AdapterStore:
     def export(self, name: str, destination: Path, force: bool = False) -> Path:
         """Copy an adapter as a plain PEFT folder (with its manifest) to ``destination``.
 
-        Raises AdaptiveError where ``destination`` holds something and ``force`` is not set (with it,
+        Raises AdaptiveError if ``destination`` is not empty and ``force`` is not set (with it,
         files of the same name are replaced and others stay), or cannot be written; DamagedAdapter.
         """
         manifest = self.verify(name)
@@ -295,7 +295,7 @@ class AdapterStore:
 
     @contextmanager
     def _changing(self, timeout: float = CHANGE_TIMEOUT) -> Iterator[None]:
-        """Hold the lock, with the store settled. Raises AdaptiveError where that, or the change, cannot be."""
+        """Hold the lock, with the store settled. Raises AdaptiveError if the lock or the change fails."""
         from filelock import FileLock, Timeout
 
         self._create()
@@ -321,14 +321,14 @@ class AdapterStore:
             elif manifest.id == current and manifest.status != "promoted":
                 self._write_status(manifest.id, "promoted", f"{CURRENT} names it; it was a {manifest.status}")
         if (self.root / CURRENT).exists() and (current is None or not (self.root / PREVIOUS).exists()):
-            return  # what was in use is no longer known, so no promotion can be called interrupted
+            return  # the adapter that was in use is unknown, so no promotion can be called interrupted
         in_use = {self.current_id(), *self._previous()}
         for manifest in known:
             if manifest.status == "promoted" and manifest.id not in in_use:
                 self._write_status(manifest.id, "candidate", "its promotion was interrupted")
 
     def _manifest(self, new: NewAdapter, hashes: dict[str, str]) -> Manifest:
-        """``new`` with the next free id. Set-aside and damaged folders keep theirs taken."""
+        """The manifest of ``new`` with the next free id. Set-aside and damaged folders keep their ids."""
         taken = [_number(p.name) for p in self.root.iterdir() if _NUMBERED.match(p.name)]
         return Manifest(
             id=f"{max(taken, default=0) + 1:04d}",
@@ -353,7 +353,7 @@ class AdapterStore:
         return tuple(sorted((p.name for p in self.root.iterdir() if _ID.match(p.name) and p.is_dir()), key=int))
 
     def _previous(self) -> Lines:
-        """What was in use before, newest last; only what is still there."""
+        """Ids in use before, newest last; only those that still exist."""
         try:
             text = (self.root / PREVIOUS).read_text(encoding="ascii", errors="replace")
         except OSError:
@@ -362,7 +362,7 @@ class AdapterStore:
         return [one for one in text.split() if one in known]
 
     def _fallbacks(self, current: str | None) -> Lines:
-        """Where to go from ``current``, best first: what was in use before it, then its ancestors."""
+        """The ids to return to from ``current``, best first: those in use before it, then its ancestors."""
         promoted = {manifest.id: manifest for manifest in self.list() if manifest.status == "promoted"}
         chain = [one for one in reversed(self._previous()) if one in promoted]
         with suppress(AdaptiveError):
@@ -379,14 +379,14 @@ class AdapterStore:
         return None
 
     def _return_from(self, before: str) -> str | None:
-        """Put what was in use before ``before`` back in use. CURRENT first: PREVIOUS may name it a moment longer."""
+        """Put the predecessor of ``before`` back in use. CURRENT is written first, so PREVIOUS may be stale briefly."""
         after = self._whole(self._fallbacks(before))
         self._write_current(after)
         self._write_previous([one for one in self._previous() if one not in (before, after)])
         return after
 
     def _mend_current(self) -> str | None:
-        """Find out what was in use when CURRENT itself cannot be read: promoted, and not yet replaced."""
+        """Find the adapter in use when CURRENT cannot be read: promoted, and not replaced yet."""
         previous = self._previous()
         newest = [m.id for m in reversed(self.list()) if m.status == "promoted" and m.id not in previous]
         current = self._whole([*newest, *reversed(previous)])
@@ -395,7 +395,7 @@ class AdapterStore:
         return current
 
     def _set_aside(self, name: str, refused: set[str]) -> tuple[str | None, str]:
-        """Rename a damaged folder, with the next one (not yet verified) in use, and say what was done."""
+        """Rename a damaged folder and put the next one (not yet verified) in use. Returns that one and a message."""
         after = next((one for one in self._fallbacks(name) if one not in refused), None)
         try:
             with self._changing():
@@ -431,7 +431,7 @@ class AdapterStore:
 
 
 def training_seconds(store: AdapterStore) -> float:
-    """What the training of all its adapters took, rejected ones included."""
+    """Seconds of training of all adapters in the store, rejected ones included."""
     return sum(manifest.train_seconds for manifest in store.list())
 
 

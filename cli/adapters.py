@@ -1,4 +1,4 @@
-"""``adaptive adapters``: what the draft has learned, which of it is in use, and taking it along."""
+"""``adaptive adapters``: list the trained adapters, choose the one in use, and export them."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def export(
 
 
 def _lora(settings: Settings, name: str) -> Path:
-    """The folder of a LoRA adapter, whole and of the draft that the settings name. Raises AdaptiveError."""
+    """The folder of an undamaged LoRA adapter for the draft that the settings name. Raises AdaptiveError."""
     store = open_store(settings)
     manifest = store.verify(_resolve(store, name))
     if manifest.kind == "head":
@@ -210,21 +210,21 @@ def _lora(settings: Settings, name: str) -> Path:
 
 
 def open_store(settings: Settings) -> AdapterStore:
-    """The store of the pair that the settings name, else of the last used one."""
+    """The store of the pair that the settings name, else of the last used pair."""
     from checkpoints.store import AdapterStore
 
     return AdapterStore(find_state(settings).adapters)
 
 
 def as_object(manifest: Manifest, current: str | None) -> dict[str, Any]:
-    """The manifest as JSON values, with whether it is the one in use."""
+    """The manifest as JSON values, with ``current`` for the one in use."""
     return {**asdict(manifest), "current": manifest.id == current}
 
 
 def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destination: Path, force: bool) -> None:
-    """Write the draft with ``adapter`` in its weights, in the draft's own dtype, with its tokenizer.
+    """Write the draft with ``adapter`` merged, in the draft's own dtype, with its tokenizer.
 
-    Raises AdaptiveError as ``base_of`` does.
+    Raises AdaptiveError as ``model_of``, or if ``destination`` is not empty or cannot be written.
     """
     from checkpoints.folder import check_destination
 
@@ -247,7 +247,7 @@ def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destinat
 def base_of(settings: Settings, manifest: Manifest) -> Source:
     """The checkpoint that an adapter belongs to: that of --draft or --draft-checkpoint, else the one in the manifest.
 
-    Raises AdaptiveError where that is not there any more, or holds other weights.
+    Raises AdaptiveError if it is missing or has other weights.
     """
     from adaptive.engines.identity import weights_hash
     from adaptive.pair import MTP, sources, trained_draft
@@ -265,7 +265,7 @@ def base_of(settings: Settings, manifest: Manifest) -> Source:
 
 
 def model_of(settings: Settings, manifest: Manifest) -> Source:
-    """``base_of``, where that is a model by itself. Raises AdaptiveError."""
+    """``base_of``, if that is a model by itself. Raises AdaptiveError."""
     source = base_of(settings, manifest)
     if source.head is not None:
         raise AdaptiveError(
@@ -284,7 +284,7 @@ def _export_gguf(
     encoding: str,
     force: bool,
 ) -> None:
-    """Write an adapter or a merged draft for llama.cpp's own programs, and say what to type there."""
+    """Write an adapter or a merged draft for llama.cpp's own programs, and print the command that uses it."""
     from cli.export import check_free, write_checkpoint
 
     destination = file or merged
@@ -307,7 +307,7 @@ def _export_gguf(
 
 
 def server_command(settings: Settings, draft: Path) -> str:
-    """What starts llama.cpp's server with this draft, at our usual draft length."""
+    """The command that starts llama.cpp's server with this draft, at our usual draft length."""
     return (
         f"llama-server --model {_gguf(settings.target, 'TARGET.gguf')} --spec-type draft-simple "
         f"--spec-draft-model {draft} --spec-draft-n-max 4"
@@ -328,7 +328,7 @@ def _resolve(store: AdapterStore, name: str) -> str:
 
 
 def _table(manifests: tuple[Manifest, ...], current: str | None) -> Any:
-    """One block of three lines an adapter; narrow enough for 80 columns."""
+    """Three lines for each adapter; narrow enough for 80 columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -363,7 +363,7 @@ def _short(held: HeldOut | None) -> str:
 
 
 def _recipe(manifest: Manifest) -> list[tuple[str, Any]]:
-    """Its hyper-parameters, but what is said in words."""
+    """The adapter's hyper-parameters, without those that ``Manifest.vocabulary`` describes in words."""
     told = manifest.vocabulary is not None
     return [(key, value) for key, value in manifest.hyperparameters.items() if not (told and "vocabulary" in key)]
 

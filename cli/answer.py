@@ -1,4 +1,4 @@
-"""The target answers a file of prompts into the log, at the speed of the loop (``distill --prompts``)."""
+"""Has the target answer a file of prompts into the log, at the loop's speed (``distill --prompts``)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def answer_into_log(settings: Settings, prompts: Sequence[PromptLine], console: Console) -> None:
-    """Answer every prompt under the settings' sampling, behind a progress bar; all is in the log when it returns.
+    """Answer every prompt with the settings' sampling, behind a progress bar; all answers are logged on return.
 
-    ctrl-C leaves what was answered so far in the log and is passed on. Raises AdaptiveError where nothing is logged.
+    ctrl-C keeps the answers so far in the log and is passed on. Raises AdaptiveError if nothing is logged.
     """
     if not settings.record:
         raise AdaptiveError("--prompts learns by way of the log, and recording is off; leave --no-record out")

@@ -1,4 +1,4 @@
-"""What replay says of the very answers by which another server was measured, as that server counts."""
+"""Predicts by replay which acceptance an external server reports for the answers by which it was measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def answered_examples(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], measured: Measured
 ) -> list[Example]:
-    """The greedy answers to ``prompts`` (token ids), those of which the tokens are certain by their text."""
+    """The greedy answers to ``prompts`` (token ids) whose tokens follow with certainty from their text."""
     vocabulary = Vocabulary(tokenizer)
     found = []
     for number, (prompt, answer) in enumerate(zip(prompts, measured.answers, strict=True)):
@@ -44,8 +44,8 @@ def answered_examples(
 
 
 def expected_acceptance(replays: Iterable[Replay], length: int, kind: Kind, max_tokens: int) -> float | None:
-    """The share of drafted tokens that the server will report as accepted in these greedy answers, at a draft of
-    ``length`` tokens; None where nothing would be drafted. ``max_tokens`` is the limit that the answers were given."""
+    """The share of drafted tokens that the server will report as accepted in these greedy answers, at draft length
+    ``length``; None if nothing would be drafted. ``max_tokens`` was the limit of the answers."""
     replays = list(replays)
     if not replays:
         return None
@@ -60,8 +60,8 @@ def expected_acceptance(replays: Iterable[Replay], length: int, kind: Kind, max_
 
 def _llama_counts(replay: Replay, length: int, max_tokens: int) -> tuple[int, int]:
     """Drafted and accepted tokens of a greedy answer as llama.cpp's server counts them: it drafts no more than the
-    limit leaves room for, looks at no draft beyond the end of an answer, and counts that end as accepted only in a
-    draft's last place (``common_sampler_sample_and_accept_n``)."""
+    limit leaves room for, does not check a draft beyond the end of an answer, and counts the end token as accepted only
+    at the last place of a draft (``common_sampler_sample_and_accept_n``)."""
     right = replay.acceptance[0] > 0.5
     at = drafted = accepted = 0
     while at < len(right):

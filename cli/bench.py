@@ -1,4 +1,4 @@
-"""``adaptive bench``: ours and transformers' own ways of decoding, side by side on the same prompts."""
+"""``adaptive bench``: our and transformers' own ways of decoding, side by side on the same prompts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def of_every_kind(count: int) -> list[PromptLine]:
-    """``count`` of the shipped prompts, of every kind in turn."""
+    """``count`` of the bundled prompts, taken from all kinds in turn."""
     from adaptive.pair import BUNDLED
     from cli.prompts import read_prompts
 
@@ -128,9 +128,8 @@ def contenders(
     url: str | None = None,
     other: Pair | None = None,
 ) -> list[Contender]:
-    """Those of the table; the first is what the others are measured against. ``threads`` are those of
-    transformers' own, which are left out for 0; ``url`` is that of a peer, ``other`` the same pair on another
-    engine."""
+    """The contenders of the table, which compares all with the first. ``threads`` is for transformers' own, which are
+    left out for 0; ``url`` is that of a llama.cpp server, ``other`` the same pair on another engine."""
     from adaptive.control.costs import CostModel
     from adaptive.control.goodput import GoodputLength
     from adaptive.control.policy import FixedLength
@@ -192,14 +191,14 @@ def run(
     console: Any,
     other: Pair | None = None,
 ) -> list[Row]:
-    """The race, with its progress on ``console``."""
+    """Run the comparison, with its progress on ``console``."""
     from rich.progress import track
     from transformers.utils import logging
 
     from cli.contenders import fastest_threads, race, table
 
-    logging.set_verbosity_error()  # its assisted generation warns about its own arguments at every round
-    # transformers decodes for itself only what it has loaded.
+    logging.set_verbosity_error()  # transformers' assisted generation warns about its own arguments at every round
+    # transformers' ``generate`` needs models that transformers has loaded.
     theirs_too = not only_ours and _is_theirs(session.pair.target) and _is_theirs(session.pair.draft)
     threads = fastest_threads(session.pair, prompts[0]) if theirs_too else 0
     field = contenders(settings, session, lengths, threads, peer, other)
@@ -219,7 +218,7 @@ def _is_theirs(engine: object | None) -> bool:
 
 
 def show(rows: list[Row], console: Any) -> None:
-    """The table for people."""
+    """Print the table."""
     from rich import box
     from rich.table import Table
 

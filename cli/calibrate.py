@@ -1,4 +1,4 @@
-"""``adaptive calibrate``: what a draft costs on this machine, and what it will bring, before the run."""
+"""``adaptive calibrate``: measures the costs of a draft on this machine and predicts its gain before use."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from cli.prompts import PromptLine
     from trainers.dataset import Example
 
-# Generations of the log that acceptance is computed from, the newest: enough for a percent or two.
+# Generations of the log from which acceptance is computed, the newest: enough for a precision of 1 to 2%.
 NEWEST = 100
 # Answers of the init sample and their length in tokens: some 500 tokens, half a minute on a small machine.
 ANSWERS, ANSWER_TOKENS = 8, 64
-# Prompts of the init sample where none are named: short ones of several kinds.
+# Default prompts of the init sample: short ones of several kinds.
 PROMPTS = (
     "Write a Python function that returns the largest number of a list.",
     "Tell me a short story about a fox and a river.",
@@ -161,7 +161,7 @@ def answer_plainly(
     log: Path,
     tokens: int = ANSWER_TOKENS,
 ) -> None:
-    """Answer ``prompts`` into ``log``, at most ``tokens`` each; the assistant's policy should be plain decoding."""
+    """Log the answers to ``prompts`` in ``log``, at most ``tokens`` each; the assistant should decode plainly."""
     from adaptive.records.writer import LogWriter
     from adaptive.types import StopParams
 
@@ -179,7 +179,7 @@ def answer_plainly(
 
 
 def read_sample(pair: Pair, log: Path) -> list[Example]:
-    """The newest generations that replay can use."""
+    """The newest generations of the log that can be replayed."""
     from trainers.dataset import examples, read_log
 
     assert pair.draft is not None
@@ -188,7 +188,7 @@ def read_sample(pair: Pair, log: Path) -> list[Example]:
 
 
 def _keep(session: OpenedPair, costs: CostTable) -> None:
-    """The measured costs go to the pair's state; what was learned of acceptance stays."""
+    """Write the measured costs to the pair's state; the learned acceptance there is kept."""
     from adaptive.control.memory import load, save
     from adaptive.machine import identity
     from adaptive.measure import where_it_runs
@@ -202,7 +202,7 @@ def _keep(session: OpenedPair, costs: CostTable) -> None:
 
 
 def _report(session: OpenedPair, forecast: Forecast, source: str, repeats: Repeats) -> dict[str, Any]:
-    """The JSON object; docs/controller.md describes it."""
+    """The JSON object that docs/controller.md describes."""
     costs = forecast.costs
     return {
         "pair": session.pair.identity.id,
@@ -227,7 +227,7 @@ def _report(session: OpenedPair, forecast: Forecast, source: str, repeats: Repea
 
 
 def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
-    """A table by draft length with a bar for the rate, and the advice."""
+    """Print a table by draft length, with a bar for the rate, and the advice."""
     from rich.table import Table
 
     costs, rates = forecast.costs, forecast.tokens_per_second

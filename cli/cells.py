@@ -1,4 +1,4 @@
-"""The cells of the history's tables, in the terminal and in the report, and tables that fit the terminal."""
+"""The cells of the history's tables, for the terminal and the report, and printing of tables that fit the terminal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
     from adaptive.records.history import Figures, History
 
-# Head of the cells that ``cells`` gives, after the row's key.
+# Headings of the cells of ``cells``, after the row's key.
 COLUMNS = ("answers", "tokens", "per s", "per round", "accepted", "drafted", "first")
-# Head of the cells that ``position_cells`` gives.
+# Headings of the cells of ``position_cells``.
 POSITION_COLUMNS = ("position", "chosen", "observed", "accepted", "acceptance")
 
 # Wider than any table.
@@ -21,7 +21,7 @@ WIDEST = 10_000
 
 
 def cells(row: Figures) -> tuple[str, ...]:
-    """The cells of COLUMNS for one row; a dash where nothing was measured."""
+    """The cells of COLUMNS for one row; a dash if nothing was measured."""
     speculation = row.speculation
     drafted = speculation.num_spec_steps > 0
     return (
@@ -52,8 +52,8 @@ def or_dash(value: float | None, form: str) -> str:
 
 
 def print_table(console: Console, table: Table, *least: str) -> None:
-    """Print a table, on a terminal that is too narrow for it without the columns that matter ``least``, first ones
-    first; which they are is said below. A file gets all of it."""
+    """Print a table. If the terminal is too narrow, leave out columns in the order ``least`` and list them below. A
+    file gets all columns."""
     from rich.measure import Measurement
 
     def width() -> int:

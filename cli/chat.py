@@ -1,4 +1,4 @@
-"""``adaptive chat``: an assistant in the terminal that picks up better drafts while it runs."""
+"""``adaptive chat``: an assistant in the terminal whose draft improves while it runs."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def chat(
         question = "\n\n".join(text for text in (question, piped()) if text)
         if not question:
             raise AdaptiveError("nothing is asked: standard input is empty; give a question, or start it in a terminal")
-    # Beside an answer that goes somewhere else, or nowhere but to its reader, nothing is said on standard output.
+    # If the answer is redirected or the question is piped, standard output is for the answer only.
     console = Console(highlight=False, stderr=not (typing and sys.stdout.isatty()))
     if distill is not None:
         settings = change_settings(settings, {"distill": distill})
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(open_pair(settings, console))
-        # This imports torch, which takes a second: only now, when a bar has been seen.
+        # This import loads torch, which takes a second, so it waits until a progress bar was shown.
         from adaptive.service.trainer import background
 
         trainer = stack.enter_context(background(settings, opened.state))
@@ -69,7 +69,7 @@ def chat(
 
 
 def converse(chat: Chat, question: str | None = None) -> None:
-    """Ask the ``question``, if there is one, and then what is typed, until ctrl-D or /exit."""
+    """Ask the ``question``, if given, and then what the user types, until ctrl-D or /exit."""
     from cli.chat_commands import COMMANDS, carry_out
     from cli.chat_input import Keyboard, is_command
 

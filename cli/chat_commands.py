@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from adaptive.types import SamplingParams
     from cli.chat_session import Chat
 
-# What ``/set`` sets besides the sampling parameters.
+# The name that ``/set`` accepts besides the sampling parameters.
 MOST_TOKENS = "max_tokens"
-# Sampling parameters that nobody sets by a plain number.
+# Sampling parameters that ``/set`` cannot set, since they are not plain numbers.
 NO_NUMBERS = ("logit_bias", "constrained")
 
 
 class Command(NamedTuple):
-    """``run`` is given the chat and what follows the command's name; False means leave."""
+    """``run`` gets the chat and the text after the command's name; it returns False to leave the chat."""
 
     arguments: str
     help: str
@@ -175,7 +175,7 @@ def _sessions(chat: Chat, said: str) -> None:
 
 
 def _logged(chat: Chat) -> bool:
-    """Whether there is a log; all that was said is in it then."""
+    """Whether there is a log; flushes it, so that it contains the whole conversation."""
     writer = chat.opened.assistant.log
     if writer is None:
         chat.console.print("nothing is logged in this session (--no-record)")
@@ -222,7 +222,7 @@ def help_text() -> Group:
 
 
 def carry_out(chat: Chat, text: str) -> bool:
-    """Carry out a command as it was typed; False means leave."""
+    """Carry out a typed command; False means leave the chat."""
     name, _, said = text.partition(" ")
     command = COMMANDS.get("/exit" if name == "/quit" else name)
     if command is None:

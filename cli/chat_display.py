@@ -1,7 +1,7 @@
-"""How an answer is shown while it comes: as it is, or as Markdown where the terminal can.
+"""Shows an answer while it is decoded: as plain text, or as Markdown on a capable terminal.
 
-Markdown is shown block by block. Blocks that are complete are printed for good; the one that still grows is drawn anew
-below them, a few times a second, as much of its end as the screen holds.
+Markdown is shown block by block. Complete blocks are printed once; the last, growing block is redrawn
+below them a few times a second, limited to the lines that fit the screen.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.markdown import Markdown
     from rich.text import Text
 
-# Seconds between two drawings of the block that grows. A drawing takes some milliseconds, which the next token waits.
+# Seconds between two drawings of the growing block. A drawing takes some milliseconds, which delay the next token.
 DRAWN_EVERY_S = 0.1
-# Colours of code, from those that the terminal has.
+# Colours of code, chosen from the terminal's own palette.
 CODE_THEME = "ansi_dark"
 
 
@@ -29,14 +29,14 @@ class Display(Protocol):
     """Shows one answer."""
 
     def feed(self, text: str) -> None:
-        """More of the answer."""
+        """Add a part of the answer."""
 
     def close(self) -> None:
-        """The answer is complete."""
+        """End the answer."""
 
 
 class PlainDisplay:
-    """The answer as it is; for a terminal without what that would obey."""
+    """The answer as plain text; on a terminal, without control sequences."""
 
     def __init__(self) -> None:
         self._shown = printable if sys.stdout.isatty() else str
@@ -58,7 +58,7 @@ class MarkdownDisplay:
 
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="visible")
-        self._growing = ""  # of the answer, what is not yet printed for good
+        self._growing = ""  # the part of the answer that may still change
         self._drawn = 0.0
         self._live.start()
 
@@ -83,7 +83,7 @@ class MarkdownDisplay:
 
 
 def as_markdown(text: str) -> Markdown:
-    """``text`` drawn as Markdown: lines end where they do, HTML stays text, and links show where they lead."""
+    """``text`` rendered as Markdown: line breaks are kept, HTML is shown as text, and links show their address."""
     from rich.markdown import Markdown
 
     drawn = Markdown("", code_theme=CODE_THEME, hyperlinks=False)
@@ -96,7 +96,7 @@ def as_markdown(text: str) -> Markdown:
 
 
 def last_block(text: str) -> int:
-    """Where the last block of a Markdown text begins, the only one that more text can change."""
+    """Offset of the last block of a Markdown text, the only block that more text can change."""
     begins = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map]
     lines = text.split("\n")
     return sum(len(line) + 1 for line in lines[: begins[-1]]) if begins else 0
@@ -110,7 +110,7 @@ def _parser() -> MarkdownIt:
 
 
 class _Tail:
-    """The last lines of something that is too high for the screen."""
+    """The last lines of a text that is too high for the screen."""
 
     def __init__(self, whole: Markdown) -> None:
         self._whole = whole
@@ -125,7 +125,7 @@ class _Tail:
 
 
 def titled(title: str, text: str, style: str = "") -> Text:
-    """One line that is shown as it is, brackets and all."""
+    """One line that is shown literally, brackets included."""
     from rich.text import Text
 
     from adaptive.printable import printable_line

@@ -1,4 +1,4 @@
-"""What a person types in ``adaptive chat``: messages, kept for the next run, or a pipe's text."""
+"""The input of ``adaptive chat``: messages typed at a terminal, with a history file, or text from a pipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_command(text: str) -> bool:
 
 
 def piped() -> str:
-    """All of standard input. Raises AdaptiveError for what is no UTF-8 text."""
+    """All of standard input. Raises AdaptiveError if it is not UTF-8 text."""
     try:
         return sys.stdin.read().strip()
     except UnicodeDecodeError as error:
@@ -33,7 +33,7 @@ def piped() -> str:
 
 @contextlib.contextmanager
 def echo() -> Iterator[None]:
-    """What is typed shows on the terminal also where answers go somewhere else; a dumb one is sent text alone."""
+    """Show typed text on the terminal even if answers are redirected. A dumb terminal gets plain text."""
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.output import create_output
     from prompt_toolkit.output.plain_text import PlainTextOutput
@@ -48,7 +48,7 @@ class Keyboard:
     """Messages typed at a terminal."""
 
     def __init__(self, commands: Sequence[str], kept: Path | None) -> None:
-        """``commands`` are completed; what is typed is kept in the file ``kept``, or for this run only."""
+        """``commands`` are completed; typed lines are kept in the file ``kept``, or (None) for this run only."""
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -61,7 +61,7 @@ class Keyboard:
         )
 
     def messages(self) -> Iterator[str]:
-        """One message after the other, until ctrl-D. ctrl-C drops what is being typed."""
+        """Yield one message after the other, until ctrl-D. ctrl-C discards the line being typed."""
         while True:
             try:
                 text = self._message()
@@ -89,7 +89,7 @@ class Keyboard:
         return self._session.prompt(FormattedText([("bold", prompt)]))
 
     def agrees(self, question: str) -> bool:
-        """Whether the answer to a question is yes, which it also is without one."""
+        """Ask a yes-no question; an empty answer means yes."""
         from prompt_toolkit import prompt
 
         try:

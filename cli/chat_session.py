@@ -1,4 +1,4 @@
-"""A chat under way: it asks the assistant, shows what comes, and says how it went."""
+"""A running chat: passes questions to the assistant, shows answers as they come, and prints their figures."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from cli.chat_input import Keyboard
     from cli.talk import Talk
 
-# Of the context, what the conversation may take after its oldest turns were forgotten: the rest is for what comes.
+# Share of the context that the conversation may take after its oldest turns were forgotten; the rest is for new turns.
 FORGET_TO = 0.5
-# Seconds after which it is said that a question is being read. Sooner, a line would flicker before each answer.
+# Seconds of prefill after which a status line is shown. Too low: a line flickers before each answer.
 SAID_AFTER_S = 0.5
 
 
 class Chat:
-    """``talk`` are its messages, ``name`` its session; ``keyboard`` is where somebody types, None where nobody does."""
+    """``talk`` has the messages, ``name`` is the session; ``keyboard`` is None if no user types (piped input)."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Chat:
             return tuple(log.session_messages(self.name))
 
     def greet(self) -> None:
-        """What drafts, which session this is, and where an earlier one stands."""
+        """Print the drafter, the session, and the end of a resumed conversation."""
         from adaptive.engines.protocol import ReadsFeatures
         from adaptive.speculation import growing
         from cli.chat_display import titled
@@ -92,17 +92,17 @@ class Chat:
             self.show_last()
 
     def begin_session(self) -> None:
-        """What comes is another session than what was said."""
+        """Start a new session for the messages that follow."""
         self.name = uuid.uuid4().hex[:12]
 
     def note(self, text: str) -> None:
-        """A line about the conversation that is none of it."""
+        """Print a line that is not part of the conversation."""
         from adaptive.printable import printable_line
 
         self.console.print(printable_line(text), style="dim", markup=False)
 
     def show_last(self) -> None:
-        """Where an earlier conversation stands: its last question, and what was answered."""
+        """Show the last question of an earlier conversation, and its answer."""
         turns = self.talk.turns
         self.note(f"session {self.name} goes on after {counted(len(turns), 'message')}")
         asked = next((i for i in reversed(range(len(turns))) if turns[i].role == "user"), len(turns))
@@ -115,10 +115,10 @@ class Chat:
                 shown.close()
 
     def ask(self, text: str) -> bool:
-        """Ask and show the answer; whether there was one. Where the conversation no longer fits, forget its oldest
-        turns if that is wanted.
+        """Ask and show the answer; returns whether there was one. If the conversation no longer fits, forget its oldest
+        turns if the user agrees.
 
-        Raises AdaptiveError only where nobody types, who could ask something else."""
+        Raises AdaptiveError only with piped input, since a user who types can ask something else."""
         from adaptive.errors import ContextFullError
         from adaptive.types import Message
 
@@ -137,7 +137,7 @@ class Chat:
             return True
 
     def _makes_room(self, text: str) -> bool:
-        """Forget the oldest turns, if a person agrees, until the conversation and ``text`` fit."""
+        """Forget the oldest turns, if the user agrees, until the conversation and ``text`` fit."""
         from cli.talk import Talk
 
         shorter = Talk(None, tuple(self.talk.messages))
@@ -154,7 +154,7 @@ class Chat:
         return True
 
     def _fits(self, talk: Talk, text: str) -> bool:
-        """Whether a conversation and one more question leave room for what comes."""
+        """Whether a conversation with one more question leaves room for what follows (FORGET_TO)."""
         from adaptive.assistant import encode_chat
         from adaptive.errors import ContextFullError
         from adaptive.types import Message
@@ -167,7 +167,7 @@ class Chat:
         return len(prompt) <= FORGET_TO * pair.target.context_length
 
     def go_on(self) -> None:
-        """Go on with the last answer, which was cut. Raises AdaptiveError where it was not."""
+        """Continue the last answer, which was cut. Raises AdaptiveError if it was not."""
         from adaptive.types import Message
 
         last = self.opened.assistant.last
@@ -193,7 +193,7 @@ class Chat:
         return MarkdownDisplay(self.console)
 
     def _stream(self, steps: Iterable[Step]) -> str:
-        """Show an answer while it comes, keep it, and say what it was; its text."""
+        """Show an answer while it is decoded, log it, and print its figures. Returns its text."""
         if self.opened.swapper.use_promoted():
             self.console.print(f"[green]now drafting with adapter {self.opened.assistant.adapter or 'none'}[/]")
         self.trainer.busy()
@@ -208,7 +208,7 @@ class Chat:
     def _show(self, steps: Iterable[Step]) -> None:
         with interruptible() as interrupted, contextlib.closing(steps):  # type: ignore[type-var]
             with self._reading(interrupted):
-                first = next(iter(steps), None)  # which says what is wrong with the prompt before anything is shown
+                first = next(iter(steps), None)  # raises for a wrong prompt before anything is shown
             display = self._display()
             try:
                 for step in itertools.chain([] if first is None else [first], steps):
@@ -220,7 +220,7 @@ class Chat:
 
     @contextlib.contextmanager
     def _reading(self, interrupted: Callable[[], bool]) -> Iterator[None]:
-        """While a prompt is read, which may take long: say so, and give up where that is wanted."""
+        """During the prefill, which may be long, show a status line and allow an interruption."""
         status = self.console.status("reading")
         later = threading.Timer(SAID_AFTER_S, status.start)
 
@@ -242,7 +242,7 @@ class Chat:
             status.stop()
 
     def _keep(self) -> None:
-        """Wait until the answer is in the log, and say how it was decoded and how it ended."""
+        """Wait until the answer is in the log, then print how it was decoded and how it ended."""
         from cli.generate import figures, how_cut, keep
 
         assistant = self.opened.assistant
@@ -262,7 +262,7 @@ class Chat:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Any]:
-    """Turn ctrl-C into a question the answer loop asks between two tokens, so that nothing is cut in half."""
+    """Turn ctrl-C into a flag that the answer loop checks between two tokens, so that no step is interrupted."""
     pressed = False
 
     def note(signum: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""``adaptive config show``: every setting, its value, and where it came from."""
+"""``adaptive config show``: every setting, its value, and its source."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def show(
     from adaptive.settings import load_settings
     from adaptive.settings_file import config_file
 
-    # Shown as it would be, and used for nothing: no question is needed.
+    # The values are only shown, not used, so a doubtful file needs no confirmation.
     file = config_file(config)
     values = load_settings({}, file).model_dump(mode="json")
     sources = _sources(list(values), file, trusted=config is not None)
@@ -52,8 +52,8 @@ def show(
 
 
 def _sources(names: list[str], file: Path | None, trusted: bool) -> dict[str, str]:
-    """Where each setting came from, by the order that ``load_settings`` follows; of a file that is not ``trusted``
-    as a whole also which of its settings would be asked about."""
+    """The source of each setting, by the precedence of ``load_settings``. For a file that is not ``trusted`` as a
+    whole, settings that need a confirmation are marked."""
     from adaptive.settings import set_in_environment, written_in
     from adaptive.settings_file import doubtful
 

@@ -1,7 +1,7 @@
 """Ways of decoding the same prompts, timed side by side: transformers' own and ours.
 
 In: a pair, prompts. Out: a ``Result`` for each contender and prompt. The contenders take turns at every
-prompt, in rotating order, so that a slow moment of the machine falls on all of them.
+prompt, in rotating order, so that a slow moment of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 # Tokens of the unrecorded answer that every contender gives first.
 WARM_UP = 16
-# Seconds that another server may take for one answer.
+# Seconds that an external server may take for one answer.
 PEER_PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
 class Result:
-    """One answer: its token ids, seconds from prompt to last token, mean acceptance length (None where the
-    contender does not say)."""
+    """One answer: its token ids, seconds from prompt to last token, mean acceptance length (None if the
+    contender does not report it)."""
 
     contender: str
     prompt: int
@@ -49,9 +49,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender over all prompts. ``seconds`` a token is the median over prompts, ``against`` how many
-    times faster than the first contender (ratio of medians), ``same`` the share of answers that equal the
-    first contender's, ``loops`` the share of 8-grams that repeat an earlier one."""
+    """One contender over all prompts. ``tokens_per_second`` is from the median over prompts of the seconds a token,
+    ``against`` how many times faster than the first contender (ratio of medians), ``same`` the share of answers equal
+    to the first contender's, ``loops`` the share of 8-grams that repeat an earlier one."""
 
     contender: str
     tokens_per_second: float
@@ -73,10 +73,10 @@ class Contender:
 
 
 def ours(name: str, pair: Pair, policy: LengthPolicy, sampling: SamplingParams, ends: bool = False) -> Contender:
-    """Our own loop under a draft-length policy, with a cache of its own. An answer goes on to the number of tokens
-    that was asked for, or ``ends`` where the target ends it."""
+    """Our own loop under a draft-length policy, with its own cache. An answer has the requested number of tokens
+    or, with ``ends``, stops where the target ends it."""
     assistant = Assistant(pair, policy, None)
-    assistant.chance = random.Random(1)  # the same answers each time
+    assistant.chance = random.Random(1)  # the same answers in every run
 
     def answer(prompt: PromptLine, tokens: int) -> tuple[list[int], float | None]:
         for _ in assistant.chat(prompt.messages, sampling, StopParams(tokens, ignore_eos=not ends)):
@@ -88,14 +88,14 @@ def ours(name: str, pair: Pair, policy: LengthPolicy, sampling: SamplingParams, 
 
 
 def theirs(name: str, pair: Pair, sampling: SamplingParams, threads: int, **how: Any) -> Contender:
-    """transformers' ``generate`` on the target, on so many threads. ``how``: ``assisted`` for its assisted
+    """transformers' ``generate`` on the target with ``threads`` threads. ``how``: ``assisted`` for its assisted
     generation with its defaults, ``length`` for a fixed number of drafted tokens, ``lookup`` for prompt lookup."""
     target = transformers_model(pair.target)
     draft = transformers_model(pair.draft) if "assisted" in how else None
     arguments: dict[str, Any] = {"do_sample": not sampling.greedy, "use_cache": True, "eos_token_id": None}
     if not sampling.greedy:
         arguments |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        if sampling.min_p:  # it would look for it at every token
+        if sampling.min_p:  # a 0 would cost time at every token
             arguments["min_p"] = sampling.min_p
     if "lookup" in how:
         arguments["prompt_lookup_num_tokens"] = how["lookup"]
@@ -129,8 +129,8 @@ def theirs(name: str, pair: Pair, sampling: SamplingParams, threads: int, **how:
 
 
 def peer(url: str, pair: Pair, sampling: SamplingParams) -> Contender:
-    """llama.cpp's server at ``url``, given the same prompt token ids through its own HTTP API; the model it serves
-    must have the target's vocabulary. Raises AdaptiveError where nothing of the kind answers there."""
+    """llama.cpp's server at ``url``, given the same prompt token ids through its own HTTP API; its model
+    must have the target's vocabulary. Raises AdaptiveError if no such server answers there."""
     where = url.rstrip("/") + "/completion"
 
     def answer(prompt: PromptLine, tokens: int) -> tuple[list[int], float | None]:
@@ -165,7 +165,7 @@ ASSISTED = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_
 
 
 def transformers_model(engine: object) -> PreTrainedModel:
-    """The model behind an engine. Raises AdaptiveError for an engine that has none."""
+    """The transformers model behind an engine. Raises AdaptiveError for an engine without one."""
     model: PreTrainedModel | None = getattr(engine, "model", None)
     if model is None:
         raise AdaptiveError("this comparison needs two models that transformers runs; give --target and --draft")
@@ -190,7 +190,7 @@ def race(
 
 
 def table(contenders: Sequence[Contender], results: Sequence[Result]) -> list[Row]:
-    """The results by contender, against the first one."""
+    """One row per contender, compared with the first one."""
     by_name = {one.name: [r for r in results if r.contender == one.name] for one in contenders}
     first = {r.prompt: r.tokens for r in by_name[contenders[0].name]}
     costs = {
@@ -215,15 +215,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def repeated(tokens: Sequence[int], n: int = 8) -> float:
-    """Share of the n-grams of a text that occurred in it before."""
+    """Share of a text's n-grams that occurred earlier in it."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def fastest_threads(pair: Pair, prompt: PromptLine, tokens: int = 24) -> int:
-    """The number of threads at which transformers itself decodes faster here: 1, or all it was given.
+    """The number of threads at which transformers itself decodes faster here: 1, or all it has.
 
-    Peers are timed at their best; our own engine chooses for itself.
+    transformers is timed at its best; our own engine chooses for itself.
     """
     everything = torch.get_num_threads()
     if everything == 1:
@@ -239,5 +239,5 @@ def fastest_threads(pair: Pair, prompt: PromptLine, tokens: int = 24) -> int:
 
 
 def policies(lengths: Sequence[int]) -> dict[str, LengthPolicy]:
-    """Fixed lengths by the name they have in a table."""
+    """Fixed draft lengths, by the contender's name in a table."""
     return {f"ours, fixed {length}": FixedLength(length) for length in lengths}

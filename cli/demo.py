@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 # The kind of text that the bundled draft has never seen (the target has); see checkpoints/bundled/README.md.
 KIND = "tools"
-# Prompts that are measured, and other prompts whose answers are learned from. Fewer of the first make
-# the figures noisy, more of the second take longer than a tour should.
+# JUDGED: prompts that are measured; too few give noisy figures. LEARNED: other prompts, whose answers are used for
+# training; too many take longer than a demo should.
 JUDGED, LEARNED = 40, 280
 TOKENS = 120
 DRAFT_LENGTH = 4
 TEMPERATURE = 0.7
 # Judged prompts that are also answered greedily, to compare the answers token for token.
 COMPARED = 10
-# Seconds that a head may train. Longer and the tour would pass its four minutes on a slow machine.
+# Seconds that a head may train. Too high: the demo exceeds its four minutes on a slow machine.
 HEAD_SECONDS = 60.0
-# What more answers brought a head of the bundled target (docs/notes/2026-11-heads.md).
+# The gain of a head of the bundled target from more answers (docs/notes/2026-11-heads.md).
 MORE = "on grade-school maths it came to 2.17 tokens a round after 100 answers and to 2.52 after 300"
 
 
@@ -69,7 +69,7 @@ def demo(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="adaptive-demo-") as temporary:
         home = keep or Path(temporary)
-        # What training brings is to be seen, not that the tour asks the same things again.
+        # History is off, so that the figures show the gain of training and not repetitions of the demo's own prompts.
         fixed = {"home": home, "draft_length": "auto", "history": "off", "record": True}
         tour = Tour(settings.model_copy(update=fixed), console)
         tour.run()
@@ -92,20 +92,20 @@ class Tour:
         self.console = console
         prompts = read_prompts(BUNDLED / "prompts" / f"{KIND}.jsonl")
         self.judged, self.learned = prompts[:JUDGED], prompts[JUDGED : JUDGED + LEARNED]
-        # A head grows for the bundled target only: beside a large pair its training may not fit into memory.
+        # Only for the bundled target: with a large pair in memory, a head's training may not fit.
         self.grows = settings.target is None and settings.draft is None
-        self.ways: dict[str, Way] = {}  # by who drafts
+        self.ways: dict[str, Way] = {}  # by drafter
         self.pair = ""
-        self.logged_before = 0  # the last record that is not of this tour
+        self.logged_before = 0  # the last record from before this demo
         self.before: list[Tally] = []
-        self.after: list[Tally] = []  # empty where nothing better than the draft as it came was made
+        self.after: list[Tally] = []  # empty if nothing better than the original draft was trained
         self.training: DistillOutcome | None = None
         self.growing: DistillOutcome | None = None
-        self.same: int | None = None  # greedy answers that were the same in all ways
+        self.same: int | None = None  # greedy answers that were equal in all ways
 
     def as_object(self) -> dict[str, Any]:
-        """What it came to, for machines. ``adapter`` and ``head`` are null where the gate let none through, and
-        ``after`` is empty where it let neither through."""
+        """The results as JSON values. ``adapter`` and ``head`` are null if none was promoted, and ``after`` is
+        empty if neither was."""
         return {
             "pair": self.pair,
             "kind": KIND,
@@ -122,7 +122,7 @@ class Tour:
         }
 
     def run(self) -> None:
-        """All of it."""
+        """Run all steps."""
         from cli.opened import open_pair
 
         with open_pair(self.settings, self.console) as session, contextlib.ExitStack() as more:
@@ -164,7 +164,7 @@ class Tour:
         for length in (DRAFT_LENGTH, None) if adapter else ():
             yield Tally("draft distilled", length, adapter=adapter)
         made = None if self.growing is None else self.growing.manifest
-        began = "grown on" if made is not None and made.parent else "from nothing"  # in a folder that was kept
+        began = "grown on" if made is not None and made.parent else "from nothing"  # a parent is in a kept folder
         for length in (DRAFT_LENGTH, None) if head else ():
             yield Tally(f"head {began}, {len(self.learned)} answers", length, "head", head)
 
@@ -173,10 +173,10 @@ class Tour:
         self.console.print(text)
 
     def _compare(self, tallies: list[Tally]) -> None:
-        """Every way answers every judged prompt, in turn, behind one live table. Not learned from."""
+        """Answer every judged prompt in every way, in turn, with one live table. Nothing is logged."""
         from rich.live import Live
 
-        # Through a pipe, and where nothing can be drawn anew, only what it came to.
+        # Without an interactive console, only the final table is printed.
         shown = Live(console=self.console, refresh_per_second=4) if self.console.is_interactive else None
         with shown or contextlib.nullcontext():
             for number, prompt in enumerate(self.judged, 1):
@@ -219,7 +219,7 @@ class Tour:
         return Progress(*columns, console=self.console, transient=True, disable=not self.console.is_interactive)
 
     def _distil(self, session: OpenedPair) -> str | None:
-        """The id of the adapter that the gate let through, or None."""
+        """The id of the adapter that the gate promoted, or None."""
         from adaptive.pair import load_draft_for_training
         from adaptive.records.features import spool_of
         from cli.distill import progress_bar
@@ -241,7 +241,7 @@ class Tour:
         return promoted(self.training)
 
     def _grow(self, session: OpenedPair, stay: contextlib.ExitStack) -> str | None:
-        """The id of the head that the gate let through, at work until ``stay`` ends, or None."""
+        """The id of the head that the gate promoted, or None. The head stays open until ``stay`` ends."""
         from cli.demo_head import HeadStep
         from trainers.recipe import Recipe
 
@@ -266,7 +266,7 @@ class Tour:
         return head
 
     def _verdict(self, outcome: DistillOutcome) -> None:
-        """What the gate found."""
+        """Print the gate's verdict."""
         made, took = outcome.manifest, f"[dim]({outcome.seconds:.0f} s)[/]"
         if made is None or made.recent is None or promoted(outcome) is None:
             self.console.print(f"{outcome.message} More answers teach it more. {took}")
@@ -278,7 +278,7 @@ class Tour:
         )
 
     def _plot(self, session: OpenedPair, adapter: str | None) -> None:
-        """Judged prompts once more into the log, so that the plot shows the swap; then the plot."""
+        """Log answers to the judged prompts once more, so that the plot shows the swap; then print the plot."""
         from adaptive.records.history import history
         from adaptive.records.log import Log
         from cli.plots import has_colour, plot_history
@@ -294,12 +294,12 @@ class Tour:
         found = history(log.figures(), by="adapter", points=24)
         log.close()
         self._say(f"The draft's answers in the log, before and after its adapter {adapter}:")
-        # Not through rich, which would wrap and restyle what plotext has laid out.
+        # Written directly: rich would wrap and restyle the text that plotext has laid out.
         plot = plot_history(found.series, found.swaps, self.console.width, colour=has_colour(self.console))
         self.console.file.write(plot + "\n")
 
     def _conclude(self) -> None:
-        """What the last table says, in words."""
+        """Print the last table's results in words."""
         plain, before, *made = self.after
         words = {"draft": "the draft distilled", "head": "the head"}
         yields, faster = [f"{before.tokens_per_round:.2f} with the draft as it came"], []
@@ -316,7 +316,7 @@ class Tour:
             self.console.print(f"More answers teach a head more: {MORE} (docs/notes/2026-11-heads.md).")
 
     def _check(self) -> None:
-        """Some greedy answers in every way, token for token, and what holds of the others."""
+        """Compare some greedy answers of all ways token for token, and print the result."""
         from adaptive.types import SamplingParams, StopParams
 
         greedy, asked = SamplingParams(temperature=0.0), self.judged[:COMPARED]
@@ -336,7 +336,7 @@ class Tour:
         )
 
     def _next(self) -> None:
-        """What to type now, for this pair or, after the bundled one, for one's own."""
+        """Print the next commands, for this pair or, after the bundled one, for the user's own."""
         pair = as_typed(self.settings, "target", "draft")
         quantized = "" if self.settings.quantize == "none" else " " + as_typed(self.settings, "quantize")
         chat = pair + quantized
@@ -356,18 +356,18 @@ class Tour:
 
 
 def listed(parts: list[str]) -> str:
-    """As words: a, b and c."""
+    """The parts joined in words: a, b and c."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def promoted(outcome: DistillOutcome | None) -> str | None:
-    """The id of what a training run brought into use, if it did."""
+    """The id of the adapter or head that a training run put into use, None if it did not."""
     made = None if outcome is None else outcome.manifest
     return made.id if made is not None and made.status == "promoted" else None
 
 
 def trained(outcome: DistillOutcome | None) -> dict[str, Any] | None:
-    """A training run, for machines."""
+    """A training run as JSON values."""
     if outcome is None:
         return None
     made = outcome.manifest

@@ -1,4 +1,4 @@
-"""What the ways of decoding of ``adaptive demo`` came to: counted, as a table, and for machines."""
+"""The results of the ways of decoding in ``adaptive demo``: counted, as a table, and as JSON."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from adaptive.decoding.loop import Decoding
     from adaptive.types import Round
 
-# Tokens in a row that count as repeated where the same answer had them before.
+# Length of the token n-grams that count as repeated if they occurred earlier in the same answer.
 GRAM = 8
 
 
 @dataclass
 class Tally:
-    """One way of decoding, and what it came to over all its answers so far.
+    """One way of decoding, and its figures over all its answers so far.
 
-    ``drafter`` is the pair's draft or the grown head, and ``adapter`` which training of it, None as it came.
+    ``drafter`` is the pair's draft or the grown head; ``adapter`` the training it uses, None for the original draft.
     ``draft_length`` None leaves the length to the controller.
     """
 
@@ -34,7 +34,7 @@ class Tally:
     rounds: list[Round] = field(default_factory=list)
 
     def add(self, done: Decoding) -> None:
-        """Count one finished answer. Its first token belongs to the prompt's pass."""
+        """Count one finished answer, without its first token, which comes from the prefill."""
         self.tokens += max(0, len(done.output) - 1)
         self.seconds += done.timings.predicted_s
         self.rounds += done.rounds
@@ -44,7 +44,7 @@ class Tally:
 
     @property
     def speculative(self) -> bool:
-        """Whether there is something to say of drafts."""
+        """Whether there are figures of drafting."""
         return self.draft_length != 0 and bool(self.rounds)
 
     @property
@@ -61,18 +61,18 @@ class Tally:
 
     @property
     def acceptance(self) -> float:
-        """Share of drafted tokens that stood."""
+        """Share of drafted tokens that were accepted."""
         from adaptive.records.stats import speculative_stats
 
         return speculative_stats(self.rounds).draft_acceptance_rate
 
     def over(self, plain: Tally) -> float | None:
-        """How many times as fast as ``plain``; None where either was not timed yet."""
+        """Speed relative to ``plain``; None if either was not timed yet."""
         return self.per_second / plain.per_second if plain.per_second and self.seconds else None
 
     def as_object(self, plain: Tally) -> dict[str, Any]:
-        """Its figures for machines, ``against_plain`` those of ``plain``; null where nothing was drafted or timed.
-        ``draft_length`` is null where the controller chose it, ``drafter`` where nothing drafts."""
+        """The figures as JSON values, ``against_plain`` relative to ``plain``; null if nothing was drafted or timed.
+        ``draft_length`` is null if the controller chose it, ``drafter`` if nothing drafts."""
         return {
             "decoding": self.label if self.draft_length is not None else f"{self.label}, length auto",
             "drafter": None if self.draft_length == 0 else self.drafter,
@@ -89,13 +89,13 @@ class Tally:
 
 
 def figures_table(tallies: list[Tally], title: str) -> Table:
-    """One row for every way of decoding, the first of which is plain. A way under the controller stands below the same
-    one at a fixed length."""
+    """One row for every way of decoding; the first is plain. A way with the controller follows the same way with a
+    fixed length."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     table.add_column("decoding", min_width=14)
-    # The breaks leave the first column room for its longest label at 80 columns.
+    # The line breaks leave the first column room for its longest label at 80 columns.
     for name in ("tokens/s", "against\nplain", "drafted\naccepted", "tokens\na round"):
         table.add_column(name, justify="right", no_wrap=True)
     for tally in tallies:

@@ -1,7 +1,7 @@
-"""The head of ``adaptive demo``: the same target as if it had no draft, and one grown for it on the same answers.
+"""The head of ``adaptive demo``: grown for the same target as if it had no draft, on the same answers.
 
-It is what ``--target`` alone grows over a hundred answers and some idle minutes: the same log, training run, gate and
-state folder. Only the hidden states, which a session keeps while it answers, are computed afterwards, in one pass of
+It equals what ``--target`` alone grows over a hundred answers and some idle minutes: same log, training run, gate and
+state folder. Only the hidden states, which a session stores while it answers, are computed afterwards, in one pass of
 the target over each answer.
 """
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class HeadStep:
-    """A head for the target of the opened pair ``beside``, whose settings are given.
+    """A head for the target of the opened pair ``beside``; ``settings`` are that pair's.
 
-    Raises AdaptiveError where none can be grown on it.
+    Raises AdaptiveError if the target is not suitable for a head.
     """
 
     def __init__(self, settings: Settings, beside: OpenedPair) -> None:
@@ -38,7 +38,7 @@ class HeadStep:
         from checkpoints.store import AdapterStore
 
         alone = {"target": str(sources(settings)[0].folder), "draft": GROW, "draft_device": None}
-        if settings.draft_quantize == "nf4":  # which is for models
+        if settings.draft_quantize == "nf4":  # nf4 is for models only
             alone["draft_quantize"] = "auto"
         self.settings = settings.model_copy(update=alone)
         self.beside = beside
@@ -48,9 +48,10 @@ class HeadStep:
         self.store = AdapterStore(self.state.adapters)
 
     def learn_from(self, after_id: int, on_progress: Callable[[int], None]) -> None:
-        """Have the answers of the pair's log behind ``after_id`` in the target's own, with their hidden states.
+        """Copy the answers after id ``after_id`` from the pair's log into the log of the target alone, with their
+        hidden states.
 
-        ``on_progress`` is told how many there are already. Nothing drafted them here, so that no rounds go along.
+        ``on_progress`` gets the number of copied answers. The head drafted none of them, so rounds are left out.
         """
         from adaptive.records.features import spool_of
         from adaptive.records.log import Log
@@ -64,7 +65,7 @@ class HeadStep:
                 on_progress(number)
 
     def grow(self, recipe: Recipe, console: Console) -> DistillOutcome:
-        """One training run, behind a progress bar. Raises AdaptiveError where there is too little to learn from."""
+        """One training run, behind a progress bar. Raises AdaptiveError if there is too little to learn from."""
         from adaptive.pair import load_draft_for_training
         from adaptive.records.features import spool_of
         from cli.distill import progress_bar
@@ -79,7 +80,7 @@ class HeadStep:
 
     @contextlib.contextmanager
     def opened(self, measuring: AbstractContextManager[object]) -> Iterator[OpenedPair]:
-        """The target with the head that was promoted, as a session on it begins; its weights are the pair's.
+        """Open the target with the promoted head as a new session would; the target's weights are the pair's.
         ``measuring`` as in ``adaptive.opened``."""
         from adaptive.opened import opened
         from adaptive.pair import Pair
@@ -91,7 +92,7 @@ class HeadStep:
 
 
 def hidden_states(pair: Pair, said: Generation) -> Features:
-    """The target's hidden states of an answer and its prompt, in one pass; its last token is fed to nobody."""
+    """The target's hidden states of an answer and its prompt, from one pass; its last token is not fed."""
     from adaptive.records.features import LONGEST, Features
 
     sequence = pair.target.sequence(features=True)

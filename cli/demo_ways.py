@@ -1,4 +1,4 @@
-"""Who answers in ``adaptive demo``: an opened pair whose draft length and adapter are set anew for every answer."""
+"""A way of answering in ``adaptive demo``: an opened pair whose draft length and adapter are set for each answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Way:
-    """A pair at work, and the policy that chooses draft lengths where none is fixed. ``domain`` names the kind of text
+    """An opened pair, and the policy that chooses draft lengths if none is fixed. ``domain`` labels the kind of text
     in the log."""
 
     opened: OpenedPair
@@ -24,11 +24,11 @@ class Way:
 
     @classmethod
     def of(cls, opened: OpenedPair, domain: str) -> Way:
-        """With the policy of now as the controller."""
+        """A way with the pair's current policy as the controller."""
         return cls(opened, opened.assistant.policy, domain)
 
     def use(self, adapter: str | None) -> None:
-        """Draft with this adapter. The controller is not told: this swap is the tour's, not one to learn from."""
+        """Draft with this adapter. The controller does not see the swap, which is the demo's own."""
         from adaptive.control.policy import FixedLength
 
         self.opened.assistant.policy = FixedLength(0)

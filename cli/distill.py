@@ -1,4 +1,4 @@
-"""``adaptive distill``: one training run, from the log or from files, and what the gate said to it."""
+"""``adaptive distill``: one training run, from the log or from files, and the gate's verdict on it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 TRAINING = "Training"
 
-# Draft length of the table where none was asked for: the usual one of fixed-length engines.
+# Draft length of the table if none was given: the usual one of fixed-length engines.
 TABLE_DRAFT_LENGTH = 4
 
-# Tokens of the answer that break-even is counted in: a usual one of an assistant.
+# Tokens of an answer in the break-even estimate: typical of an assistant.
 ANSWER_TOKENS = 200
 
 
@@ -108,7 +108,7 @@ def distill(
     if elsewhere is not None:
         raise AdaptiveError(elsewhere)
     if prompts is None:
-        wait(spins=0)  # a training step beside another busy process takes tenths of seconds, spinning seconds
+        wait(spins=0)  # beside another busy process, a training step takes tenths of seconds; with spinning, seconds
     recipe = _recipe(settings, records, epochs, max_seconds, rank, lr, loss, from_current)
     promotion: Promotion = "never" if no_promote else "force" if force else "gate"
 
@@ -147,12 +147,12 @@ def run(
     extra: Dataset | None = None,
     compare: bool = False,
 ) -> DistillOutcome:
-    """One training run for the pair of ``settings``, with a progress bar on ``console`` and ctrl-C as the brake.
+    """One training run for the pair of ``settings``, with a progress bar on ``console``; ctrl-C stops it.
 
     ``compare`` trains the recipe's rivals too. Raises AdaptiveError for a pair with nothing to learn from, before
     a model is loaded.
     """
-    # PEFT imports it unasked; without an optional 4-bit kernel it complains, and nothing here is in 4 bit.
+    # PEFT imports bitsandbytes, which warns about a missing 4-bit kernel; nothing here uses 4 bits.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from adaptive.pair import load_draft_for_training, pair_identity
     from adaptive.records.features import spool_of
@@ -188,7 +188,7 @@ def run(
 
 
 def _rivals(recipe: Recipe, draft: PreTrainedModel | Head | ForeignHead) -> tuple[Recipe, ...]:
-    """What else is tried: of a head that is grown only another loss, since all of it learns, from where it stands."""
+    """The other recipes to try. For a head that is grown, only another loss: rank and start do not apply to it."""
     from adaptive.engines.head.module import Head
     from trainers.lora import width_of
 
@@ -219,7 +219,7 @@ def _recipe(
     loss: str | None,
     from_current: bool,
 ) -> Recipe:
-    """The default recipe with what was asked for. Raises AdaptiveError naming a value that cannot work."""
+    """The default recipe with the given choices. Raises AdaptiveError, which names a value that cannot work."""
     from trainers.recipe import Recipe
 
     length = settings.draft_length
@@ -239,7 +239,7 @@ def _recipe(
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """A ``should_stop`` that ctrl-C (or a terminate signal) turns on; a second one ends the program there and then."""
+    """A ``should_stop`` that ctrl-C (or a terminate signal) sets; a second one ends the program at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
@@ -260,8 +260,8 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def progress_bar(console: Console, doing: str = "distilling") -> Iterator[Callable[[Progress], None]]:
-    """A bar with loss, held-out acceptance and time left; yields the ``on_progress`` that moves it. ``doing`` says what
-    is under way."""
+    """A bar with loss, held-out acceptance and time left; yields the ``on_progress`` that updates it. ``doing`` names
+    the activity."""
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
@@ -290,7 +290,7 @@ def progress_bar(console: Console, doing: str = "distilling") -> Iterator[Callab
 
 
 def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
-    """Before and after, the verdict in one sentence, and what to type next."""
+    """Print figures before and after, the verdict in one sentence, and the next command."""
     from rich.table import Table
 
     for note in outcome.notes:
@@ -317,7 +317,7 @@ def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
 
 
 def _attempts_table(outcome: DistillOutcome) -> Any:
-    """The recipes of ``--compare`` side by side, on the prompts that chose between them."""
+    """The recipes of ``--compare`` side by side, on the validation prompts that chose between them."""
     from rich.table import Table
 
     table = Table(title=f"Recipes on {outcome.validation_generations} validation generations", title_justify="left")
@@ -336,9 +336,9 @@ def _attempts_table(outcome: DistillOutcome) -> Any:
 
 
 def break_even(outcome: DistillOutcome, settings: Settings) -> str | None:
-    """When the time of training is saved again, at the costs of the last session; None where nothing is known.
+    """A sentence on when answers have saved the training time, at the last session's costs; None if these are unknown.
 
-    Both drafts at the best draft length there, or plain decoding where that is faster.
+    Both drafts use their best draft length there, or plain decoding if that is faster.
     """
     from adaptive.control.memory import last_costs
     from adaptive.pair import pair_identity
@@ -389,7 +389,7 @@ def _interval(interval: Interval, digits: int, signed: bool = False) -> str:
 
 
 def _next_command(outcome: DistillOutcome, settings: Settings) -> str:
-    """What a person most likely wants to type now."""
+    """The command that the user most likely needs next."""
     pair = f" {typed}" if (typed := as_typed(settings, *PAIR, "home")) else ""
     if _promoted(outcome):
         return f"adaptive chat{pair}"
@@ -399,7 +399,7 @@ def _next_command(outcome: DistillOutcome, settings: Settings) -> str:
 
 
 def as_object(outcome: DistillOutcome) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """The JSON object that ``--json`` prints."""
     verdict = outcome.verdict
     return {
         "adapter": outcome.manifest.id if outcome.manifest else None,

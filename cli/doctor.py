@@ -1,7 +1,7 @@
-"""``adaptive doctor``: what this machine has, what will be used, what is missing and how to get it.
+"""``adaptive doctor``: reports the machine's resources, what will be used, what is missing and how to get it.
 
-Nothing here is looked up in a table: each line comes from asking the machine, or from really running
-a small piece of what decoding runs.
+No line comes from a table of known machines: each is the result of querying the machine, or of actually running
+a small piece of the code that decoding runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def doctor(settings: Settings, as_json: Annotated[bool, typer.Option("--json", h
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
-    """Everything worth knowing, the machine first. Downloads nothing and writes nothing."""
+    """All findings, the machine first. Downloads nothing and writes nothing."""
     yield _python()
     yield from _packages()
     yield from _processor()
@@ -80,7 +80,7 @@ def _torch_anew() -> str:
 
 
 def _packages() -> Iterator[Finding]:
-    """Each dependency of the installed project against the version it asks for."""
+    """Each dependency of the installed project, checked against the required version."""
     from importlib.metadata import PackageNotFoundError, version
 
     from packaging.requirements import Requirement
@@ -107,7 +107,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _kernels() -> Finding:
-    """The linear layers and the attention that decoding runs on."""
+    """The kernels for linear layers and attention that decoding uses."""
     from adaptive.engines.cpu.kernels import library, problem
 
     found = library()
@@ -138,7 +138,7 @@ def _processor() -> Iterator[Finding]:
 
 
 def _disk(state_dir: Path) -> Finding:
-    """Room and permission where the log and the adapters go (the folder itself may not exist yet)."""
+    """Free space and permissions of the folder for the log and the adapters (which may not exist yet)."""
     there = next(path for path in (state_dir, *state_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if not there.is_dir() or not os.access(there, os.W_OK):
@@ -168,7 +168,7 @@ def _devices(torch: Any) -> Iterator[Finding]:
 
 
 def _arithmetic(torch: Any, device: str, name: str) -> Finding:
-    """Eight rows through a layer, in float32 and bfloat16: does it work, is it right, which is faster."""
+    """Run eight rows through a layer, in float32 and bfloat16: whether it works, whether it is right, and how fast."""
     try:
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(2048, 2048, generator=generator).to(device)
@@ -188,7 +188,7 @@ def _arithmetic(torch: Any, device: str, name: str) -> Finding:
 
 
 def _bitsandbytes(settings: Settings) -> Iterator[Finding]:
-    """One layer really quantised and run, in each of the two ways."""
+    """Quantise and run one layer, in each of the two ways."""
     from adaptive.devices import cure
 
     wanted = {settings.quantize, settings.draft_quantize}
@@ -212,7 +212,7 @@ def _quantised_layer(kind: str, settings: Settings) -> tuple[float, float]:
     """Relative error and milliseconds of one 512 x 512 layer in ``kind``, on the device that will be used."""
     import logging
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it names optional parts it can do without
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about optional parts that are not needed
     import bitsandbytes
     import torch
 
@@ -236,7 +236,7 @@ def _quantised_layer(kind: str, settings: Settings) -> tuple[float, float]:
 
 
 def _llama_cpp(settings: Settings) -> Finding:
-    """Whether GGUF files can be run, and on what."""
+    """Whether GGUF files can be run, and whether on an accelerator."""
     from adaptive.engines.llamacpp.files import is_gguf_name
     from adaptive.engines.llamacpp.model import binding
 
@@ -262,7 +262,7 @@ def _print(findings: list[Finding]) -> None:
         console.print(f"[bold]{title}[/]")
         table = Table(show_header=False, box=None, padding=(0, 1))
         for _ in range(3):
-            table.add_column(overflow="fold")  # a path is whole, or of no use
+            table.add_column(overflow="fold")  # a truncated path would be useless
         for finding in findings:
             if finding.group == group:
                 table.add_row(marks[finding.status], finding.name, escape(finding.value))
@@ -275,7 +275,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _milliseconds(work: Callable[[], object]) -> float:
-    """The best of several: the first ones load code, and other programs only ever slow it down."""
+    """The best of several runs: the first ones load code, and other programs can only slow a run down."""
     best = float("inf")
     for _ in range(6):
         began = time.perf_counter()

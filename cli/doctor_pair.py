@@ -1,4 +1,4 @@
-"""What ``adaptive doctor`` says of the pair in use: its models, which forwards will serve them, and what these can."""
+"""The findings of ``adaptive doctor`` on the pair: its models, the forwards that will run them, and their abilities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def pair_findings(settings: Settings) -> Iterator[Finding]:
-    """What a run with these settings would take, as far as it is known without loading or fetching a model."""
+    """The models and resources of a run with these settings, as far as known without loading or fetching a model."""
     from adaptive.devices import choose_device
     from adaptive.engines.head.kinds import head_kind
     from adaptive.engines.llamacpp.files import is_gguf_name
@@ -75,7 +75,7 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
 
 
 def _draft_server(settings: Settings) -> Finding:
-    """Whether a draft server answers, and with what."""
+    """Whether a draft server answers, and its draft."""
     from adaptive.remote import remote_of
 
     try:
@@ -90,7 +90,7 @@ def _draft_server(settings: Settings) -> Finding:
 
 
 def _history(settings: Settings) -> Finding:
-    """What is drafted from beside the model, and what that takes at most."""
+    """The text that history drafts from, and its largest size in memory."""
     from adaptive.drafting.archive import MOST_BYTES, MOST_PLAIN_TOKENS, MOST_TOKENS
     from adaptive.drafting.suffixes import compiled
 
@@ -107,7 +107,7 @@ def _history(settings: Settings) -> Finding:
 
 
 def _no_model(settings: Settings, local: bool) -> Finding:
-    """What drafts where no model is named for it; of a target that is not ``local`` it is not known yet."""
+    """The drafter if no draft model is named; not yet known for a target that is not ``local``."""
     from adaptive.engines.head.module import unsuitable
     from adaptive.engines.load import read_config
     from adaptive.pair import MTP, PLAIN, grows_on, sources
@@ -134,7 +134,7 @@ def _no_model(settings: Settings, local: bool) -> Finding:
 
 
 def _forwards(settings: Settings) -> Iterator[Finding]:
-    """Which forward will serve each model of the pair, in what numbers."""
+    """The forward that will run each model of the pair, and its dtype."""
     from adaptive.engines.head.kinds import HeadKind
     from adaptive.engines.hf import tried
     from adaptive.engines.hf.kinds import Kinds
@@ -172,7 +172,7 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
 
 
 def _weights(role: str, held: Quantised, source: Source) -> Finding:
-    """How weights that come quantised are held, and what they take so."""
+    """How the weights of a quantised checkpoint are held, and their size."""
     from adaptive.engines.hf.quantised import float32_bytes
 
     advice = f"{size(float32_bytes(source.folder))} in float32, half of that in 16 bits" if held.dense else ""
@@ -195,7 +195,7 @@ def _memory(settings: Settings) -> Iterator[Finding]:
 
 
 def _streamed(source: Source, settings: Settings, chosen: Choice) -> Finding:
-    """Whether the target's packed weights are on the disk, or where there is room for them."""
+    """Whether the target's packed weights are on the disk, or whether there is room for them."""
     import shutil
 
     from adaptive.engines.load import weight_bytes
@@ -226,7 +226,7 @@ def _at_once(forward: Forward) -> Finding:
 
 
 def _four_bits(role: str, source: Source, settings: Settings) -> Finding:
-    """Which layers of a model will really be held in four bits."""
+    """Which layers of a model are actually held in four bits."""
     from adaptive.engines.load import four_bits, read_config
 
     name = f"{role} nf4"
@@ -240,7 +240,7 @@ def _four_bits(role: str, source: Source, settings: Settings) -> Finding:
 
 
 def _layers(role: str, source: Source, kinds: Kinds, found: Tried | None) -> Finding:
-    """What the layers of a model hold, and whether it can be drafted for (or draft), as was found at loading."""
+    """The kinds of a model's layers, and whether drafting is possible with them, as found when it was loaded."""
     from adaptive.pair import instead
 
     name = f"{role} layers"
@@ -254,7 +254,7 @@ def _layers(role: str, source: Source, kinds: Kinds, found: Tried | None) -> Fin
 
 
 def _gguf_file(role: str, name: str) -> Iterator[Finding]:
-    """What is in a GGUF file, by its header."""
+    """The contents of a GGUF file, from its header."""
     from adaptive.engines.llamacpp.model import LlamaModel
 
     path = Path(name).expanduser()

@@ -1,4 +1,4 @@
-"""``adaptive draft-server``: a draft model for a program on another machine, or in another process of this one."""
+"""``adaptive draft-server``: serves a draft model to programs on other machines, or to other processes here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
 
 SERVER = "Server"
-# Beside the assistant's (8080) and the proxy's (8090).
+# Next to the default ports of the assistant (8080) and the proxy (8090).
 PORT = 8095
 
 

@@ -67,7 +67,7 @@ def export(
 
 
 def next_command(written: dict[str, Path], draft: Source | None) -> str:
-    """What a person most likely wants to type now."""
+    """The command that the user most likely needs next."""
     command = f"adaptive chat --target {written['target']}"
     if draft is not None:
         command += f" --draft {written['draft']} --draft-checkpoint {draft.id}"
@@ -75,7 +75,7 @@ def next_command(written: dict[str, Path], draft: Source | None) -> str:
 
 
 def check_free(file: Path, force: bool) -> None:
-    """Raise AdaptiveError where there is a file already and ``force`` is not set."""
+    """Raise AdaptiveError if the file exists and ``force`` is not set, or is a folder."""
     if file.is_dir():
         raise AdaptiveError(f"{file} is a folder; name a file")
     if file.exists() and not force:
@@ -90,10 +90,9 @@ def write_checkpoint(
     settings: Settings,
     on_progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Write the checkpoint ``source``, its language model alone, with ``adapter`` merged into it if there is one, as a
-    GGUF file.
+    """Write the language model of the checkpoint ``source`` as a GGUF file, with ``adapter`` merged into it if given.
 
-    The delta is added in float32 before the weights are encoded, so that it is rounded once.
+    The adapter's delta is added in float32 before the weights are encoded, so that the sum is rounded once.
     """
     import torch
     from transformers import AutoTokenizer
@@ -120,10 +119,10 @@ def _mover(progress: object, task: object) -> Callable[[float], None]:
 
 
 def export_speculators(settings: Settings, adapter: Path | None, folder: Path | None, force: bool) -> None:
-    """Write the EAGLE-3 head of --draft, with ``adapter`` merged into it if there is one, as the speculators library
-    writes them, and say what to type for vLLM.
+    """Write the EAGLE-3 head of --draft, with ``adapter`` merged into it if given, in the format of the speculators
+    library, and print the command for vLLM.
 
-    Raises AdaptiveError for any other draft: that format has no layout for it.
+    Raises AdaptiveError for any other draft, for which that format has no layout.
     """
     from adaptive.engines.head.kinds import HeadKind
     from adaptive.engines.head.speculators import write_speculators

@@ -1,4 +1,4 @@
-"""What ``adaptive doctor`` finds, a line each."""
+"""The findings of ``adaptive doctor``, one per line of the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``note`` costs something, ``broken`` stops something that is needed."""
+    """One line of the report. ``note``: something is slower or missing; ``broken``: something that is needed fails."""
 
     group: Literal["machine", "packages", "used"]
     name: str
@@ -18,5 +18,5 @@ class Finding:
 
 
 def size(count: int) -> str:
-    """Bytes, for people."""
+    """Bytes as text."""
     return f"{count / 2**30:.1f} GiB"

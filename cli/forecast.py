@@ -1,7 +1,7 @@
-"""What is to be expected of every draft length, from what rounds cost and what texts were accepted.
+"""Predicts the speed at every draft length, from the costs of rounds and the acceptance of texts.
 
-In: measurements of a pair, and generations to replay. Out: a ``Forecast``, whose interval covers the machine and the
-texts together.
+In: measurements of a pair, and generations to replay. Out: a ``Forecast``, whose interval covers the variation of the
+machine and of the texts together.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from adaptive.pair import Pair
     from trainers.dataset import Example
 
-# Samples of the generations, drawn with replacement, and of the machine, behind the interval of the predicted speed-up.
+# Bootstrap samples of the generations and of the machine, for the interval of the predicted speed-up.
 RESAMPLES = 2000
-# Acceptances at which the break-even is looked for.
+# Number of acceptance rates tried for the break-even.
 STEPS = 1000
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is to be expected of every draft length from 0, and what follows.
+    """The prediction for every draft length from 0, and the conclusions.
 
-    ``acceptance`` is that of all positions. ``mean_acceptance_length`` and ``tokens_per_second`` have an entry for
-    every length; ``speed_up`` is that of ``draft_length`` over plain decoding and its interval (95%) what the choice of
-    generations and the moment of the measurements leave open; ``break_even`` is the acceptance (the same at every
-    position) below which no length pays, ``by_acceptance`` the best length and its speed-up at some acceptances.
+    ``acceptance`` is the mean over all positions. ``mean_acceptance_length`` and ``tokens_per_second`` have an entry
+    for every length. ``speed_up`` is that of ``draft_length`` over plain decoding; its 95% interval covers the choice
+    of generations and the time of the measurements. ``break_even`` is the acceptance (equal at all positions) below
+    which no length pays. ``by_acceptance`` has (acceptance, best length, its speed-up) for some acceptances.
     """
 
     costs: CostTable
@@ -50,9 +50,9 @@ class Forecast:
 
 
 def predict(repeats: Sequence[CostTable], sample: Sequence[Example], pair: Pair) -> Forecast:
-    """Rates of every length: tokens of a round at that length, by replay, over its seconds.
+    """Predict the rate of every length: tokens of a round at that length, by replay, over its seconds.
 
-    ``repeats`` are independent measurements; of a single one nothing can be said about the machine.
+    ``repeats`` are independent measurements; a single one gives no variation of the machine.
     """
     from adaptive.control.costs import LONGEST, CostModel
     from trainers.replay import acceptance_rate, expected_rounds, mean_acceptance_length, replay_on
@@ -106,9 +106,10 @@ def speed_up_interval(
     """The 2.5th and 97.5th percentile of the speed-up at draft ``length`` that another run, over other texts, would
     measure.
 
-    Generations (G,), with the tokens ``accepted`` and the ``rounds`` of each, are drawn anew with replacement. Another
-    run of the machine differs from the mean of ``repeats`` by what these differ by among themselves, with the tails of
-    so few (Student's t). A round takes at least as long as a plain step, so no speed-up is above its tokens.
+    Generations (G,), with the tokens ``accepted`` and the ``rounds`` of each, are resampled with replacement. The
+    machine in another run is assumed to differ from the mean of ``repeats`` as these differ from each other, with the
+    tails of so small a sample (Student's t). A round takes at least as long as a plain step, so no speed-up exceeds the
+    tokens of a round.
     """
     import numpy as np
 

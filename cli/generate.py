@@ -1,4 +1,4 @@
-"""``adaptive generate``: one prompt, or a file of them."""
+"""``adaptive generate``: answers one prompt, or a file of them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def generate(
 
 
 def _grammar(json_schema: Path | None, grammar: Path | None, regex: str | None) -> Grammar | None:
-    """What answers keep to. Raises AdaptiveError for a file that cannot be read, or for several at once."""
+    """The grammar of the answers. Raises AdaptiveError for a file that cannot be read, or if several are given."""
     from adaptive.grammar import Grammar, notation
 
     if sum(given is not None for given in (json_schema, grammar, regex)) > 1:
@@ -117,7 +117,7 @@ def _standard_input() -> str:
 
 
 def show(steps: Any) -> None:
-    """Write the answer as it comes: as it is, but for a terminal without what that would obey."""
+    """Write the answer while it is decoded; on a terminal, without control sequences."""
     from adaptive.printable import printable
 
     terminal = sys.stdout.isatty()
@@ -129,13 +129,13 @@ def show(steps: Any) -> None:
 
 
 def keep(assistant: Assistant) -> None:
-    """Wait until the answer is in the log, so that what is shown as done is never lost."""
+    """Wait until the answer is in the log, so that an answer shown as done is never lost."""
     if assistant.log is not None:
         assistant.log.flush()
 
 
 def figures(assistant: Assistant) -> str:
-    """One line on the last answer: speed, what decoding did and why, tokens a round, acceptance, who drafted."""
+    """One line on the last answer: speed, how it was decoded and why, tokens a round, acceptance, adapter."""
     from adaptive.records.stats import count_rounds, in_words
     from adaptive.speculation import speculation
 
@@ -145,7 +145,7 @@ def figures(assistant: Assistant) -> str:
         parts.append(f"{done.timings.per_second:.0f} tokens/s")
     if done.cached:
         parts.append(f"{counted(done.cached, 'prompt token')} from the cache")
-    if done.rounds:  # a lone token comes with the prompt
+    if done.rounds:  # an answer of one token has no rounds, since the prefill yields it
         parts.append(speculation(assistant).sentence)
     drafts = assistant.pair.draft is not None
     if (drafts or assistant.pair.remote is not None) and done.rounds:
@@ -156,8 +156,8 @@ def figures(assistant: Assistant) -> str:
 
 
 def how_cut(assistant: Assistant, more: str = ": --max-new-tokens allows more", anew: str = "") -> str | None:
-    """By what the last answer was cut, and what to do then: ``more``, or ``anew`` where it was the context's end; None
-    where it came to its end."""
+    """What cut the last answer, and the remedy: ``more`` at the token limit, ``anew`` at the end of the context; None
+    if it was not cut."""
     done = last(assistant)
     if done.finish_reason != "length":
         return None
@@ -166,7 +166,7 @@ def how_cut(assistant: Assistant, more: str = ": --max-new-tokens allows more", 
 
 
 def as_object(prompt: PromptLine, assistant: Assistant) -> dict[str, Any]:
-    """The JSON object of one answer; figures are those of ``history``, times are in milliseconds."""
+    """The JSON object of one answer; figures as in ``history``, times in milliseconds."""
     from dataclasses import asdict
 
     from adaptive.records.stats import by_drafter, speculative_stats

@@ -1,4 +1,4 @@
-"""Groups of commands: alone they print their help, which is no mistake."""
+"""Groups of commands: without a command they print their help and exit with 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 
 def group(text: str, **options: Any) -> typer.Typer:
-    """A group with this help; without a command it prints it and exits with 0. ``options`` as of ``typer.Typer``."""
+    """A group with this help text, printed if no command is given. ``options`` are those of ``typer.Typer``."""
     app = typer.Typer(help=text, invoke_without_command=True, rich_markup_mode="rich", **options)
 
     @app.callback()
@@ -20,7 +20,7 @@ def group(text: str, **options: Any) -> typer.Typer:
 
 
 def print_help_if_alone(context: typer.Context) -> None:
-    """Print a group's help where no command of it was named."""
+    """Print a group's help if none of its commands was named."""
     if context.invoked_subcommand is None:
         said = context.get_help()
         if said:

@@ -1,4 +1,4 @@
-"""``adaptive history``: what acceptance and speed did over time, and which adapter did it."""
+"""``adaptive history``: acceptance and speed over time, and by adapter."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
     from adaptive.state import PairState
 
-# Rows of the table: a year of days or sessions would scroll the plot away. --json and --csv have all.
+# Rows of the table: with a year of days or sessions, the plot would scroll away. --json and --csv have all rows.
 TABLE_ROWS = 30
-# Columns that a narrow terminal does without, first ones first.
+# Columns that are left out on a narrow terminal, in this order.
 LEAST = ("first", "drafted", "tokens")
-# Promotions whose speed is shown below it.
+# Promotions whose speed is shown below the table.
 SHOWN_PROMOTIONS = 5
 
 
 class Grouping(str, Enum):
-    """What one row of the table is."""
+    """The unit of one table row."""
 
     adapter = "adapter"
     day = "day"
@@ -43,7 +43,7 @@ class Grouping(str, Enum):
 
     @property
     def of_rows(self) -> By:
-        """How generations are grouped; positions stand beside the rows by adapter."""
+        """How generations are grouped; the table by position uses the grouping by adapter."""
         return "adapter" if self is Grouping.position else self.value
 
 
@@ -106,8 +106,8 @@ def history(
 
 
 def print_summary(state: PairState, console: Console, session: str | None = None) -> None:
-    """One session (or none) of the log of ``state``: its table by adapter, what was drafted and accepted
-    by position, and how chosen lengths and speed went; and below it the whole log's table and what was saved."""
+    """Print one session (or none) of the log of ``state``: its table by adapter, drafted and accepted tokens
+    by position, and chosen lengths and speed over time; below it the whole log's table and the time saved."""
     from adaptive.records.history import history as history_of
     from adaptive.records.log import Log
     from adaptive.records.saved import saved_in_words, time_saved
@@ -129,7 +129,7 @@ def print_summary(state: PairState, console: Console, session: str | None = None
 
 
 def drafters_in_words(drafters: dict[str, Drafted]) -> str:
-    """Who drafted how much, in a line."""
+    """The tokens of each drafter and its acceptance, in one line."""
     from adaptive.printable import counted
 
     said = (
@@ -153,7 +153,7 @@ def _show(found: History, pair: str, by: Grouping, console: Console) -> None:
     panels = LENGTH_PANELS if by is Grouping.position else PANELS
     plot = plot_history(found.series, found.swaps, console.width, colour=has_colour(console), panels=panels)
     if plot:
-        # Not through rich, which would wrap and restyle what plotext has laid out.
+        # Written directly: rich would wrap and restyle the text that plotext has laid out.
         sys.stdout.write(plot + "\n")
 
 
@@ -164,7 +164,7 @@ def _table(title: str, key: str, columns: Sequence[str]) -> Table:
 
     from adaptive.printable import printable_line
 
-    # No lines and little space between columns: the table then fits a terminal of 80 columns.
+    # No lines and little space between columns, so that the table fits a terminal of 80 columns.
     table = Table(
         title=escape(printable_line(title)),
         title_justify="left",

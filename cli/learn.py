@@ -1,4 +1,4 @@
-"""``adaptive learn``: a proxy in front of a server that somebody else runs, from whose answers a draft learns."""
+"""``adaptive learn``: a proxy in front of an external server, from whose answers a draft learns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PROXY = "Proxy"
 
-# Beside the usual ports of the servers themselves (8080, 8000, 30000, 1234).
+# Next to the usual ports of the servers themselves (8080, 8000, 30000, 1234).
 PORT = 8090
 
 

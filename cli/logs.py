@@ -1,4 +1,4 @@
-"""Where log lines go while a command runs."""
+"""Shows log lines while a command runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Standard error as it is at each line: while a bar is drawn, rich stands there and writes lines above the bar."""
+    """Writes to the current ``sys.stderr``, which rich replaces while it draws a bar; lines then go above the bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

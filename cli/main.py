@@ -1,4 +1,4 @@
-"""Entry point: the command tree, and how errors reach a person.
+"""Entry point: the command tree, and the presentation of errors.
 
 Command modules import only Typer at the top; torch and transformers are imported inside the
 commands, so that ``adaptive --help`` answers at once.
@@ -60,7 +60,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def adaptive(
     context: typer.Context,
-    version: Annotated[  # its callback has ended the program where it was asked for
+    version: Annotated[  # unused: its callback ends the program if it was given
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
@@ -89,14 +89,14 @@ app.add_typer(config.app, name="config")
 
 
 def run() -> None:
-    """Run the command line; a user's mistake is one line on standard error and exit status 2."""
+    """Run the command line; a user's error prints one line on standard error and exits with 2."""
     wait()
     keep_buffers()
     look_for_cycles_less()
     debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))
     if debug:
         show_log()
-    # It warns of a kernel for 4-bit weights that nothing here needs.
+    # bitsandbytes warns about a missing kernel for 4-bit weights that is not needed here.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app()
@@ -110,13 +110,13 @@ def run() -> None:
             raise
         typer.echo(f"adaptive: {said}", err=True)
         sys.exit(2)
-    except BrokenPipeError:  # the reader went away, as `| head` does
+    except BrokenPipeError:  # the reader has ended, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
 
 
 def _missing(error: ModuleNotFoundError) -> str:
-    """What to do about a package of this program's that is not there; empty for any other module."""
+    """The remedy if one of this program's own packages is missing; empty for any other module."""
     from adaptive.installation import install_command, requirement
 
     name = (error.name or "").partition(".")[0].replace("_", "-")

@@ -1,4 +1,4 @@
-"""Who starts programs for a user: systemd and launchd, what is written for them, and what they are told."""
+"""The service managers systemd and launchd: the files written for them, and the commands given to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaptive.errors import AdaptiveError
 
 # Seconds that one of their commands may take.
 PATIENCE_S = 60
-# Of our agent; launchd's names are written the other way round.
+# Name of our launchd agent; launchd's names are in reverse domain order.
 LABEL = "local.adaptive"
 
 UNIT = """[Unit]
@@ -39,7 +39,7 @@ WantedBy=default.target
 
 
 class Manager(Protocol):
-    """One of them. ``running`` is the state of a service that runs; ``more`` what a person may want to know."""
+    """A service manager. ``running`` is its word for a running service; ``more`` is a hint for the user."""
 
     running: str
     more: str
@@ -47,26 +47,26 @@ class Manager(Protocol):
 
     @property
     def file(self) -> Path:
-        """What is written."""
+        """The service's file."""
 
     def write(self, command: Sequence[str]) -> None:
-        """Write it, for this command. Raises AdaptiveError."""
+        """Write the file, for this command. Raises AdaptiveError."""
 
     def start(self) -> None:
         """Start the service, now and at every login. Raises AdaptiveError."""
 
     def state(self) -> str:
-        """What it does now, in the manager's word."""
+        """The service's state, in the manager's word."""
 
     def stop(self) -> None:
-        """Stop it, and start it no more."""
+        """Stop the service, and do not start it again at login."""
 
     def reload(self) -> None:
-        """Have the manager see that the file is another one, or gone."""
+        """Have the manager read the file again after it was changed or removed."""
 
 
 class Systemd:
-    """The user's own instance."""
+    """The user's own systemd instance."""
 
     running = "active"
     how_to_start = "systemctl --user daemon-reload && systemctl --user enable --now adaptive"
@@ -74,30 +74,30 @@ class Systemd:
 
     @property
     def file(self) -> Path:
-        """The unit."""
+        """The unit file."""
         config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
         return Path(config) / "systemd" / "user" / "adaptive.service"
 
     def write(self, command: Sequence[str]) -> None:
-        """Raises AdaptiveError where the file cannot be written."""
+        """Raises AdaptiveError if the file cannot be written."""
         _write(self.file, unit_of(command).encode())
 
     def start(self) -> None:
-        """Raises AdaptiveError where systemd does not."""
+        """Raises AdaptiveError if systemd does not start it."""
         self.reload()
         _tell("systemctl", "--user", "enable", "adaptive")
-        _tell("systemctl", "--user", "restart", "adaptive")  # also one that runs with other options
+        _tell("systemctl", "--user", "restart", "adaptive")  # also a service that runs with other options
 
     def state(self) -> str:
-        """As ``systemctl is-active`` says it; "unknown" where systemd cannot be asked."""
+        """The word of ``systemctl is-active``; "unknown" if systemd cannot be queried."""
         return _ask("systemctl", "--user", "is-active", "adaptive")
 
     def stop(self) -> None:
-        """Also where it does not run."""
+        """Does nothing if the service does not run."""
         _ask("systemctl", "--user", "disable", "--now", "adaptive")
 
     def reload(self) -> None:
-        """Raises AdaptiveError where the user has no systemd, unless nothing is there to be started."""
+        """Raises AdaptiveError if the user has no systemd instance, unless there is no unit file."""
         if self.file.is_file():
             _tell("systemctl", "--user", "daemon-reload")
         else:
@@ -105,7 +105,7 @@ class Systemd:
 
 
 class Launchd:
-    """The agent of one who is logged in at a screen."""
+    """The launchd agent of a user with a graphical session."""
 
     running = "running"
     how_to_start = f"launchctl bootstrap gui/$(id -u) ~/Library/LaunchAgents/{LABEL}.plist"
@@ -117,7 +117,7 @@ class Launchd:
         return Path.home() / "Library" / "LaunchAgents" / f"{LABEL}.plist"
 
     def write(self, command: Sequence[str]) -> None:
-        """Raises AdaptiveError where the file cannot be written."""
+        """Raises AdaptiveError if the file cannot be written."""
         log = str(Path.home() / "Library" / "Logs" / "adaptive.log")
         agent = {
             "Label": LABEL,
@@ -125,7 +125,7 @@ class Launchd:
             "WorkingDirectory": str(Path.home()),
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
-            "ThrottleInterval": 60,  # seconds; also for a mistake that a restart does not mend
+            "ThrottleInterval": 60,  # seconds between restarts, even for an error that a restart does not cure
             "ExitTimeOut": 30,
             "Umask": 0o077,
             "StandardOutPath": log,
@@ -134,12 +134,12 @@ class Launchd:
         _write(self.file, plistlib.dumps(agent))
 
     def start(self) -> None:
-        """Raises AdaptiveError where launchd does not."""
+        """Raises AdaptiveError if launchd does not start it."""
         self.stop()
         _tell("launchctl", "bootstrap", self._domain, str(self.file))
 
     def state(self) -> str:
-        """ "running", what ``launchctl`` calls it otherwise, or "unknown"."""
+        """The word of ``launchctl print``, "running" for a running agent; "unknown" if it cannot be queried."""
         for line in _ask("launchctl", "print", f"{self._domain}/{LABEL}").splitlines():
             name, _, value = line.strip().partition(" = ")
             if name == "state":
@@ -147,11 +147,11 @@ class Launchd:
         return "unknown"
 
     def stop(self) -> None:
-        """Also where it does not run."""
+        """Does nothing if the agent does not run."""
         _ask("launchctl", "bootout", f"{self._domain}/{LABEL}")
 
     def reload(self) -> None:
-        """It keeps nothing of a file."""
+        """Nothing to do: launchd reads the file when the agent starts."""
 
     @property
     def _domain(self) -> str:
@@ -159,17 +159,17 @@ class Launchd:
 
 
 def unit_of(command: Sequence[str]) -> str:
-    """The unit that runs ``command``. Raises AdaptiveError for words that systemd does not take."""
+    """The unit that runs ``command``. Raises AdaptiveError for words that systemd does not accept."""
     program, *arguments = command
     if any(character in program for character in "\"'\\\n"):
         raise AdaptiveError(f"{program!r} cannot be started by systemd; install adaptive in a folder without quotes")
-    # In arguments a dollar stands for a variable; of the program it is a part.
+    # In arguments a dollar sign marks a variable and is doubled; in the program's path it is literal.
     words = [_quoted(program), *(_quoted(word).replace("$", "$$") for word in arguments)]
     return UNIT.format(command=" ".join(words))
 
 
 def _quoted(word: str) -> str:
-    """One word as a unit has it, where ``%`` stands for something else."""
+    """One word, quoted for a unit file, in which ``%`` has a special meaning."""
     if "\n" in word or "\0" in word:
         raise AdaptiveError(f"{word!r} cannot stand in a unit of systemd; choose a name without a line's end")
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
@@ -195,7 +195,7 @@ def _tell(*command: str) -> None:
 
 
 def _ask(*command: str) -> str:
-    """What it prints; "unknown" where it prints nothing or cannot be run."""
+    """The command's output; "unknown" if it is empty or the command cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Opening a pair for a command: models with a progress bar, and what is wrong in yellow."""
+"""Opens a pair for a command: loads the models behind a progress bar and prints warnings in yellow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_with_progress(settings: Settings, console: Console) -> Pair:
-    """Load the pair behind one progress bar; prints what the user should know about the pair."""
+    """Load the pair behind one progress bar, and print its warnings."""
     with _bar(console) as show:
         from adaptive.pair import load_pair
 
@@ -29,7 +29,7 @@ def load_with_progress(settings: Settings, console: Console) -> Pair:
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """A bar that says what is being loaded; yields what moves it, by the part's name and its share, 0 to 1."""
+    """A bar that names the part being loaded; yields a function that sets the part's name and its share, 0 to 1."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("loading {task.description:10}"), BarColumn(), TimeElapsedColumn())
@@ -41,12 +41,12 @@ def _bar(console: Console) -> Iterator[Callable[[str, float], None]]:
 @contextlib.contextmanager
 def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Iterator[OpenedPair]:
     """Load a pair and open it; see ``adaptive.opened``."""
-    with _bar(console):  # which stands before torch and transformers are imported, since that takes seconds
+    with _bar(console):  # shown before torch and transformers are imported, since that takes seconds
         from adaptive.pair import pair_identity
         from adaptive.state import open_state
 
-    # Whatever can be wrong without the weights is found before they are read. Without the bar: where this fetches a
-    # model, the hub shows its own.
+    # Errors that can be found without the weights are raised before these are read. Outside the bar: if this downloads
+    # a model, the hub shows its own.
     open_state(settings.state_dir, pair_identity(settings).id)
     pair = load_with_progress(settings, console)
 

@@ -1,7 +1,7 @@
-"""The options every command shares, added to a command by ``@shared_options``.
+"""The options that commands share, added to a command by ``@shared_options``.
 
-A decorated command takes ``settings: Settings`` as its first argument and never sees the single
-flags. Only Typer is imported here; settings (pydantic) are loaded when a command really runs.
+A decorated command takes ``settings: Settings`` as its first argument and does not get the single
+flags. Only Typer is imported here; settings (pydantic) are loaded when a command actually runs.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ SHARED: dict[str, Any] = {
 
 
 def as_typed(settings: Settings, *names: str) -> str:
-    """The options that give a command these settings again, as they are typed; those that are not set are left out."""
+    """The command-line options that give these settings again; settings without a value are left out."""
     values = {name: getattr(settings, name) for name in names}
     flags = {name: "--state-dir" if name == "home" else f"--{name.replace('_', '-')}" for name in names}
     return " ".join(f"{flags[name]} {shlex.quote(str(value))}" for name, value in values.items() if value is not None)
@@ -139,17 +139,17 @@ def as_typed(settings: Settings, *names: str) -> str:
 def shared_options(
     *names: str, without: tuple[str, ...] = (), asks: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these shared options (all of them when none is named), but for those it could not heed.
+    """Give a command these shared options (all of them if none is named), except those in ``without``.
 
     The command must take ``settings`` first; it is called with a ``Settings`` object and its own
-    parameters. ``home``, ``config`` and ``debug`` are among them, named or not. ``asks`` says whether a person
+    parameters. ``home``, ``config`` and ``debug`` are always included, unless in ``without``. With ``asks``, the user
     at a terminal may be asked about a settings file in the current folder.
     """
     named = {*(names or SHARED), "home", "config", "debug"} - set(without)
     chosen = {name: option for name, option in SHARED.items() if name in named}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        # Commands import Settings for the type checker only, so that --help need not load pydantic.
+        # Commands import Settings for the type checker only, so that --help does not load pydantic.
         hints = typing.get_type_hints(command, localns={"Settings": object}, include_extras=True)
         own = [
             p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items() if n != "settings"

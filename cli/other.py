@@ -1,4 +1,4 @@
-"""The same weights on another engine, beside the pair in use: for ``bench`` and ``calibrate``."""
+"""The pair's weights on another engine, compared with the pair in use: for ``bench`` and ``calibrate``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ OtherDraft = Annotated[Optional[str], typer.Option(help="The draft beside that t
 
 
 def other_settings(settings: Settings, target: str | None, draft: str | None) -> Settings | None:
-    """The settings of the other pair, None where none is named.
+    """The settings of the other pair, None if none is named.
 
-    A GGUF draft there stands for the checkpoint here, so that an adapter fits both.
+    A GGUF draft there is taken as a copy of the checkpoint here, so that the adapter fits both.
     """
     from adaptive.engines.llamacpp.files import is_gguf_name
 
@@ -48,7 +48,7 @@ def _bundled_draft() -> str:
 
 
 def load_other(settings: Settings, session: OpenedPair, console: Any) -> Pair:
-    """The other pair, with the adapter that is in use here. Raises AdaptiveError where that does not fit its draft."""
+    """The other pair, with the adapter in use here. Raises AdaptiveError if the adapter does not fit its draft."""
     from cli.opened import load_with_progress
 
     pair = load_with_progress(settings, console)
@@ -64,13 +64,13 @@ def load_other(settings: Settings, session: OpenedPair, console: Any) -> Pair:
 
 
 def engines(pair: Pair) -> str:
-    """What runs a pair: one name, or the target's and the draft's."""
+    """The engines of a pair: one name, or the target's and the draft's."""
     draft = pair.draft.name if pair.draft is not None else pair.target.name
     return pair.target.name if draft == pair.target.name else f"{pair.target.name} + {draft}"
 
 
 def advice(speeds: dict[str, tuple[float, Settings]]) -> str:
-    """Which of two engines to use, from the best tokens per second of each and the settings that choose it."""
+    """Which of two engines to use, given the best tokens per second of each and the settings that select it."""
     (best, (fast, chosen)), (other, (slow, _)) = sorted(speeds.items(), key=lambda item: -item[1][0])
     names = as_typed(chosen, *PAIR)
     return f"{best} is {fast / slow:.2f} times as fast here as {other}" + (f": use {names}" if names else "")

@@ -1,4 +1,4 @@
-"""``adaptive packed``: the weights that ``--memory`` has written to be read layer by layer; deleting them."""
+"""``adaptive packed``: list and delete the weights that ``--memory`` has packed for reading layer by layer."""
 
 from __future__ import annotations
 

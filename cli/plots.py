@@ -12,10 +12,10 @@ from adaptive.records.history import Point, Swap
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Rows of both panels together; fewer flattens the curves, more pushes the table off a usual terminal.
+# Rows of both panels together. Too low: flat curves. Too high: the table scrolls off a usual terminal.
 HEIGHT = 24
 
-# Widest plot, in columns: beyond it, lines get longer and nothing gets clearer.
+# Widest plot, in columns; a wider one is not clearer.
 WIDTH = 110
 
 
@@ -24,7 +24,7 @@ Figure = Callable[[Point], float | None]
 
 @dataclass(frozen=True)
 class Panel:
-    """One of the plots above each other: a figure of every point as a line, and perhaps another as dots.
+    """One of the stacked plots: a figure of every point as a line, and optionally another as dots.
 
     The axis ends somewhat above the largest figure, and between ``least`` and ``most``.
     """
@@ -51,7 +51,7 @@ LENGTH_PANELS = (
 
 
 def has_colour(console: Console) -> bool:
-    """Whether colours reach a person: neither a file nor a dumb terminal has any, and NO_COLOR wants none."""
+    """Whether the console shows colours: a file or a dumb terminal has none, and NO_COLOR turns them off."""
     return console.color_system is not None and not console.no_color
 
 
@@ -63,9 +63,9 @@ def plot_history(
     colour: bool = True,
     panels: Sequence[Panel] = PANELS,
 ) -> str:
-    """``panels`` one above the other, over generations, a vertical line at each swap.
+    """``panels`` one above the other, over generations, with a vertical line at each swap.
 
-    Empty where there are fewer than two points. ``width`` and ``height`` count characters.
+    Empty for fewer than two points. ``width`` and ``height`` count characters.
     """
     if len(points) < 2:
         return ""
@@ -74,12 +74,12 @@ def plot_history(
     drawn = [panel for panel in panels if _values(panel.line, points)]
     if not drawn:
         return ""
-    plotext.terminal.limit(False, False)  # the caller knows the width, also where no terminal answers
+    plotext.terminal.limit(False, False)  # the caller gives the width; there may be no terminal to ask
     figure = plotext.figure
     figure.clear()
     figure.plot_size(min(width, WIDTH), height)
     figure.theme("simple" if colour else "colorless")
-    if len(drawn) > 1:  # one panel is the figure itself, which plotext does not divide
+    if len(drawn) > 1:  # plotext does not divide a figure into one part; a single panel is the figure itself
         figure.subplots(len(drawn), 1)
     for number, panel in enumerate(drawn, start=1):
         plot = figure.subplot(number, 1) if len(drawn) > 1 else figure
@@ -109,7 +109,7 @@ def _draw(plot: Any, panel: Panel, points: Sequence[Point], swaps: Sequence[Swap
     heights = [top * step / 4 for step in range(5)]
     plot.ruler("y").ticks(heights, labels=[f"{height:.0f}" if top > 20 else f"{height:.1f}" for height in heights])
     for swap in swaps:
-        # A swap inside the first bucket would stand left of the first point, outside the plot.
+        # A swap inside the first bucket would be left of the first point, outside the plot.
         x = max(first, swap.generation - 0.5)
         plot.line(x, "vertical")
         plot.draw(

@@ -1,4 +1,4 @@
-"""Prompt files: JSON lines of ``{"prompt": "..."}`` or ``{"messages": [...]}``, read whole before any work."""
+"""Prompt files: JSON lines of ``{"prompt": "..."}`` or ``{"messages": [...]}``, read completely before any work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bare_prompt(text: str) -> PromptLine:
 
 
 def read_prompts(file: Path) -> list[PromptLine]:
-    """Every prompt of the file. Raises AdaptiveError naming the line that is wrong, before anything is done."""
+    """Every prompt of the file. Raises AdaptiveError, which names the wrong line, before anything is done."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""``adaptive publish``: the draft in use, put into another server, and taken out again where that is worse."""
+"""``adaptive publish``: put the draft in use into an external server, and roll it back if the server gets worse."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 SERVER = "Server"
 
-# Newest records that are looked through for those that are held out of training, which tell the draft length.
+# Newest records searched for those held out of training, by which the draft length is chosen.
 RECORDS = 1000
-# Tokens of an answer that are replayed.
+# Most tokens of an answer that are replayed.
 LONGEST_OUTPUT = 512
 
 
@@ -133,7 +133,7 @@ def publish(
     }
     console.print(f"adapter {manifest.id} for {kind.name}: {draft}", soft_wrap=True)
     _say_expected(console, advice, length, tokens)
-    # A file that cannot be edited is told before the server is touched.
+    # Raised for a file that cannot be edited, before the server is touched.
     edited = None if file is None else publishing.edited(file.before, kind, outcome["options"])
     if restart is not None:
         assert url is not None
@@ -163,7 +163,7 @@ def publish(
 
 
 def _held_out(state: PairState) -> list[Example]:
-    """Records that no adapter is trained on, all of them where there are none such. Raises AdaptiveError."""
+    """Records on which no adapter is trained, or all records if there are none such. Raises AdaptiveError."""
     from trainers.dataset import examples, join, read_log, split
 
     dataset = read_log(state.records, RECORDS)
@@ -178,7 +178,7 @@ def _held_out(state: PairState) -> list[Example]:
 
 
 def _prompts(sample: list[Example], count: int) -> list[list[int]]:
-    """The newest prompts, each once."""
+    """Up to ``count`` distinct prompts, from the end of ``sample``."""
     found = {tuple(example.prompt.tolist()): None for example in reversed(sample)}
     return [list(prompt) for prompt in list(found)[:count]]
 
@@ -201,7 +201,7 @@ def _in_use(store: AdapterStore) -> Manifest:
 def _export(
     settings: Settings, store: AdapterStore, manifest: Manifest, folder: Path, kind: Kind, encoding: str
 ) -> Path:
-    """The draft with the adapter in its weights, as the server reads it; written once for each adapter."""
+    """The draft with the adapter merged, in the server's format; written once for each adapter."""
     from adaptive.upstream.publishing import takes_gguf
     from cli.adapters import model_of, write_merged
     from cli.export import write_checkpoint
@@ -233,8 +233,8 @@ def _replay(
     asked: list[list[int]],
     before: Measured | None,
 ) -> tuple[list[float], list[Replay]]:
-    """The draft with the adapter, replayed: tokens a round at draft lengths 0, 1, ... on the log's ``sample``, and each
-    of the answers that the server gave ``before`` to what it was ``asked``, where their tokens are certain."""
+    """Replay the draft with the adapter. Returns tokens a round at draft lengths 0, 1, ... on the log's ``sample``, and
+    the replays of the answers that the server gave ``before`` to the prompts ``asked``, if their tokens are certain."""
     from transformers import AutoModelForCausalLM
 
     from adaptive.engines.hf.lora import MergedAdapter
@@ -322,7 +322,7 @@ def _remember(state: PairState, put: trial.Put) -> None:
 
 
 def _remembered(state: PairState) -> trial.Put | None:
-    """What was put into the server before, None where nothing was."""
+    """What was published to the server before, None if nothing was."""
     from cli import trial
 
     try:

@@ -1,4 +1,4 @@
-"""``adaptive records``: what the log holds, taking it out, and deleting it for good."""
+"""``adaptive records``: show the log's contents, export them, and delete them for good."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def purge(
         except AdaptiveError:
             if not everything:
                 raise
-            chosen, what = 1, f"the whole log of {state.root.name}, which cannot be read now,"  # or on a full disk
+            chosen, what = 1, f"the whole log of {state.root.name}, which cannot be read now,"  # or the disk is full
         if chosen and yes and guessed:
             raise AdaptiveError(
                 f"{guessed} pairs have a log here, and {state.root.name} is only the one used last; name the pair with "
@@ -131,7 +131,7 @@ def purge(
             )
         if chosen and not yes:
             typer.confirm(f"Delete {what} for good?", abort=True, err=True)
-        # Also with nothing chosen: an earlier purge that met a reader has left traces to erase.
+        # Also if nothing is chosen: an earlier purge that met a reader has left traces to erase.
         deleted = log.purge(older_than_s=age, session=session, everything=everything)
         try:
             left = f"{log.count()} stay, {_bytes(log.stats().size)} on disk"
@@ -241,7 +241,7 @@ def _print_stats(found: LogStats, path: Path) -> None:
     console = Console(highlight=False)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column()
-    table.add_column(overflow="fold")  # a path is whole, or of no use
+    table.add_column(overflow="fold")  # a truncated path would be useless
     for name, value in (
         ("generations", f"{found.generations} in {counted(found.sessions, 'session')}"),
         ("tokens", f"{found.tokens} output tokens, {found.positions} with the target's distribution"),

@@ -1,7 +1,7 @@
-"""Measuring a pair several times over, until it is known how much the machine itself leaves open.
+"""Measures a pair repeatedly, until the machine's own variation is known well enough.
 
-In: a pair. Out: independent measurements, and what else used the machine meanwhile. Beside other programs that do not
-end soon nothing is measured, unless asked for.
+In: a pair. Out: independent measurements, and the load of other programs meanwhile. If other programs keep the machine
+busy, nothing is measured unless ``busy`` allows it.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
     from adaptive.pair import Pair
     from adaptive.types import SamplingParams
 
-# Seconds over which the machine is watched before a measurement, and for how long a load may last until it is given up.
+# WATCHED_S: seconds over which the load is measured before a measurement. PATIENCE_S: longest wait for a load to end.
 WATCHED_S, PATIENCE_S = 1.0, 15.0
-# Measurements at least and at most; one begins so many seconds after the one before it at the earliest: two that follow
-# each other at once see the same moment of the machine.
+# Fewest and most measurements. One begins at least APART_S seconds after the previous one began: measurements in
+# immediate succession see the same state of the machine.
 FEWEST, MOST, APART_S = 3, 6, 2.5
-# Measurements that may be lost to a load which came meanwhile.
+# Measurements that may be discarded because of a load that came meanwhile.
 LOST = 3
 # Relative standard error of a round's cost, in plain steps, below which no further measurement is made.
 CERTAIN = 0.02
-# Draft lengths by which that is judged.
+# Draft lengths at which that error is computed.
 JUDGED = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """Measurements of one pair, each by itself; ``load`` is the heaviest that was seen during them."""
+    """Independent measurements of one pair; ``load`` is the heaviest load during them."""
 
     costs: tuple[CostTable, ...]
     load: Load | None
 
     @property
     def busy(self) -> bool:
-        """Whether other programs were in the way."""
+        """Whether other programs disturbed the measurements."""
         return self.load is not None and self.load.busy
 
 
 def measure_repeatedly(pair: Pair, sampling: SamplingParams, console: Console, busy: bool) -> Repeats:
-    """Until the repeats say enough about the machine. Ends the command with status 1 where other programs are in the
-    way, unless ``busy`` lets it go on."""
+    """Measure until the repeats are certain enough. Ends the command with status 1 if other programs keep the machine
+    busy, unless ``busy`` is set."""
     from adaptive.measure import measure
 
     found: list[CostTable] = []
@@ -61,7 +61,7 @@ def measure_repeatedly(pair: Pair, sampling: SamplingParams, console: Console, b
         if not busy:
             wait_until_quiet(console)
         with console.status(f"measuring rounds, {len(found) + 1} of at least {FEWEST}"):
-            measured = measure(pair, sampling, thorough=not found)  # what context costs is seen once
+            measured = measure(pair, sampling, thorough=not found)  # the cost of context is measured once
         if measured.load is not None and measured.load.busy and not busy:
             lost += 1
             if lost > LOST:
@@ -74,7 +74,7 @@ def measure_repeatedly(pair: Pair, sampling: SamplingParams, console: Console, b
 
 
 def wait_until_quiet(console: Console) -> None:
-    """Let a short load end. Ends the command with status 1 where it does not."""
+    """Wait for a short load to end. Ends the command with status 1 if it lasts longer than PATIENCE_S."""
     from adaptive.machine import LoadMeter
 
     meter, until = LoadMeter(), time.monotonic() + PATIENCE_S
@@ -91,7 +91,7 @@ def wait_until_quiet(console: Console) -> None:
 
 
 def refuse(console: Console, load: Load) -> None:
-    """Say that nothing can be promised now, and end the command."""
+    """Print that the machine is too busy to measure, and end the command with status 1."""
     console.print(
         f"[yellow]this machine is busy ({load}); figures may be off; again when it is quiet, or with --busy[/]",
         soft_wrap=True,
@@ -100,7 +100,7 @@ def refuse(console: Console, load: Load) -> None:
 
 
 def uncertainty(costs: Sequence[CostTable]) -> float:
-    """The standard error of what a round costs against a plain step, as a share; of several lengths the largest."""
+    """The relative standard error of a round's cost in plain steps; the largest over the lengths JUDGED."""
     found: list[float] = []
     for length in JUDGED:
         ratios = [
@@ -112,7 +112,7 @@ def uncertainty(costs: Sequence[CostTable]) -> float:
 
 
 def typical(costs: Sequence[CostTable]) -> CostTable:
-    """Of every cost the median of the measurements."""
+    """The median of the measurements for every cost."""
     from adaptive.control.costs import CostTable
 
     return CostTable(

@@ -20,7 +20,7 @@ from cli.cells import COLUMNS, POSITION_COLUMNS, cells, position_cells
 def write_report(overview: Overview, pair: str, by: By, file: Path) -> None:
     """Write the report of ``pair``, its rows grouped ``by``, to ``file`` (0600).
 
-    Raises AdaptiveError where that cannot be done.
+    Raises AdaptiveError if it cannot be written.
     """
     found = overview.found
     rows = [(row.key, *cells(row)) for row in found.rows]

@@ -1,4 +1,4 @@
-"""``adaptive serve``: the assistant behind an HTTP port, learning while nobody asks."""
+"""``adaptive serve``: the assistant behind an HTTP port; its draft is trained while no request runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``adaptive service``: have the system start ``adaptive serve`` when its user logs in, and look after it."""
+"""``adaptive service``: have the system start and supervise ``adaptive serve`` for the user who logs in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 app = group("Have the system start the server, by systemd or launchd.")
 
-# Options of ``serve`` whose value is a file or a folder, which means another one where the service is started.
+# Options of ``serve`` whose value is a path: relative paths would have another meaning where the service starts.
 PLACES = ("--target", "--draft", "--draft-checkpoint", "--config", "--state-dir", "--api-key-file")
 
 
@@ -93,7 +93,7 @@ def remove() -> None:
 
 
 def _manager() -> Manager:
-    """Raises AdaptiveError for a system without one that is known here."""
+    """This system's service manager. Raises AdaptiveError for systems other than Linux and macOS."""
     from cli.managers import Launchd, Systemd
 
     if sys.platform.startswith("linux"):
@@ -107,7 +107,7 @@ def _manager() -> Manager:
 
 
 def _program() -> list[str]:
-    """How this program is started from anywhere."""
+    """The command that starts this program from any folder."""
     from pathlib import Path
 
     script = Path(sys.executable).with_name("adaptive")
@@ -115,7 +115,7 @@ def _program() -> list[str]:
 
 
 def _absolute(words: list[str]) -> list[str]:
-    """The same options, where a file or folder that is here is named from the root."""
+    """The same options, with absolute paths for files and folders that exist."""
     found: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -134,7 +134,7 @@ def _from_root(name: str) -> str:
 
 
 def _checked(words: list[str]) -> list[str]:
-    """Raises AdaptiveError for options that ``serve`` would refuse when the service starts, out of sight."""
+    """Return ``words``. Raises AdaptiveError for options that ``serve`` would refuse later, when the service starts."""
     from cli import serve
 
     alone = typer.Typer()
@@ -142,7 +142,7 @@ def _checked(words: list[str]) -> list[str]:
     command: Any = typer.main.get_command(alone)
     try:
         command.make_context("adaptive serve", list(words))
-    except Exception as error:  # of the parser, which has no class of its own for all of them
+    except Exception as error:  # the parser's errors have no common class
         said = str(getattr(error, "message", error)).rstrip(".")
         raise AdaptiveError(f"adaptive serve {shlex.join(words)}: {said}") from error
     if any(word.partition("=")[0] == "--api-key" for word in words):
@@ -154,7 +154,7 @@ def _checked(words: list[str]) -> list[str]:
 
 
 def _environment() -> list[str]:
-    """Settings of this environment, which a service does not have."""
+    """Settings in this environment, which a service does not inherit."""
     import os
 
     return sorted(name for name in os.environ if name.startswith("ADAPTIVE_"))

@@ -1,6 +1,6 @@
-"""Which pair's state a command means, found without loading a model.
+"""Finds the state of the pair that a command refers to, without loading a model.
 
-``adapters``, ``history`` and ``records`` read what earlier runs left; they take a ``PairState`` from here.
+``adapters``, ``history`` and ``records`` read the results of earlier runs; they take a ``PairState`` from here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def show_migrations() -> None:
-    """Show a bar while a log of an older version is brought up to date, which takes seconds for a long one."""
+    """Show a bar while a log of an older version is migrated, which takes seconds for a long one."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -40,10 +40,10 @@ def show_migrations() -> None:
 def find_state(settings: Settings) -> PairState:
     """The folder of the pair that ``settings`` names, else the most recently used one.
 
-    The second choice is said in one line on standard error, so that nobody reads another pair's
-    figures unawares (standard output stays clean for ``--json``).
+    The second choice is reported in one line on standard error, so that another pair's figures are not
+    mistaken for this pair's (standard output has only the result, as ``--json`` needs).
 
-    Raises AdaptiveError where the named pair has left no state here, or no pair has.
+    Raises AdaptiveError if the named pair has no state here, or no pair has.
     """
     from adaptive.state import PairState, existing_states
 
@@ -71,7 +71,7 @@ def find_state(settings: Settings) -> PairState:
 
 
 def may_be_another(settings: Settings) -> int:
-    """How many pairs ``find_state`` chose from where no pair was named; 0 where it could only be this one."""
+    """The number of pairs that ``find_state`` chose from without a name; 0 if only one was possible."""
     from adaptive.state import existing_states
 
     if settings.target is not None or settings.draft is not None:

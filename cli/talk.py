@@ -1,4 +1,4 @@
-"""The messages of a chat, and what a person may do to them: save, load, take back, forget the oldest."""
+"""The messages of a chat, and the operations on them: save, load, undo, forget the oldest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cli.prompts import read_prompts
 
 
 class Talk:
-    """A system message, if there is one, and turns of a question and its answer."""
+    """An optional system message, and turns of a question and its answer."""
 
     def __init__(self, system: str | None, messages: tuple[Message, ...] = ()) -> None:
         self.messages = list(messages)
@@ -20,7 +20,7 @@ class Talk:
 
     @property
     def system(self) -> str:
-        """The system message, empty where there is none."""
+        """The system message, empty if there is none."""
         return self.messages[0].content if self.messages and self.messages[0].role == "system" else ""
 
     @system.setter
@@ -30,11 +30,11 @@ class Talk:
 
     @property
     def turns(self) -> list[Message]:
-        """The messages but for the system's."""
+        """The messages without the system message."""
         return self.messages[1:] if self.system else list(self.messages)
 
     def take_back(self) -> str | None:
-        """Forget the last question and its answer; the question, None where there was none."""
+        """Remove the last question and its answer. Returns the question, None if there was none."""
         asked = next((i for i in reversed(range(len(self.messages))) if self.messages[i].role == "user"), None)
         if asked is None:
             return None
@@ -43,7 +43,7 @@ class Talk:
         return question
 
     def forget_oldest(self) -> bool:
-        """Forget the oldest question and its answer; False where there is nothing but the last."""
+        """Remove the oldest question and its answer; False if only the last question is left."""
         turns = self.turns
         second = next((i for i, message in enumerate(turns) if message.role == "user" and i), None)
         if second is None:
@@ -52,7 +52,7 @@ class Talk:
         return True
 
     def save(self, file: Path) -> None:
-        """Write it as one line of a prompt file. Raises AdaptiveError where the file is there or cannot be written."""
+        """Write the chat as one line of a prompt file. Raises AdaptiveError if the file exists or cannot be written."""
         said = {"messages": [{"role": m.role, "content": m.content} for m in self.messages]}
         try:
             with file.expanduser().open("x", encoding="utf-8") as out:
@@ -63,5 +63,5 @@ class Talk:
             raise AdaptiveError(f"{file} cannot be written ({error.strerror})") from error
 
     def load(self, file: Path) -> None:
-        """Go on with what ``save`` wrote. Raises AdaptiveError where it cannot be read."""
+        """Continue a chat that ``save`` wrote. Raises AdaptiveError if it cannot be read."""
         self.messages = list(read_prompts(file.expanduser())[0].messages)

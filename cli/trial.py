@@ -1,5 +1,5 @@
-"""A draft on trial in another server: restarted with it, measured, at another draft length where that promises more,
-and without it again where the server got worse."""
+"""Tries a draft in an external server: restarts it with the draft, measures it, tries another draft length if that
+promises more, and restores the earlier state if the server got worse."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from adaptive.upstream.kinds import Kind
 from adaptive.upstream.lengths import advise, round_costs
 from adaptive.upstream.measure import Measured, each_accepted, measure
 
-# A fall of the chance to be accepted, and of the speed where only that is known, that takes the draft out again. Two
-# measurements of one server differ by less: they are of the same prompts, decoded greedily.
+# Falls beyond which the draft is removed again. FELL: of the probability that a drafted token is accepted, or of the
+# tokens a round; SLOWER: of the speed, as a share, where only that is known. Two measurements of one server differ by
+# less, since both use the same prompts, decoded greedily.
 FELL, SLOWER = 0.005, 0.03
-# Draft lengths that are tried at most, and how much faster the next must promise to be: a restart costs people seconds.
+# TRIES: most draft lengths tried. FASTER: how much faster, as a share, the next must promise to be, since a restart
+# interrupts the server's users for seconds.
 TRIES, FASTER = 3, 0.05
 
 
 @dataclass(frozen=True)
 class Put:
-    """What a server uses: a draft, of an adapter, at a draft length."""
+    """The published state of a server: a draft, its adapter, and the draft length."""
 
     adapter: str | None
     draft: str
@@ -31,7 +33,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Tried:
-    """The server at one draft length; ``worse`` says in words why it is worse than before, None where it is not."""
+    """The server at one draft length; ``worse`` says in words why it is worse than before, None if it is not."""
 
     length: int
     measured: Measured | None
@@ -40,8 +42,8 @@ class Tried:
 
 @dataclass(frozen=True)
 class Server:
-    """The server that is restarted, by the user's ``command``, and the ``file`` with its start command, if it has one.
-    ``asked`` are the prompts it is measured by, with answers of ``max_tokens``."""
+    """The server, which the user's ``command`` restarts, and the ``file`` with its start command, if there is one.
+    ``asked`` are the prompts of a measurement, whose answers have up to ``max_tokens`` tokens."""
 
     url: str
     key: str | None
@@ -53,7 +55,7 @@ class Server:
     max_tokens: int
 
     def measure(self) -> Measured:
-        """Its answers now. Raises AdaptiveError."""
+        """Measure its answers now. Raises AdaptiveError."""
         return measure(self.url, self.key, self.asked, self.max_tokens)
 
     def use(self, draft: Path, length: int) -> None:
@@ -64,7 +66,7 @@ class Server:
         publishing.restart(self.command, self.url, self.key, draft, length, self.wait_s)
 
     def give_back(self, earlier: Put | None) -> None:
-        """Restart it as it was, with what was published ``earlier``. Raises AdaptiveError."""
+        """Restart it in its state before the trial, with the draft published ``earlier``. Raises AdaptiveError."""
         if self.file is not None:
             self.file.write(self.file.before)
         draft, length = (None, 0) if earlier is None else (Path(earlier.draft), earlier.draft_length)
@@ -79,11 +81,11 @@ def settle(
     tokens_a_round: Sequence[float] | None,
     earlier: Put | None,
 ) -> Tried:
-    """Put ``draft`` into the server at ``length``, or at the length that its own times then favour, and leave there
-    what is fastest, which is returned; what was there ``earlier`` where that is worse than ``before``.
+    """Put ``draft`` into the server at ``length``, try lengths that its own times then favour, and leave the fastest in
+    use, which is returned. If all are worse than ``before``, the ``earlier`` draft is restored.
 
-    ``tokens_a_round`` are those at lengths 0, 1, ... by replay; None tries ``length`` alone. Raises AdaptiveError where
-    the server does not come back with what it had.
+    ``tokens_a_round`` are those at lengths 0, 1, ... by replay; None tries ``length`` alone. Raises AdaptiveError if
+    the server does not come back with the earlier draft.
     """
     tried = [_try(server, before, draft, length)]
     while tokens_a_round is not None and tried[-1].measured is not None and len(tried) < TRIES:
@@ -115,8 +117,8 @@ def _speed(tried: Tried) -> float:
 
 
 def _better(before: Measured, tried: Sequence[Tried], tokens_a_round: Sequence[float]) -> int | None:
-    """A draft length that promises more than those that were ``tried``, by what rounds took at these; None where none
-    does. Rounds with and without a draft, or of two lengths, tell what a drafted token takes."""
+    """A draft length that promises more than those ``tried``, given the seconds of rounds at these; None if there is
+    none. The cost of a drafted token follows from rounds with and without a draft, or of two lengths."""
     measured = [before, *(one.measured for one in tried if one.measured is not None)]
     costs = round_costs([answer for one in measured for answer in one.answers])
     if costs is None or costs.assumed:
@@ -128,10 +130,10 @@ def _better(before: Measured, tried: Sequence[Tried], tokens_a_round: Sequence[f
 
 
 def worse_than(before: Measured, after: Measured) -> str | None:
-    """Why the server is worse than before, in words; None where it is not.
+    """Why the server is worse than before, in words; None if it is not.
 
-    By the chance that a drafted token is accepted, where both say it; by tokens a round, where a server only says
-    that; by its speed, where before nothing was drafted.
+    Compares the probability that a drafted token is accepted if both are known, else tokens a round if both are known,
+    else the speed.
     """
     one, other = each_accepted(before), each_accepted(after)
     if one is not None and other is not None:

@@ -1,1 +1,1 @@
-"""Offline path: records become a dataset, a dataset becomes an adapter, the gate decides."""
+"""Offline training: records become a dataset, a dataset becomes an adapter, and the gate decides on its promotion."""

@@ -1,4 +1,4 @@
-"""One teacher-forced pass of a draft over several generations, and how generations are grouped for it.
+"""One teacher-forced pass of a draft over several generations, and the grouping of generations into passes.
 
 In: examples. Out: the draft's logits at every output position of each, in order.
 """
@@ -15,23 +15,23 @@ import torch
 from adaptive.engines.head.kinds import HeadModule
 from trainers.dataset import Example
 
-# Padded tokens of one pass. Fewer leave a CPU core or a GPU waiting between passes; more delay the
-# request that a pass has to yield to, and take memory.
+# Padded tokens of one pass. Too low: a CPU core or a GPU is idle between passes. Too high: memory, and a
+# request waits longer for the pass to end.
 PASS_TOKENS = 2048
 
 # Logits (positions x vocabulary) of one pass. Training holds about four float32 copies of them, so
-# this is 0.5 GB at its limit, which a draft of 150,000 tokens vocabulary reaches with 220 positions.
+# the limit is 0.5 GB; a draft with a vocabulary of 150,000 tokens reaches it with 220 positions.
 PASS_LOGITS = 2**25
-# Times as many that one answer may take by itself: 880 tokens of such a vocabulary.
+# A single answer may have this many times PASS_LOGITS: 880 tokens with such a vocabulary.
 LARGEST_PASS = 4
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded inputs of B examples and where their predictions stand.
+    """Right-padded inputs of B examples and the positions of their predictions.
 
     ``ids`` and ``mask`` (B, T); ``rows`` (B, T) bool marks the N positions that predict an output
-    token, so that logits at ``rows`` are those of the first example's output, then the second's.
+    token, so the logits at ``rows`` are those of the first example's output, then the second's.
     """
 
     examples: tuple[Example, ...]
@@ -41,14 +41,14 @@ class Batch:
 
 
 def longest_text(model: torch.nn.Module | HeadModule) -> int:
-    """Tokens of a generation that are learned from, prompts being cut from the left: what the model was built for, and
-    no more than a pass holds, whose memory does not depend on what was said."""
+    """Tokens of a generation that are used; prompts are cut from the left. The smaller of the model's context and of
+    PASS_TOKENS, so that the memory of a pass is bounded."""
     config: Any = model.config
     return min(int(getattr(config.get_text_config(), "max_position_embeddings", None) or PASS_TOKENS), PASS_TOKENS)
 
 
 def longest_output(model: torch.nn.Module | HeadModule) -> int:
-    """Tokens of an answer that are learned from: half of ``longest_text``, or less where logits are large."""
+    """Tokens of an answer that are used: half of ``longest_text``, or less if the vocabulary is large."""
     config: Any = model.config
     return max(2, min(longest_text(model) // 2, LARGEST_PASS * PASS_LOGITS // int(config.get_text_config().vocab_size)))
 
@@ -71,7 +71,7 @@ def collate(examples: Sequence[Example], limit: int, device: torch.device) -> Ba
 
 
 def passes(examples: Sequence[Example], limit: int, vocab: int) -> Iterator[list[Example]]:
-    """Groups of ``examples``, in the given order, that fit into one pass together; never an empty one."""
+    """Non-empty groups of ``examples``, in the given order, that fit into one pass each."""
     group: list[Example] = []
     width = rows = 0
     for example in examples:
@@ -88,7 +88,7 @@ def passes(examples: Sequence[Example], limit: int, vocab: int) -> Iterator[list
 
 
 def supervised_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The model's logits (N, vocab) at the rows of ``batch``. The head is computed there only."""
+    """The model's logits (N, vocab) at the rows of ``batch``. The output embedding is applied only there."""
     with _head_at(model, batch.rows) as picked:
         logits: torch.Tensor = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).logits
     return logits[0] if picked[0] else logits[batch.rows]
@@ -96,11 +96,11 @@ def supervised_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 @contextmanager
 def _head_at(model: Any, rows: torch.Tensor) -> Iterator[list[bool]]:
-    """Let the output embedding see the hidden states at ``rows`` alone, as one row (1, N, hidden).
+    """Pass only the hidden states at ``rows`` to the output embedding, as one row (1, N, hidden).
 
-    Prompt positions are half of a batch and the head is most of a small draft, so this is most of
-    the time saved; it also keeps logits of long prompts out of memory. ``logits_to_keep`` of
-    transformers cannot do it: it keeps the same columns of every row.
+    Half of a batch are prompt positions and the output embedding is most of a small draft, so this saves much
+    time; it also keeps logits of long prompts out of memory. ``logits_to_keep`` of
+    transformers cannot do this: it keeps the same columns of every row.
     """
     picked = [False]
 

@@ -1,4 +1,4 @@
-"""Chat-message files as training data: ``{"messages": [...]}`` a line, the assistant's turns as hard labels."""
+"""Reads chat-message files as training data: ``{"messages": [...]}`` a line, the assistant's turns as hard labels."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def read_chats(file: Path, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """One row for each assistant turn of each line; ids are the negated line numbers, the domain is the file's name.
 
-    Every line is checked before anything is returned. Raises AdaptiveError naming the first line that
-    is broken, or saying that the file or the tokenizer's chat template is missing.
+    Every line is checked before anything is returned. Raises AdaptiveError if a line is invalid (the message has
+    the number of the first one), the file cannot be read, or the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
         raise AdaptiveError("the target's tokenizer has no chat template, so chat messages cannot be turned into text")
@@ -36,7 +36,7 @@ def read_chats(file: Path, tokenizer: PreTrainedTokenizerBase) -> Dataset:
             where = f"{file}, line {number}"
             try:
                 rows += _turns(_messages(line, where), number, file, tokenizer)
-            except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, as a cut-off text has
+            except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, from a text that was cut off
                 raise AdaptiveError(f"{where} is not valid Unicode") from error
     if not rows:
         raise AdaptiveError(f"data file {file} holds no assistant turn to learn from")
@@ -44,7 +44,7 @@ def read_chats(file: Path, tokenizer: PreTrainedTokenizerBase) -> Dataset:
 
 
 def _messages(line: str, where: str) -> list[dict[str, str]]:
-    """The messages of one line. Raises AdaptiveError, naming ``where``, for anything else."""
+    """The messages of one line. Raises AdaptiveError, which names ``where``, for anything else."""
     try:
         found = json.loads(line)["messages"]
     except ValueError as error:
@@ -65,7 +65,7 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
 def _turns(
     messages: list[dict[str, str]], number: int, file: Path, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[dict[str, Any]]:
-    """A row for each assistant turn: what came before it as the prompt, the turn as the output."""
+    """A row for each assistant turn: the messages before it are the prompt, the turn is the output."""
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -73,11 +73,11 @@ def _turns(
         try:
             opening = str(tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True))
             whole = str(tokenizer.apply_chat_template(messages[: place + 1], tokenize=False))
-        except Exception as error:  # a template may raise anything: roles out of order, say
+        except Exception as error:  # a template may raise anything, for example if roles are out of order
             raise AdaptiveError(
                 f"{file}, line {number}: the chat template refuses these messages: {first_line(error)}"
             ) from error
-        # Some templates rewrite a finished turn; then the turn's own text and an end is what a model would have said.
+        # Some templates rewrite a finished turn. A model would then have written the turn's own text and an end token.
         answer = (
             whole[len(opening) :] if whole.startswith(opening) else message["content"] + str(tokenizer.eos_token or "")
         )
@@ -103,7 +103,7 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _up_to_end(ids: list[int], end: int | list[int] | None) -> list[int]:
-    """Up to and including the first end-of-sequence token: what a template writes after it, no model says."""
+    """``ids`` up to and including the first end-of-sequence token: no model writes what a template adds after it."""
     ends = end if isinstance(end, list) else [end]
     for place, token in enumerate(ids):
         if token in ends:

@@ -1,9 +1,9 @@
-"""Records become a ``datasets.Dataset``, split by prompt into what is trained on and what is held out.
+"""Turns records into a ``datasets.Dataset`` and splits it by prompt into training, validation and gate sets.
 
-In:  the log. Out: one row a generation, and ``Example``, the same row as numpy arrays.
+In: the log. Out: one row per generation, and ``Example``, the same row as numpy arrays.
 
-Loops are kept out: a small target that decodes greedily ends up repeating itself, anything predicts
-a loop, and training on it teaches nothing. An output is cut where its first loop begins.
+Loops are removed. A small target that decodes greedily ends up repeating itself; any draft predicts a loop, and
+training on it teaches nothing. An output is cut where its first loop begins.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ FEATURES = Features(
     }
 )
 
-# Shares of all prompts. The gate's prompts decide whether an adapter is promoted; validation's
-# choose the checkpoint to show to the gate. They are apart because the best of many checkpoints on
-# one set looks better on that set than it is. Smaller shares leave the gate too few generations to
-# see a gain; larger ones leave less to learn from.
+# Shares of all prompts. The gate's prompts decide whether an adapter is promoted; the validation prompts
+# choose the checkpoint that the gate judges. They are separate because the best of many checkpoints on
+# one set looks better on that set than it is. Too small: the gate has too few generations to see a gain.
+# Too large: less is left to train on.
 GATE_SHARE = 0.2
 VALIDATION_SHARE = 0.1
-# A first adapter is judged on so many generations, or on this share of all if that is less: at a hundred records
-# the usual share was too few to see a large gain on in one log of six. Once an adapter is in use the share is the
-# usual one: what it was trained on judges no other.
+# A first adapter is judged on FIRST_GATE generations, or on FIRST_GATE_SHARE of all generations if that is fewer: at
+# a hundred records, GATE_SHARE was too few to detect a large gain in one log of six. Once an adapter is in use,
+# GATE_SHARE applies; it is a part of the first gate's set, so no adapter is judged on prompts that an earlier one
+# was trained on.
 FIRST_GATE = 36
 FIRST_GATE_SHARE = 0.35
 
-# A loop: within LOOP_WINDOW consecutive 8-grams at least LOOP_SHARE stood before in the same output.
-# Shorter or laxer, and quoting a line of code twice counts; longer or stricter, and short answers
-# loop to their end unseen.
+# A loop: of LOOP_WINDOW consecutive 8-grams, at least LOOP_SHARE occurred earlier in the same output. Too short or
+# too low: a line of code that is quoted twice counts as a loop. Too long or too high: short answers that loop to
+# their end are not detected.
 NGRAM = 8
 LOOP_WINDOW = 24
 LOOP_SHARE = 0.75
@@ -63,7 +64,7 @@ LOOP_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Spooled:
-    """The target's features of a record: where they are, and themselves once they are ``held`` in memory."""
+    """The target's hidden states of a record: their place in the spool, and their values once ``held`` in memory."""
 
     spool: FeatureSpool
     number: int
@@ -71,18 +72,18 @@ class Spooled:
     held: HiddenStates | None = None
 
     def read(self) -> HiddenStates | None:
-        """The features; None where they have gone from the spool."""
+        """The features; None where the spool no longer has them."""
         return self.held or self.spool.read(self.number, self.tokens)
 
 
 @dataclass(frozen=True)
 class Example:
-    """One generation as the trainer sees it.
+    """One generation in the form that training uses.
 
-    ``id`` is the log's id; rows of a file have negative ids, the line number's. ``prompt`` and
-    ``output`` are token ids (int32). ``limited`` says that the output ends where a length limit cut
-    it, which the drafter knew. ``supervision`` covers every output position, or is None. ``features`` are the
-    target's, where a spool has them.
+    ``id`` is the log's id; a row from a file has its negated line number. ``prompt`` and ``output`` are
+    token ids (int32). ``limited`` is True where a length limit ended the output, which the drafter knew in advance.
+    ``supervision`` covers every output position, or is None. ``features`` are the target's hidden states, if the
+    examples were read with a spool.
     """
 
     id: int
@@ -96,8 +97,8 @@ class Example:
 
     @property
     def replayable(self) -> bool:
-        """Whether acceptance can be computed from it: a sampled token needs the target's probability of it, and what a
-        grammar forbade is not known."""
+        """Whether acceptance can be computed from it. A sampled token needs the target's probability of it. Constrained
+        sampling is excluded, since the tokens that the grammar forbade are not recorded."""
         known = self.sampling.greedy or self.supervision is not None
         return len(self.output) >= 2 and known and not self.sampling.constrained
 
@@ -112,7 +113,7 @@ class Split:
 
 
 def repeated_ngrams(output: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """For each 8-gram of ``output`` (n,), whether it stood before: (max(0, n - 7),)."""
+    """For each 8-gram of ``output`` (n,), whether it occurred earlier in the output: (max(0, n - 7),)."""
     seen: set[tuple[int, ...]] = set()
     tokens = output.tolist()
     flags = np.zeros(max(0, len(tokens) - NGRAM + 1), dtype=bool)
@@ -124,10 +125,10 @@ def repeated_ngrams(output: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
 
 
 def loop_start(repeated: npt.NDArray[np.bool_], length: int) -> int:
-    """How many of ``length`` tokens come before the first loop; ``length`` where there is none.
+    """The number of tokens, of ``length``, before the first loop; ``length`` if there is none.
 
-    ``repeated`` as from ``repeated_ngrams``. What is kept ends before the first repeated 8-gram of
-    the loop is complete.
+    ``repeated`` is the result of ``repeated_ngrams``. The kept part ends before the loop's first repeated 8-gram is
+    complete.
     """
     if len(repeated) < LOOP_WINDOW:
         return length
@@ -140,20 +141,19 @@ def loop_start(repeated: npt.NDArray[np.bool_], length: int) -> int:
 
 
 def fold(key: str) -> float:
-    """Where a prompt falls in [0, 1): the same for ever, whatever else is in the log.
+    """Map a prompt to a number in [0, 1) that never changes and does not depend on other records.
 
     A prompt that was held out once is held out in every later run, so no adapter is ever judged
-    on a prompt that it, or one it continues from, was trained on.
+    on a prompt that it, or an ancestor of it, was trained on.
     """
     plain = " ".join(key.lower().split())
     return int.from_bytes(hashlib.sha256(plain.encode()).digest()[:8], "big") / 2**64
 
 
 def prompt_key(generation: Generation) -> str:
-    """What makes two prompts the same: the last user message of a chat, or the text or ids of a raw prompt.
+    """The text that identifies a prompt: the last user message of a chat, or the text or ids of a raw prompt.
 
-    The turns before it do not count, so that a question asked again later, or after a greeting, does
-    not land on the other side.
+    Earlier turns are ignored, so that a question that is repeated later or after a greeting falls into the same set.
     """
     for message in reversed(generation.messages):
         if message.role == "user":
@@ -192,17 +192,16 @@ def row(
 
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> Dataset:
-    """A dataset held in memory: nothing of what was said is written to a cache outside the state folder."""
+    """A dataset held in memory, so that no conversation text is written to a cache outside the state folder."""
     listed = list(rows)
     return Dataset.from_dict({name: [r[name] for r in listed] for name in FEATURES}, features=FEATURES)
 
 
 def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] | None = None) -> Dataset:
-    """The newest ``size`` generations of the log, the supervision buffer of a run, oldest first.
+    """The newest ``size`` generations of the log (the supervision buffer of a run), oldest first.
 
-    Those after id ``until`` are left out, and those with nothing to learn from (fewer than two output
-    tokens before a loop), and damaged ones, whose ids are added to ``damaged``. Raises AdaptiveError where there is
-    no log.
+    Left out are generations after id ``until``, those with fewer than two output tokens before a loop, and damaged
+    ones, whose ids are added to ``damaged``. Raises AdaptiveError where there is no log.
     """
     from adaptive.records.log import Log
 
@@ -217,7 +216,7 @@ def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] |
         for logged in reader.generations(wanted[0] - 1, len(wanted), with_supervision=True) if wanted else ():
             g = logged.generation
             if g.sampling.constrained and g.supervision is None:
-                continue  # what the target would have said is not known
+                continue  # a grammar chose among the tokens: without supervision the target's own choice is unknown
             limited = g.finish_reason == "length"
             key = prompt_key(g)
             made.append(row(logged.id, key, g.domain, g.prompt, g.output, _accepted_as(g), g.supervision, limited))
@@ -227,26 +226,26 @@ def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] |
 
 
 def _accepted_as(generation: Generation) -> SamplingParams:
-    """The sampling by which drafted tokens are accepted. Where another server proposes the draft's likeliest tokens,
-    one is accepted exactly where it was said, as under greedy decoding."""
+    """The sampling by which drafted tokens are accepted. Where an external server proposes the draft's most likely
+    tokens, a proposal is accepted exactly if it equals the output token, as under greedy decoding."""
     sampling = generation.sampling
     likeliest = generation.engine in LIKELIEST_PROPOSED
     return SamplingParams(constrained=sampling.constrained) if likeliest else sampling
 
 
 def join(first: Dataset, second: Dataset) -> Dataset:
-    """Both, in this order."""
+    """The rows of ``first``, then those of ``second``."""
     joined: Dataset = concatenate_datasets([first, second])
     return joined
 
 
 def gate_share(generations: int, first: bool) -> float:
-    """The gate's share of so many generations, for a ``first`` adapter or a later one."""
+    """The gate's share of this many ``generations``, for a ``first`` adapter or a later one."""
     return max(GATE_SHARE, min(FIRST_GATE_SHARE, FIRST_GATE / max(1, generations))) if first else GATE_SHARE
 
 
 def split(dataset: Dataset, first: bool = False) -> Split:
-    """Train, validation and gate, by the hash of the prompt; the gate of a ``first`` adapter has more."""
+    """Split into train, validation and gate by the hash of the prompt; the gate of a ``first`` adapter is larger."""
     folds = np.asarray(dataset["fold"], dtype=np.float64)
     apart = GATE_SHARE + VALIDATION_SHARE
     validation = (folds >= GATE_SHARE) & (folds < apart)
@@ -259,8 +258,8 @@ def split(dataset: Dataset, first: bool = False) -> Split:
 
 
 def examples(dataset: Dataset, longest: int, spool: FeatureSpool | None = None) -> list[Example]:
-    """Every row as numpy arrays, outputs cut to ``longest`` tokens (``batches.longest_output``); of a ``spool``, those
-    of which it has features."""
+    """All rows as numpy arrays, with outputs cut to ``longest`` tokens (``batches.longest_output``). With a ``spool``,
+    only the rows whose features it has."""
     return list(_examples(dataset.with_format("numpy"), longest, spool))
 
 
@@ -294,7 +293,8 @@ def _examples(dataset: Dataset, longest: int, spool: FeatureSpool | None) -> Ite
 
 
 def held(given: Sequence[Example]) -> list[Example]:
-    """Those of ``given`` whose features can be read, with them in memory: what is judged by stays the same."""
+    """The examples whose features can be read, with these loaded into memory, so that every evaluation uses the same
+    examples. Examples without features are kept."""
     found = []
     for example in given:
         if example.features is None:
@@ -307,7 +307,7 @@ def held(given: Sequence[Example]) -> list[Example]:
 
 
 def domains(chosen: Sequence[Example]) -> dict[str, int]:
-    """Generations by domain label, "" for none."""
+    """Number of generations by domain label, "" for none."""
     counts: dict[str, int] = {}
     for example in chosen:
         counts[example.domain] = counts.get(example.domain, 0) + 1

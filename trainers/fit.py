@@ -1,7 +1,7 @@
-"""The training loop: batches in, the adapter state with the best held-out acceptance out.
+"""The training loop. In: batches. Out: the adapter state with the best held-out acceptance.
 
-Nothing is written here. ``should_stop`` is asked before every pass through the draft, which is the
-micro-step after which a training process yields; it may also block, which pauses the training.
+Nothing is written here, except through a ``TrainingState``. ``should_stop`` is called before every pass through the
+draft; it may block, which pauses the training.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from trainers.students import Student, student_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# A run's length where none is asked for: so many times over the training set, and at least so many
-# steps, since a hundred generations are not learned in the steps that a dozen passes over them make.
-# Longer runs gain little (and stop by themselves once held-out acceptance turns).
+# Length of a run if none is requested: DEFAULT_EPOCHS passes over the training set, and at least DEFAULT_STEPS
+# steps, because a dozen passes over a hundred generations are too few steps to learn them.
+# Longer runs gain little (and stop by themselves once held-out acceptance falls).
 DEFAULT_EPOCHS = 12
 DEFAULT_STEPS = 240
-# Share of a run in which the rate rises, and the largest norm of a gradient: the usual values, which were not varied.
+# Share of a run in which the learning rate rises, and the largest gradient norm: common values, not tuned.
 WARM_UP = 0.05
 CLIP = 1.0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training run stands. ``loss`` is a running mean in nats per token; ``held_out_acceptance`` that of
-    the last evaluation (nan before the first); ``seconds_left`` at the present pace, at most."""
+    """The state of a training run. ``loss`` is a running mean in nats per token; ``held_out_acceptance`` is from
+    the last evaluation (nan before the first); ``seconds_left`` is an upper bound at the present pace."""
 
     step: int
     steps: int
@@ -54,8 +54,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Fit:
-    """What training came to. ``best`` is the state with the highest held-out ``acceptance``, None where nothing
-    was evaluated yet; ``stopped`` says that it was asked to end early."""
+    """The result of training. ``best`` is the state with the highest held-out ``acceptance``, None if
+    nothing was evaluated yet; ``stopped`` is True if the run was stopped early."""
 
     best: AdapterState | None
     acceptance: float
@@ -74,11 +74,11 @@ def fit(
     should_stop: Callable[[], bool] | None = None,
     state: TrainingState | None = None,
 ) -> Fit:
-    """Train what ``model`` lets train: its adapter, or all of a plain draft or of a head.
+    """Train the parameters of ``model`` that require a gradient: its adapter, or all of a plain draft or of a head.
 
-    ``evaluate`` gives held-out acceptance, by which the best weights are kept, and may raise Stopped. With a
-    ``state`` that was begun, the run goes on where an interrupted one stood, and can be gone on with
-    from its last evaluation.
+    ``evaluate`` returns held-out acceptance, by which the best weights are kept, and may raise Stopped. With a
+    ``state``, the run is saved at each evaluation. If the state holds an interrupted run, training continues from its
+    last evaluation.
     """
     stop = should_stop or (lambda: False)
     student = student_of(model, recipe) if isinstance(model, torch.nn.Module) else model
@@ -114,7 +114,7 @@ def fit(
 
 
 def _groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    """What is trained, in groups whose learning rate is multiplied by ``factor``."""
+    """The trained parameters, in groups whose learning rate is multiplied by ``factor``."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     outer = [p for name, p in trained if "lora_B" in name]
     inner = [p for name, p in trained if "lora_B" not in name]
@@ -123,7 +123,7 @@ def _groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def _steps(generations: int, recipe: Recipe) -> int:
-    """Updates of a run over so many generations."""
+    """Number of updates of a run over this many ``generations``."""
     once = math.ceil(generations / recipe.batch)
     if recipe.epochs is None:
         return max(DEFAULT_STEPS, DEFAULT_EPOCHS * once)
@@ -131,7 +131,7 @@ def _steps(generations: int, recipe: Recipe) -> int:
 
 
 class _Clock:
-    """How much of the budget, steps or seconds, is used up; the same in every process."""
+    """The used share of the budget (steps or seconds); the same value in every process."""
 
     def __init__(self, recipe: Recipe, steps: int, standing: Standing) -> None:
         self.steps, self._standing = steps, standing
@@ -139,19 +139,19 @@ class _Clock:
         self._began = time.perf_counter() - standing.seconds
 
     def tick(self) -> None:
-        """A step is done. Seconds include evaluations."""
+        """Count one finished step. Seconds include evaluations."""
         self._standing.step += 1
         (seconds,) = processes.total([self.elapsed])
         self._standing.seconds = seconds / processes.count()
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training so far, as this process counts them."""
+        """Seconds of training so far, measured in this process."""
         return time.perf_counter() - self._began
 
     @property
     def share(self) -> float:
-        """Share of the budget that is used up; 1 or more is the end."""
+        """The used share of the budget; the run ends at 1 or more."""
         return max(self._standing.step / self.steps, self._standing.seconds / self._budget)
 
     @property
@@ -168,7 +168,7 @@ def _schedule(share: float) -> float:
 
 
 def _batches(train: Sequence[Example], recipe: Recipe) -> Iterator[list[Example]]:
-    """Endless batches in seeded random order; within a window of 8 batches, like lengths go together."""
+    """Endless batches in seeded random order; within a window of 8 batches, similar lengths are grouped."""
     rng = random.Random(recipe.seed)
     window = 8 * recipe.batch
     while True:
@@ -189,9 +189,9 @@ def _step(
     recipe: Recipe,
     stop: Callable[[], bool],
 ) -> float:
-    """One update on one batch, in as many passes as memory asks for; its mean loss. Raises Stopped.
+    """One update on one batch, in as many passes as memory requires; returns the batch's mean loss. Raises Stopped.
 
-    Of several processes each takes its part of the batch; the loss is divided by the positions of all.
+    With several processes, each takes its part of the batch; the loss is divided by the positions of all.
     """
     device = weights[0].device
     positions, value, stopped = sum(len(e.output) for e in batch), 0.0, False
@@ -214,8 +214,8 @@ def _step(
 
 
 def _losses(student: Student, group: list[Example], recipe: Recipe, device: torch.device) -> torch.Tensor:
-    """Losses of one pass, in float32 where the model's own code adds products in bfloat16 to what is float32 (dbrx's
-    experts), which torch refuses."""
+    """Losses of one pass, in the precision of ``_precision``. Models whose own code adds bfloat16 products to float32
+    tensors (dbrx's experts), which torch refuses, are computed in float32."""
     try:
         with _precision(device):
             return student.losses(group, recipe)
@@ -226,10 +226,10 @@ def _losses(student: Student, group: list[Example], recipe: Recipe, device: torc
 
 
 def _precision(device: torch.device) -> AbstractContextManager[object]:
-    """bfloat16 for the matrix products (weights, loss and optimiser stay float32) where it is faster.
+    """A context with bfloat16 matrix products where they are faster; weights, loss and optimiser stay float32.
 
-    On a processor that multiplies bfloat16 itself a step takes a half (width 256) to a third (width
-    896) of its time in float32; on one that does not, bfloat16 is emulated and slower.
+    On a processor with bfloat16 instructions, a step takes a half (width 256) to a third (width
+    896) of its time in float32; without them bfloat16 is emulated and slower.
     """
     wanted = False
     if device.type == "cuda":

@@ -1,24 +1,24 @@
-"""The gate: no adapter is trusted on its loss. It is promoted on held-out acceptance, or not at all.
+"""The gate: an adapter is promoted for its held-out acceptance, never for its loss.
 
-In: replays of the same held-out generations by the draft in use and by the candidate, recent and
-older ones. Out: the figures (``HeldOut``) and a ``Verdict`` with its reason in words.
+In: replays of the same held-out generations, recent and older, by the draft in use and by the
+candidate. Out: the figures (``HeldOut``) and a ``Verdict`` with its reason in words.
 
-**Evidence.** A generation is the unit: its positions hang together, so positions are never resampled
-alone. The gain is the difference of acceptance, paired by generation; its spread comes from a
+**Evidence.** The unit is a generation: its positions are correlated, so they are never resampled
+individually. The gain is the difference of acceptance, paired by generation. Its spread comes from a
 bootstrap over generations (the same draws for before and after), and the bound from Student's t with
-one degree of freedom less than there are generations, because percentiles of a bootstrap over a
-dozen generations promise more than they hold.
+one degree of freedom less than there are generations, because bootstrap percentiles over a
+dozen generations are too narrow.
 
-**Many runs.** An assistant that trains every day asks this question for ever, and at a fixed 2.5%
-it would sooner or later promote noise. The r-th candidate since the last promotion may therefore be
-wrong with probability ``alpha(r)`` = FALSE_PROMOTION r^-1.5 / zeta(1.5) only: the sum over all r is
-FALSE_PROMOTION, so a whole streak of useless candidates, however long, ends in a promotion with at
+**Many runs.** An assistant that trains every day is judged again and again, and at a fixed 2.5%
+it would sooner or later promote noise. So the r-th candidate since the last promotion has a chance
+of a false promotion of only ``alpha(r)`` = FALSE_PROMOTION r^-1.5 / zeta(1.5). The sum over all r is
+FALSE_PROMOTION, so a streak of useless candidates, however long, ends in a promotion with at
 most that probability. A promotion starts a new streak. The cost: the bound is 2.1 standard errors
-for the first candidate, 3.2 for the tenth, 3.8 for the fortieth; seeing the same gain after ten
-refusals takes 2.4 times the held-out data of the first try. A gain that matters is far above that.
+for the first candidate, 3.2 for the tenth, 3.8 for the fortieth; detecting the same gain after ten
+rejections takes 2.4 times the held-out data of the first try. A gain that matters is far above that.
 
-**Older records** protect from forgetting: a mean loss there over OLDER_LOSS, or over OLDER_SHARE of the gain on
-recent ones if that is more, refuses; and OLDER_DOUBT more than that must be ruled out at 95%.
+**Older records** protect from forgetting: a mean loss on them above OLDER_LOSS, or above OLDER_SHARE of the gain on
+recent ones if that is more, rejects the candidate; a loss of OLDER_DOUBT more than that must be ruled out at 95%.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ import numpy.typing as npt
 from checkpoints.manifest import HeldOut, Interval
 from trainers.replay import Replay, expected_rounds
 
-# Chance that a streak of candidates without any gain ever ends in a promotion. Lower asks for more
-# held-out data before a real gain is seen; higher swaps the draft for nothing now and then.
+# Chance that a streak of candidates without any gain ever ends in a promotion. Too low: more
+# held-out data is needed to detect a real gain. Too high: useless adapters are promoted now and then.
 FALSE_PROMOTION = 0.05
 SPENDING = 1.5
 ZETA_OF_SPENDING = 2.6123753486854883  # sum over r >= 1 of r^-1.5
 
 # Generations and drafted positions below which no decision is made. With fewer, even the t bound
-# rests on a guess of the spread.
+# has no reliable estimate of the spread.
 MIN_GENERATIONS = 6
 MIN_POSITIONS = 300
 
-# Acceptance that older records may lose on average: so much, or this share of what recent ones gain. Smaller than
-# noise refuses good adapters; larger lets old skills wear off in steps. Without the share, a loss of 0.011 on an
-# old kind would forbid a new one, whatever that gains.
+# Mean acceptance that may be lost on older records: OLDER_LOSS, or OLDER_SHARE of the gain on recent ones. Below the
+# noise, good adapters are rejected; too high, old skills are lost in steps. Without the share, a loss of 0.011 on an
+# old kind of text would forbid a new kind, however large its gain.
 OLDER_LOSS = 0.01
 OLDER_SHARE = 0.1
 # How much more than that must be ruled out at 95%.
 OLDER_DOUBT = 0.02
 
-# Draws. 2,000 give the 95% percentiles to about a twentieth of their distance.
+# Bootstrap draws. 2,000 give the standard error within about 2%.
 DRAWS = 2000
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the candidate goes into use, and why, in one sentence. ``older`` is None where there was no such set."""
+    """Whether the candidate is promoted, and the reason in one sentence. ``older`` is None without older records."""
 
     promote: bool
     reason: str
@@ -69,14 +69,14 @@ class Verdict:
 
 
 def alpha(streak: int) -> float:
-    """The chance of a false promotion granted to the ``streak``-th candidate (from 1) since the last promotion."""
+    """The permitted chance of a false promotion of the ``streak``-th candidate (from 1) since the last promotion."""
     return float(FALSE_PROMOTION * streak**-SPENDING / ZETA_OF_SPENDING)
 
 
 def held_out(before: Sequence[Replay], after: Sequence[Replay], draft_length: int, seed: int = 0) -> HeldOut:
     """Figures of one held-out set (at least one generation), with 95% intervals.
 
-    One generation alone says nothing of the spread: its intervals are all that is possible.
+    A single generation gives no spread, so its intervals cover all possible values.
     ``before`` and ``after`` replay the same generations in the same order.
     """
     positions = np.array([r.positions for r in before], dtype=np.float64)
@@ -135,7 +135,7 @@ def judge(recent: HeldOut, older: HeldOut | None, streak: int) -> Verdict:
 
 
 def _forgetting(older: HeldOut | None, recent_gain: float) -> str | None:
-    """Why the older set speaks against promotion, or None. A set too small to judge by says nothing."""
+    """The reason against promotion that the older set gives, or None; also None if the set is too small to judge by."""
     if older is None or older.generations < MIN_GENERATIONS:
         return None
     worst = older.gain.mean - student_quantile(0.95, older.generations - 1) * standard_error(
@@ -159,7 +159,7 @@ def _draws(generations: int, seed: int) -> npt.NDArray[np.float64]:
 def _interval(mean: float, drawn: npt.NDArray[np.float64], generations: int) -> Interval:
     """Mean and 95% interval by Student's t around the bootstrap's standard error.
 
-    The factor undoes the bootstrap's own bias: resampling n values shows (n - 1) / n of their variance.
+    The factor corrects the bootstrap's bias: resampling n values shows (n - 1) / n of their variance.
     """
     error = float(drawn.std()) * math.sqrt(generations / (generations - 1))
     half = student_quantile(0.975, generations - 1) * error
@@ -167,14 +167,14 @@ def _interval(mean: float, drawn: npt.NDArray[np.float64], generations: int) -> 
 
 
 def standard_error(interval: Interval, generations: int) -> float:
-    """The standard error that a 95% interval over so many generations was made from."""
+    """The standard error from which a 95% interval over this many ``generations`` was made."""
     return (interval.high - interval.low) / (2 * student_quantile(0.975, generations - 1))
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t for probability > 0.5 (Abramowitz and Stegun 26.7.5, from the normal's).
+    """Quantile of Student's t for probability > 0.5 (Abramowitz and Stegun 26.7.5, from the normal quantile).
 
-    Within 3% of the exact value from 5 degrees of freedom up; scipy is no dependency for one number.
+    Within 3% of the exact value from 5 degrees of freedom up, which avoids a dependency on scipy.
     """
     z = float(NormalDist().inv_cdf(probability))
     terms = (

@@ -1,6 +1,6 @@
-"""A head as what is trained: batches with the target's features, the loss of its unrolled steps, its replay.
+"""Training of a head: batches with the target's features, the loss of its unrolled steps, its replay.
 
-In: examples whose features are in the spool. Out: losses and acceptance, as of any draft.
+In: examples whose features are in the spool. Out: losses and acceptance, as for any draft.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from trainers.unroll import unrolled
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """Right-padded inputs of B examples. ``ids`` (B, T), ``features`` (B, T, reads) and ``rows`` (B, R) as
-    ``unrolled`` takes them; ``picks`` (B, R) bool marks the N rows that predict an output token."""
+    """Right-padded inputs of B examples. ``ids`` (B, T), ``features`` (B, T, reads) and ``rows`` (B, R) are arguments
+    of ``unrolled``; ``picks`` (B, R) bool marks the N rows that predict an output token."""
 
     examples: tuple[Example, ...]
     ids: torch.Tensor
@@ -33,9 +33,9 @@ class HeadBatch:
 
 
 def head_batch(examples: Sequence[Example], head: HeadModule, steps: int) -> HeadBatch:
-    """A batch of ``examples``, all of which have features, for ``head``; texts cut as ``collate`` does.
+    """A batch for ``head`` of ``examples``, all with features; texts are cut as in ``collate``.
 
-    Raises LookupError where an example's features are no longer in the spool.
+    Raises LookupError if an example's features are no longer in the spool, or have another width.
     """
     plain = collate(examples, longest_text(head), torch.device("cpu"))
     lengths = plain.mask.sum(1)
@@ -46,8 +46,8 @@ def head_batch(examples: Sequence[Example], head: HeadModule, steps: int) -> Hea
         if found is None:
             raise LookupError(f"record {example.id} has no features")
         length = int(lengths[index])
-        cut = len(example.prompt) + len(example.output) - 1 - length  # tokens of the prompt that are left out
-        # Row i reads the feature of the token before it, at place cut + i - 1 of the text.
+        cut = len(example.prompt) + len(example.output) - 1 - length  # tokens of the prompt that are cut off
+        # Row i reads the feature of the token before it, at position cut + i - 1 of the text.
         first = max(0, found.first - cut + 1)
         states = torch.from_numpy(found.states())[max(0, cut - 1 - found.first) :][: length - first]
         if states.shape[1] != head.reads:
@@ -62,7 +62,7 @@ def head_batch(examples: Sequence[Example], head: HeadModule, steps: int) -> Hea
 
 
 def head_passes(head: HeadModule, batch: Sequence[Example], steps: int) -> Iterator[list[Example]]:
-    """Groups of a batch of which ``steps`` steps fit into one pass each."""
+    """Groups of a batch whose logits of ``steps`` steps together fit into one pass each."""
     return passes(batch, longest_text(head), steps * head.vocab_size)
 
 
@@ -73,7 +73,7 @@ def step_logits(head: HeadModule, batch: HeadBatch, steps: int) -> Iterator[torc
 
 
 def head_losses(head: HeadModule, examples: Sequence[Example], name: LossName, steps: int) -> torch.Tensor:
-    """Loss (N,) at every output position, the mean over ``steps``. Raises LookupError as ``head_batch``."""
+    """Loss (N,) at every output position, averaged over ``steps``. Raises LookupError as ``head_batch``."""
     batch = head_batch(examples, head, steps)
     losses = [position_losses(logits.float(), examples, name) for logits in step_logits(head, batch, steps)]
     return torch.stack(losses).mean(0)
@@ -85,7 +85,7 @@ def replay_head(
 ) -> list[Replay]:
     """Acceptance of ``head`` by (step, position) along ``examples`` (all ``replayable``), in their order.
 
-    Raises Stopped between two passes when ``should_stop`` says so, LookupError as ``head_batch``.
+    Raises Stopped between two passes when ``should_stop`` returns True, LookupError as ``head_batch``.
     """
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt) + len(examples[i].output))
     found: list[Replay] = []

@@ -1,4 +1,4 @@
-"""One trainer a pair: what it keeps and decides would be another's."""
+"""The lock that allows one training process per pair: two would overwrite each other's training state and adapters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from adaptive.state import PairState
 
 
 class AnotherTrainerError(AdaptiveError):
-    """Somebody else distils this pair now."""
+    """Another process is training this pair."""
 
 
 @contextlib.contextmanager
 def only_trainer(state: PairState) -> Iterator[None]:
-    """Hold the pair's ``trainer.lock``, which the system frees when a process is killed.
+    """Hold the pair's ``trainer.lock``, which the operating system releases when the process is killed.
 
     Raises AnotherTrainerError where another process holds it.
     """

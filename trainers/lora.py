@@ -1,4 +1,4 @@
-"""The adapter: attached to any decoder through PEFT, kept in memory, and written in PEFT's format."""
+"""The LoRA adapter: attached to any decoder through PEFT, kept in memory, and written in PEFT's format."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from adaptive.engines.head.foreign import ForeignHead
     from adaptive.engines.head.module import Head
 
-# LoRA's scale is this over the rank; `default_learning_rate` holds for it.
+# LoRA's scale is ALPHA over the rank; `default_learning_rate` is valid for this value.
 ALPHA = 32
 AdapterState = dict[str, torch.Tensor]
 
 
 def width_of(draft: PreTrainedModel | PeftModel | Head | ForeignHead) -> int:
-    """Hidden size of the draft, by which rank and learning rate go."""
+    """Hidden size of the draft, which determines rank and learning rate."""
     return int(draft.config.get_text_config().hidden_size)
 
 
@@ -37,24 +37,24 @@ def default_learning_rate(width: int) -> float:
 
     The best rate of LoRA with alpha 32 hardly depends on the rank and falls with the width of the
     model; exponent and constant are the fit of Schulman et al. 2025 ("LoRA without regret"), times
-    the 1.5 that they find for short runs, which runs of some hundred generations are. 3.7e-3 at
-    width 256, where 2.5e-3 learns less in the same steps and 1e-2 no more; 1.4e-3 at 896. Higher and the
-    loss jumps on unusual batches; lower and a run ends before it has learned.
+    their factor of 1.5 for short runs, such as those on some hundred generations. 3.7e-3 at
+    width 256, where 2.5e-3 learns less in the same steps and 1e-2 no more; 1.4e-3 at 896. Too high: the
+    loss jumps on unusual batches. Too low: a run ends before it has learned.
     """
     return float(7.5e-4 * (2000 / width) ** 0.78)
 
 
-# Models whose kernels take this layer's weight and not the layer, so that PEFT forbids to adapt it.
+# Models whose kernels use this layer's weight without calling the layer, so that PEFT forbids adapting it.
 TAKES_WEIGHT = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
-# Names of an expert's layers before transformers kept all experts in one parameter. Of a model with such a parameter
-# PEFT takes them for it, also where they name a dense layer, and adapts what a merge here cannot express.
+# Names that an expert's layers had before transformers kept all experts in one parameter. In a model with such a
+# parameter PEFT maps these names to it, even where they name a dense layer, and its adapter cannot be merged here.
 EXPERT_LAYERS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 def linear_names(draft: PreTrainedModel | ForeignHead) -> list[str]:
-    """Full names of the layers that get an adapter: every linear layer (Conv1D included) but the output embeddings, and
-    what PEFT forbids. Of a mixture none beside attention whose name an expert's layer could have. A router that is a
-    kind of linear layer gives more than one result, and is none."""
+    """Full names of the layers that get an adapter: every linear layer (Conv1D included) except the output embeddings
+    and those that PEFT forbids. In a mixture of experts, layers with a name of EXPERT_LAYERS are left out. So are
+    routers that are subclasses of a linear layer, because they return more than one result."""
     head = draft.get_output_embeddings()
     left_out = {"out_proj"} if draft.config.model_type in TAKES_WEIGHT else set()
     if any(name.endswith("experts.gate_up_proj") for name, _ in draft.named_parameters()):
@@ -70,19 +70,19 @@ def linear_names(draft: PreTrainedModel | ForeignHead) -> list[str]:
 
 
 def _shortened(names: list[str], everything: list[str]) -> list[str]:
-    """Last parts of ``names`` (``q_proj``) where these name the same layers, as other programs expect them."""
+    """Last parts of ``names`` (``q_proj``) if they select the same layers, since other programs expect this form."""
     short = {name.rsplit(".", 1)[-1] for name in names}
     same = {name for name in everything if name.rsplit(".", 1)[-1] in short} == set(names)
     return sorted(short) if same else names
 
 
 def attach(draft: PreTrainedModel | ForeignHead, recipe: Recipe) -> PeftModel:
-    """A new adapter on ``draft``, at first without effect (B = 0)."""
+    """Attach a new adapter to ``draft``, at first without effect (B = 0)."""
     torch.manual_seed(recipe.seed)
     names = linear_names(draft)
     modules = dict(draft.named_modules())
     config = LoraConfig(
-        task_type="CAUSAL_LM" if hasattr(draft, "generate") else None,  # a head is no model by itself
+        task_type="CAUSAL_LM" if hasattr(draft, "generate") else None,  # a head alone is not a causal model
         r=recipe.rank or default_rank(width_of(draft)),
         lora_alpha=ALPHA,
         target_modules=_shortened(names, list(modules)),
@@ -94,37 +94,37 @@ def attach(draft: PreTrainedModel | ForeignHead, recipe: Recipe) -> PeftModel:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PEFT reads names that newer transformers deprecate; that is nothing the user can mend."""
+    """Hide warnings about deprecated names that PEFT reads from transformers; the user cannot change them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
 def load(draft: PreTrainedModel | ForeignHead, folder: Path, trainable: bool = False) -> PeftModel:
-    """The adapter in ``folder`` on ``draft``. Raises AdaptiveError where it does not fit this draft."""
+    """Attach the adapter in ``folder`` to ``draft``. Raises AdaptiveError if it does not fit this draft."""
     try:
         with _quiet():
             model: PeftModel = PeftModel.from_pretrained(draft, str(folder), is_trainable=trainable)
-    except Exception as error:  # wrong shapes, unknown layers, a damaged file: PEFT says it in many ways
+    except Exception as error:  # wrong shapes, unknown layers, a damaged file: PEFT raises many kinds of errors
         raise AdaptiveError(f"adapter {folder.name} does not fit this draft: {first_line(error)}") from error
     return model
 
 
 def remove(model: PeftModel) -> PreTrainedModel:
-    """The plain draft back, bit for bit: the adapter was never merged."""
+    """Return the plain draft, bit for bit the original: the adapter was never merged."""
     plain: Any = model.unload()
     return plain  # type: ignore[no-any-return]
 
 
 def snapshot(model: torch.nn.Module) -> AdapterState:
-    """A copy of the adapter's weights on the CPU; of a plain draft's, all weights (full fine-tuning)."""
+    """A copy on the CPU of the adapter's weights; for a plain draft, of all weights (full fine-tuning)."""
     adapted = isinstance(model, PeftModel)
     state = get_peft_model_state_dict(model, save_embedding_layers=False) if adapted else model.state_dict()
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
 
 
 def restore(model: torch.nn.Module, state: AdapterState) -> None:
-    """Put ``snapshot``'s weights back."""
+    """Restore the weights of a ``snapshot``."""
     if isinstance(model, PeftModel):
         set_peft_model_state_dict(model, state)
     else:
@@ -132,7 +132,7 @@ def restore(model: torch.nn.Module, state: AdapterState) -> None:
 
 
 def write(model: PeftModel, state: AdapterState, folder: Path) -> None:
-    """Write ``adapter_model.safetensors`` (float32, as it was judged) and ``adapter_config.json`` into ``folder``."""
+    """Write ``adapter_model.safetensors`` (float32, as judged) and ``adapter_config.json`` into ``folder``."""
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = model.peft_config["default"]
     config.inference_mode, before = True, config.inference_mode

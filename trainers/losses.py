@@ -1,11 +1,11 @@
-"""Distillation losses: pure functions of the draft's logits and what the log kept of the target.
+"""Distillation losses: pure functions of the draft's logits and the log's supervision from the target.
 
-``outcomes`` makes two distributions over the same outcomes of them, one row a position: the k tokens that
+``outcomes`` turns both into distributions over the same outcomes, one row per position: the k tokens that
 were kept and one bucket of all others. Each divergence takes their logarithms, log p of the target and
 log q of the draft, (n, k + 1), and returns (n,) losses in nats (total variation: in probability), not
 averaged, so that a caller can weight positions. With k == vocab there is no bucket and every loss is
 exact. With k < vocab it is a lower bound of the loss over the vocabulary (data processing inequality),
-tight where the rest is small.
+tight if the bucket is small.
 
 Acceptance at one position is sum_x min(p, q) = 1 - TV(p, q) (Leviathan et al. 2023, "Fast inference from
 transformers via speculative decoding").
@@ -19,9 +19,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-# Log-probability that stands for "the target never says this" where a loss divides by p, and for what a
-# draft can never say: -16 is a ten-millionth, what float16 supervision rounds to nothing anyway. Lower, and
-# reverse KL is ruled by tokens that cost no acceptance; higher, and it stops seeing them.
+# Log-probability in place of -inf, where a loss divides by p and for tokens that a draft cannot propose: -16 is
+# a ten-millionth, which float16 supervision rounds to nothing anyway. Too low: reverse KL is dominated by tokens that
+# cost no acceptance. Too high: it no longer penalises them.
 LOG_FLOOR = -16.0
 
 
@@ -32,8 +32,8 @@ def target_log_probs(
 
     The listed tokens become logprobs / T exactly, up to normalisation. The bucket's mass at T depends
     on its shape, which was not kept: it lies between that of ``unlisted`` equal tokens and that of
-    tokens as likely as the least likely listed one; the geometric mean of the two is taken. At T = 1
-    both bounds are the stored mass, so nothing is guessed.
+    tokens as likely as the least likely listed one; the geometric mean of the two is used. At T = 1
+    both bounds equal the stored mass, so the result is exact.
     """
     inverse = 1.0 / temperature
     listed = logprobs * inverse[:, None]
@@ -45,13 +45,13 @@ def target_log_probs(
 
 
 def draft_log_probs(draft_logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """log q (n, k + 1) over the listed tokens and the bucket of all others; (n, k) if none is left. A token that the
-    draft can never say (-inf, outside of its vocabulary) has LOG_FLOOR and no gradient, so that the divergences ask for
-    the target's distribution over the others alone."""
+    """log q (n, k + 1) over the listed tokens and the bucket of all others; (n, k) if all are listed. A token that the
+    draft cannot propose (-inf, outside of its vocabulary) gets LOG_FLOOR and no gradient, so the optimum of a
+    divergence is the target's distribution over the other tokens."""
     logits = draft_logits.float() / temperature[:, None]
     listed = logits.gather(-1, ids)
     if ids.shape[-1] < logits.shape[-1]:
-        # Not log(1 - sum q): that cancels to nothing where the draft is sure, and has no gradient there.
+        # Not log(1 - sum q): if the draft is certain, that cancels to 0 and has no gradient.
         others = logits.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
         listed = torch.cat([listed, others], dim=-1)
     log_q = listed.log_softmax(-1)
@@ -83,7 +83,7 @@ def _kl(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
 
 
 def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) = sum p log(p / q): the draft must cover all that the target says.
+    """KL(p || q) = sum p log(p / q): penalises a draft that misses tokens of the target.
 
     Its gradient never vanishes, which makes it the safe choice (Zhou et al. 2024, "DistillSpec";
     Liu et al. 2024, "Online speculative decoding").
@@ -92,7 +92,7 @@ def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 
 def reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(q || p) = sum q log(q / p): the draft must not say what the target would not.
+    """KL(q || p) = sum q log(q / p): penalises a draft that proposes tokens which the target would not choose.
 
     p is floored at exp(LOG_FLOOR). Used by OmniDraft (2025).
     """
@@ -108,7 +108,7 @@ def jensen_shannon(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 def total_variation(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """sum |p - q| / 2 = 1 - sum min(p, q): the rejection rate itself.
 
-    Its gradient is nearly zero where p and q hardly overlap, so it does not start from a poor draft.
+    Its gradient is nearly zero if p and q hardly overlap, so training cannot start from a poor draft.
     """
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
@@ -126,9 +126,9 @@ def kl_tv(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 def cross_entropy(draft_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """-log q(token) at temperature 1, for tokens (n,) int64: (n,).
 
-    On a greedy record the token is the target's argmax, and the draft is accepted exactly when it is
-    the draft's too. Also all there is to learn where only text is known. Where the draft can never say the token
-    (-inf) there is nothing to learn: -LOG_FLOOR, without a gradient.
+    On a greedy record the token is the target's argmax, and the draft is accepted exactly when its argmax
+    is the same. It is also the only loss where only text is known. A token that the draft cannot propose
+    (-inf) has the loss -LOG_FLOOR, without a gradient.
     """
     found = F.cross_entropy(draft_logits.float(), tokens, reduction="none")
     return torch.where(found == torch.inf, -LOG_FLOOR, found)

@@ -1,4 +1,4 @@
-"""Which loss each record is trained by: from logits at output positions and what the log kept, losses a position."""
+"""Chooses the loss of each record and computes it at every output position, from logits and the log's supervision."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trainers import losses
 from trainers.dataset import Example
 from trainers.recipe import LossName
 
-# The loss that ``auto`` stands for wherever the target's distribution was stored.
+# The loss that ``auto`` selects where the target's distribution was stored.
 AUTO = "kl-tv"
 
 
 def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: LossName) -> torch.Tensor:
     """Loss (N,) at every output position of ``examples``, from the draft's logits (N, vocab) there.
 
-    ``auto`` is the KL-TV mixture at the temperature that the record was sampled at, which did best
-    where the draft began far from the target (docs/notes/2026-11-distillation.md). Distribution losses are
-    taken at temperature 1 for greedy records. Where only text is known, the loss is cross-entropy.
+    ``auto`` is the KL-TV mixture at the record's own sampling temperature, which did best
+    where the draft began far from the target (docs/notes/2026-11-distillation.md). Distribution losses of
+    greedy records use temperature 1. Where only text is known, the loss is cross-entropy.
     """
     soft = [e.supervision is not None and name != "cross-entropy" for e in examples]
     parts = logits.split([len(e.output) for e in examples])
@@ -45,7 +45,7 @@ def _wanted(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids, logprobs, rest and temperature of all positions together.
 
-    Records may keep different numbers of entries: all are cut to the fewest, what is cut joins the rest.
+    Records may keep different numbers of entries: all are cut to the fewest, and the mass cut off is added to the rest.
     """
     held = [e.supervision for e in examples if e.supervision is not None]
     k = min(s.ids.shape[1] for s in held)

@@ -1,9 +1,9 @@
-"""Several processes that train as one, under ``torchrun`` or ``accelerate launch``; alone, all of this does nothing.
+"""Several processes that train as one, under ``torchrun`` or ``accelerate launch``; a no-op in a single process.
 
-Every process reads the same log and walks through the same batches. Of each batch it takes every n-th
+Every process reads the same log and iterates over the same batches. Of each batch it takes every n-th
 example; the gradients are summed over all processes before the update, so that every process makes the
-update that one alone would have made, up to rounding. The first one writes: adapters, checkpoints, what a
-person reads. Launched on several machines, all must see the state folder (or each hold a copy of it).
+update that a single process would have made, up to rounding. Only the first process writes adapters, checkpoints and
+messages. On several machines, all must have the state folder (or each a copy of it).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Item = TypeVar("Item")
 
 
 def join(device: str) -> str:
-    """Meet the other processes that a launcher started, if one did, and return the device of this one.
+    """Join the other processes that a launcher started, if any, and return the device of this one.
 
-    ``device`` is what was asked for; ``auto`` and ``cuda`` become this process's own GPU. Called once, before
+    ``device`` is the requested one; ``auto`` and ``cuda`` become this process's own GPU. Call this once, before
     anything else here.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -33,18 +33,18 @@ def join(device: str) -> str:
 
 
 def leave() -> None:
-    """Part from the other processes in good order, so that none waits for one that has ended."""
+    """Leave the process group, so that no process waits for one that has ended."""
     if count() > 1:
         torch.distributed.destroy_process_group()
 
 
 def count() -> int:
-    """How many processes train together."""
+    """The number of processes that train together."""
     return torch.distributed.get_world_size() if _together() else 1
 
 
 def first() -> bool:
-    """Whether this process is the one that writes and speaks."""
+    """Whether this process is the one that writes files and prints messages."""
     return not _together() or torch.distributed.get_rank() == 0
 
 

@@ -1,4 +1,4 @@
-"""How an adapter is trained: every choice in one frozen object, as it is written into the manifest."""
+"""How an adapter is trained: all choices in one frozen object, which is also written into the manifest."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Start = Literal["zero", "parent"]
 
 
 def default_rank(width: int) -> int:
-    """Rank of the adapter of a draft of this hidden size: 128 at 256, 64 up to 512, 32 beyond; at most half the width.
+    """Adapter rank for a draft of hidden size ``width``: 128 at 256, 64 up to 512, 32 beyond; at most half the width.
 
-    In a draft of width 256, rank 32 gains 88% of what training all weights does, 128 gains 91% and 256 93%
-    (docs/notes/2026-11-distillation.md). In a wider one 32 changes more numbers than 128 does there.
+    In a draft of width 256, rank 32 achieves 88% of the gain of training all weights, 128 achieves 91% and 256 93%
+    (docs/notes/2026-11-distillation.md). In a wider draft, rank 32 trains more parameters than 128 does at width 256.
     """
     power_of_two = 1 << (2**15 // width).bit_length() >> 1
     return max(1, min(width // 2, max(32, power_of_two)))
@@ -26,15 +26,15 @@ def default_rank(width: int) -> int:
 class Recipe:
     """The choices of one training run.
 
-    ``loss`` auto is the KL-TV mixture where the target's distribution was stored, cross-entropy where
-    only text is known (``per_position.position_losses``). ``rank`` and ``learning_rate`` None go by the draft's
-    width (``default_rank``, ``lora.default_learning_rate``); ``b_factor`` multiplies the rate for the B matrices,
-    which start at zero and learn too slowly at that of the others (LoRA+, Hayou et al. 2024). ``start`` zero trains
-    a new adapter over the supervision buffer, parent goes on from the one in use. ``buffer`` is how many
-    generations that holds, the newest. A run ends after ``epochs`` (None:
-    see ``fit.DEFAULT_EPOCHS``) or ``max_seconds`` of training, whichever is first, or when ``patience``
-    evaluations in a row found no better weights. ``draft_length`` is the one that the gate's figures are of; a head
-    learns ``unroll`` steps of a draft, and always goes on from the one in use.
+    ``loss`` auto is the KL-TV mixture where the target's distribution was stored, and cross-entropy where
+    only text is known (``per_position.position_losses``). ``rank`` and ``learning_rate`` None depend on the draft's
+    width (``default_rank``, ``lora.default_learning_rate``). ``b_factor`` multiplies the rate of the B matrices, which
+    start at zero and learn too slowly at the rate of the others (LoRA+, Hayou et al. 2024). ``start`` zero trains
+    a new adapter over the supervision buffer, parent continues the adapter in use. ``buffer`` is the number of
+    generations in the supervision buffer, the newest ones. A run ends after ``epochs`` (None:
+    see ``fit.DEFAULT_EPOCHS``), after ``max_seconds`` of training, or when ``patience`` evaluations in a row
+    found no better weights, whichever is first. ``draft_length`` is the one for which the gate computes its figures. A
+    head is trained on ``unroll`` steps of a draft, and always continues the one in use.
     """
 
     loss: LossName = "auto"
@@ -74,9 +74,9 @@ class Recipe:
                 raise AdaptiveError(f"{name} is {value}; it must be above 0, and finite")
 
     def rivals(self, width: int) -> tuple[Recipe, ...]:
-        """What else is worth a try for a draft of this width, where time does not matter (``--compare``).
+        """Other recipes worth trying for a draft of this width when time does not matter (``--compare``).
 
-        Each changes one choice, to one that won on some kind of text (docs/notes/2026-11-distillation.md).
+        Each changes one choice to a value that won on some kind of text (docs/notes/2026-11-distillation.md).
         """
         others: tuple[dict[str, Any], ...] = (
             {"loss": "js" if self.loss != "js" else "kl-tv"},
@@ -86,7 +86,7 @@ class Recipe:
         return tuple(replace(self, **other) for other in others)
 
     def difference(self, other: Recipe) -> str:
-        """The choices that are not ``other``'s, as ``name=value``."""
+        """The choices that differ from ``other``'s, as ``name=value``."""
         mine, theirs = self.to_json(), other.to_json()
         return ", ".join(f"{name}={value}" for name, value in mine.items() if value != theirs[name])
 

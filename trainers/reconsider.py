@@ -1,12 +1,12 @@
-"""Judging again an adapter that live acceptance spoke against.
+"""Judges an adapter again that was rolled back because of its live acceptance.
 
-In: the log, and the adapter that was rolled back. Out: it is promoted again, or stays where it is, and a
-sentence that says why.
+In: the log, and the adapter that was rolled back. Out: it is promoted again or stays rolled back, and a
+sentence with the reason.
 
-Live acceptance falls when a draft is bad, and also when people begin to ask for another kind of text, which
-any draft guesses worse. Only the same text under both drafts tells the two apart, and replay has that: every
-answer since the adapter came into use, none of which it was trained on, by it and by the draft in use now.
-The gate's own rule decides, so an adapter comes back only where a gain is certain.
+Live acceptance falls when a draft is bad, but also when users begin to ask for another kind of text, which
+any draft guesses worse. Only the same text under both drafts separates the two causes. Replay provides that: every
+answer since the adapter came into use, which it was not trained on, is replayed by it and by the draft in use now.
+The gate's own rule decides, so an adapter returns only if a gain is certain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from adaptive.engines.head.module import Head
     from adaptive.records.features import FeatureSpool
 
-# Answers replayed at most, the newest. More narrow the interval and take longer.
+# Most answers replayed, the newest. More narrow the interval and take longer.
 MOST = 128
 
 
@@ -45,10 +45,10 @@ def reconsider(
     should_stop: Callable[[], bool] | None = None,
     spool: FeatureSpool | None = None,
 ) -> tuple[Manifest, str]:
-    """Replay what was said since adapter ``name`` came into use, by it and by the draft in use now.
+    """Replay the answers since adapter ``name`` came into use, by that adapter and by the draft in use now.
 
-    Returns its manifest as it now stands, and a sentence. Raises AdaptiveError where there is nothing
-    to judge by, or the adapter is in use again, and Stopped when ``should_stop`` says so between passes.
+    Returns its manifest after the decision, and a sentence. Raises AdaptiveError if there is nothing
+    to judge by or the adapter is in use again, and Stopped between passes when ``should_stop`` returns True.
     """
     in_use, _ = store.usable(base)
     current = store.current_id()
@@ -67,7 +67,7 @@ def reconsider(
     verdict = judge(held_out(before, after, Recipe().draft_length), None, streak=1)
     if not verdict.promote:
         return store.show(name), f"Adapter {name} stays rolled back: {verdict.reason}."
-    # Somebody may have decided otherwise meanwhile.
+    # Another process, or the user, may have changed the adapter in use meanwhile.
     if store.current_id() != current:
         return store.show(name), f"Adapter {name} stays rolled back: another adapter has come into use since."
     reason = f"back in use: on what was said since, it is the better draft ({verdict.reason})"
@@ -81,6 +81,6 @@ def _replayed(
     said: Sequence[Example],
     should_stop: Callable[[], bool] | None,
 ) -> list[Replay]:
-    """The replay of ``said`` by the draft with this adapter, or by the plain one."""
+    """The replay of ``said`` by the draft with adapter ``name``, or by the plain draft (None)."""
     with students.in_use(None if name is None else store.path(name), Recipe()) as student:
         return student.replay(said, should_stop)

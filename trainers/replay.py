@@ -1,27 +1,27 @@
-"""Replay: what a draft would have been accepted for, computed from the log, without the target.
+"""Replay: the acceptance that a draft would have had, computed from the log without the target.
 
 In: a draft and logged generations. Out: per generation the acceptance at every position, and from it
 acceptance rate and mean acceptance length at any draft length.
 
 **One position.** Greedy: a drafted token is accepted when it is the target's argmax, which is the
 output token, so acceptance is 1 where the draft's argmax is the output token and 0 elsewhere.
-Sampled: the draft proposes y from q and y is accepted with probability min(1, p(y) / q(y)), so the
-output is token x *by way of an accepted draft* with probability q(x) min(1, p(x) / q(x)) =
-min(p, q)(x). The output is x in either way with probability p(x), whatever the draft is: that is
-losslessness. Hence, given that the output was x, it came from an accepted draft with probability
+Sampled: the draft proposes y from q, and y is accepted with probability min(1, p(y) / q(y)). The
+output is token x *by an accepted proposal* with probability q(x) min(1, p(x) / q(x)) =
+min(p, q)(x). Because decoding is lossless, the output is x in either way with probability p(x), for
+any draft. Hence, given that the output was x, it came from an accepted proposal with probability
 
     min(p(x), q(x)) / p(x) = min(1, q(x) / p(x)).
 
-This is exact for a draft that did not run when the text was made, and averages over x ~ p to
-sum min(p, q). log p(x) is stored with the record (``chosen``); q is the draft's distribution after
+This is exact for a draft that did not run when the text was generated, and averages over x ~ p to
+sum min(p, q). log p(x) is stored in the record (``chosen``); q is the draft's distribution after
 the record's own penalties, temperature and cuts, as the drafter applies them.
 
 **Any draft length K.** Given the text, acceptance at different positions is independent, so rounds
-form a renewal process along the output. The prompt's own pass commits output token 0 and nothing is
-drafted before it; the first round starts at token 1. A round that starts at i accepts exactly j
-tokens with probability a_i ... a_(i+j-1) (1 - a_(i+j)) for j < K, a_i ... a_(i+K-1) for j = K, and
-the next one starts at i + j + 1. Accepted tokens past the end of the answer do not count; where a
-length limit ends it, the drafter knew, and drafts one less than what is left.
+form a renewal process along the output. The prefill commits output token 0 without a draft; the
+first round starts at token 1. A round that starts at i accepts exactly j tokens with probability
+a_i ... a_(i+j-1) (1 - a_(i+j)) for j < K, a_i ... a_(i+K-1) for j = K, and the next round starts at
+i + j + 1. Accepted tokens past the end of the answer do not count. Where a length limit ends the answer,
+the drafter knew the limit and drafts one token less than remain.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from trainers.dataset import Example
 
 
 class Stopped(Exception):  # noqa: N818 - a request, not an error
-    """``should_stop`` said so in the middle of a pass over many generations."""
+    """``should_stop`` returned True during a pass over many generations."""
 
 
 @dataclass(frozen=True)
 class Replay:
     """Acceptance of one draft along one generation.
 
-    ``acceptance`` (steps, n - 1) float32: the probability at output positions 1 to n - 1 that the drafted
-    token is accepted, given that it is reached, where so many tokens of its draft stand before it; one row for a draft
-    to which that makes no difference. Further steps are taken to be like the last row. ``limited`` as in ``Example``.
+    ``acceptance`` (steps, n - 1) float32: row s is the probability, at output positions 1 to n - 1, that a drafted
+    token with s tokens of its draft before it is accepted, given that it is reached. A draft whose acceptance does not
+    depend on s has one row. Steps beyond the last row are taken to equal it. ``limited`` as in ``Example``.
     """
 
     id: int
@@ -59,7 +59,7 @@ class Replay:
 
     @property
     def positions(self) -> int:
-        """Output positions at which a token may be drafted."""
+        """Number of output positions at which a token may be drafted."""
         return int(self.acceptance.shape[1])
 
     @property
@@ -74,7 +74,7 @@ def acceptance_rate(replays: Sequence[Replay]) -> float:
 
 
 def mean_acceptance_length(replays: Sequence[Replay], draft_length: int) -> float:
-    """1 + accepted / rounds, expected, over all generations at this draft length."""
+    """Expected 1 + accepted / rounds over all generations at this draft length."""
     accepted, rounds = expected_rounds(replays, draft_length)
     return float(1 + accepted.sum() / rounds.sum())
 
@@ -84,7 +84,7 @@ def expected_rounds(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Expected accepted tokens (G,) and rounds (G,) of each of G generations at ``draft_length``.
 
-    Exact, by recursion over the positions at which a round may start; all generations at once.
+    Exact, by recursion over the positions at which a round may start, for all generations at once.
     """
     count, longest = len(replays), max(r.positions for r in replays)
     steps = max(len(r.acceptance) for r in replays)
@@ -115,9 +115,9 @@ def replay(
     examples: Sequence[Example],
     should_stop: Callable[[], bool] | None = None,
 ) -> list[Replay]:
-    """Teacher-force ``draft`` over ``examples`` (all ``replayable``), in their order.
+    """Teacher-force ``draft`` over ``examples`` (all ``replayable``); the results are in the same order.
 
-    Raises Stopped between two passes when ``should_stop`` says so.
+    Raises Stopped between two passes when ``should_stop`` returns True.
     """
     was_training = draft.training
     draft.eval()
@@ -141,7 +141,7 @@ def replay(
 
 
 def replay_on(engine: Engine, examples: Sequence[Example]) -> list[Replay]:
-    """``replay`` of the draft that ``engine`` runs, adapter and all, in the order of ``examples``."""
+    """``replay`` of the draft that ``engine`` runs, its adapter included, in the order of ``examples``."""
     found = []
     for example in examples:
         tokens = torch.from_numpy(np.concatenate([example.prompt, example.output[:-1]])).long()

@@ -1,8 +1,8 @@
-"""What an interrupted training run needs to go on where it stood: one file beside the log, whole or not there.
+"""The state from which an interrupted training run continues: one file beside the log, complete or absent.
 
-A run that was killed is finished by the next one that would do the same: same recipe, same draft, same
-adapter in use, and the records that it began with (newer ones wait for the run after). Anything
-else, and a record that was deleted since, makes the next run start afresh.
+A killed run is continued by the next run that would do the same: same recipe, same draft, same
+adapter in use, and the records that it began with (newer ones are used by the run after). Anything
+else, or a record that was deleted since, makes the next run start afresh.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from trainers.dataset import Example
 
 @dataclass
 class Standing:
-    """Where training stands. ``best`` is the state with the highest held-out acceptance so far; ``acceptance`` that
-    of the last evaluation; ``loss`` is a running mean in nats per token; ``seconds`` of training."""
+    """The progress of training. ``best`` is the state with the highest held-out acceptance so far; ``acceptance`` is
+    from the last evaluation; ``loss`` is a running mean in nats per token; ``seconds`` of training."""
 
     best_acceptance: float = -1.0
     acceptance: float = math.nan
@@ -43,8 +43,8 @@ class Standing:
 
 
 class TrainingState:
-    """The file of one pair. ``key`` names the run: what it trains, on what, and how. ``problem`` says why the file
-    could not be written, a full disk say: the round then goes on, and could not be gone on with."""
+    """The state file of one pair. ``key`` identifies the run: its recipe, draft, parent and data. ``problem`` is the
+    reason why the file could not be written, such as a full disk: the run then continues, but could not be resumed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,13 +52,13 @@ class TrainingState:
         self.problem: str | None = None
 
     def last_id(self) -> int | None:
-        """Up to which record the run that was interrupted read the log; None where there is none to go on with."""
+        """The last record id that the interrupted run read from the log; None if there is no run to continue."""
         meta = self._meta()
         return None if meta is None else int(meta["last_id"])
 
     def begin(self, made_of: Iterable[object], examples: Sequence[Example], last_id: int) -> bool:
-        """This run is made of these choices and examples, of a log that was read up to ``last_id``; whether it is the
-        one that was interrupted."""
+        """Set ``key`` from these choices and examples, of a log that was read up to ``last_id``. Returns whether the
+        file holds this very run, interrupted."""
         digest = hashlib.sha256(repr(list(made_of)).encode())
         for example in examples:
             digest.update(f"{example.id} ".encode() + example.prompt.tobytes() + example.output.tobytes())
@@ -67,7 +67,7 @@ class TrainingState:
         return meta is not None and meta["key"] == self.key
 
     def load(self, weights: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Standing | None:
-        """Put weights and optimiser back as they were; None where there is nothing of this run."""
+        """Restore weights and optimiser; None if the file has no state of this run."""
         meta = self._meta()
         if meta is None or meta["key"] != self.key:
             return None
@@ -87,7 +87,7 @@ class TrainingState:
         return Standing(**meta["standing"], best=best or None)
 
     def save(self, standing: Standing, weights: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Replace the file in one step; of several processes, only the first one writes."""
+        """Replace the file atomically; with several processes, only the first one writes."""
         if not processes.first():
             return
         tensors = {f"weight/{i}": w.detach().cpu().contiguous() for i, w in enumerate(weights)}
@@ -104,14 +104,14 @@ class TrainingState:
             files.flush(temporary)
             os.replace(temporary, self.path)
             files.flush(self.path.parent)
-        except (OSError, SafetensorError) as error:  # the round itself needs no file
+        except (OSError, SafetensorError) as error:  # training itself needs no file
             self.problem = first_line(error)
         finally:
             if temporary is not None:
                 files.finished(temporary)
 
     def forget(self) -> None:
-        """The run is done."""
+        """Remove the file, since the run is finished."""
         if processes.first():
             self.path.unlink(missing_ok=True)
 
@@ -120,5 +120,5 @@ class TrainingState:
             with safe_open(self.path, "pt") as file:
                 meta: dict[str, Any] = json.loads((file.metadata() or {})["round"])
         except (OSError, SafetensorError, KeyError, ValueError):
-            return None  # no run was interrupted, or what it left is no use
+            return None  # no run was interrupted, or its state is unusable
         return meta

@@ -3,7 +3,7 @@
 log -> dataset -> split by prompt -> train on one part -> choose the best weights on the second ->
 publish as candidate with its figures on the third -> gate -> promoted or rejected.
 
-Killed at any moment, the log is as it was (it is only read) and the store is valid (an adapter is
+If the process is killed at any moment, the log is unchanged (it is only read) and the store is valid (an adapter is
 published whole or not at all; one that was not judged yet stays a candidate).
 """
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 Promotion = Literal["gate", "never", "force"]
 
-# In acceptance on the validation prompts: how far below the draft in use the gate still sees a candidate. The draft
-# in use was once the best of many checkpoints on these very prompts, so it looks better there than it is: with 0,
-# twice the records made no better adapter. Larger asks the gate about candidates that cannot pass.
+# In acceptance on the validation prompts: how far a candidate may be below the draft in use and still reach the gate.
+# The draft in use was itself the best of many checkpoints on these prompts, so it looks better there than it is: with
+# 0, twice the records made no better adapter. Too high: the gate judges candidates that cannot pass.
 VALIDATION_SLACK = 0.03
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One recipe of a run and what training by it came to; ``fit.acceptance`` is on the validation prompts."""
+    """One recipe of a run and the result of its training; ``fit.acceptance`` is on the validation prompts."""
 
     recipe: Recipe
     fit: Fit
@@ -56,13 +56,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class DistillOutcome:
-    """What a run came to.
+    """The result of a run.
 
-    ``manifest`` is the adapter as it now stands in the store, None where none was worth keeping.
-    ``verdict`` is None where the gate was not asked (no better weights, or stopped early).
-    ``message`` says in one sentence what happened. ``train_seconds`` is training with its evaluations,
-    ``seconds`` all of the run. ``notes`` are lines a person should see, such as a damaged adapter
-    that was set aside. ``attempts`` are the recipes that were tried, the first one first.
+    ``manifest`` is the adapter as it is now in the store, None if none was worth keeping.
+    ``verdict`` is None if the gate did not judge (no better weights, or stopped early).
+    ``message`` is one sentence that describes the result. ``train_seconds`` is training with its evaluations,
+    ``seconds`` the whole run. ``notes`` are lines for the user, such as a damaged adapter
+    that was set aside. ``attempts`` are the recipes that were tried, the requested one first.
     """
 
     manifest: Manifest | None
@@ -96,21 +96,21 @@ def distill(
 ) -> DistillOutcome:
     """Train an adapter for ``draft`` on the log (and ``extra`` rows) and let the gate decide.
 
-    ``draft`` is a fresh float32 copy on the training device; its weights are not changed, but for those of a head that
-    is grown. Heads learn from the records whose features are in ``spool``. With
-    ``extra``, held-out rows of it are the gate's recent set and held-out records of the log the older
-    one. ``log`` None trains on ``extra`` alone. ``should_stop`` is asked between passes and may block.
-    When it says stop, the best weights so far are kept as a candidate that was not judged.
-    ``promotion`` never leaves the adapter a candidate, force promotes it whatever the gate says.
-    ``state`` is the file by which an interrupted run is gone on with (``trainers.resume``).
-    ``rivals`` are trained as well, one after the other, and the best on the validation prompts is what
-    the gate sees; such a run cannot be gone on with.
+    ``draft`` is a fresh float32 copy on the training device; its weights are not changed, except those of a head that
+    is trained here from scratch. Heads learn from the records whose features are in ``spool``. With
+    ``extra``, its held-out rows are the gate's recent set and held-out records of the log the older
+    one. ``log`` None trains on ``extra`` alone. ``should_stop`` is called between passes and may block.
+    When it returns True, the best weights so far are kept as a candidate that was not judged.
+    ``promotion`` never leaves the adapter a candidate, force promotes it whatever the verdict.
+    ``state`` is the file from which an interrupted run is continued (``trainers.resume``).
+    ``rivals`` are trained as well, one after the other, and the gate judges the one that is best on the validation
+    prompts; such a run cannot be continued.
 
-    Raises AdaptiveError where there is too little to learn from or to judge by.
+    Raises AdaptiveError if there are too few records to learn from or to judge by.
     """
     began = time.perf_counter()
     in_use, notes = store.usable(base) if store.root.is_dir() else (None, [])
-    current = store.current_id()  # which may be an adapter of other weights, that nobody uses
+    current = store.current_id()  # may be an adapter of other weights, which is not used
     kept = TrainingState(state) if state is not None and not rivals else None
     students = students_of(draft)
     spool = spool if students.reads_features else None
@@ -120,7 +120,7 @@ def distill(
             "target answer prompts with --prompts, or learn from the log"
         )
     sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool)
-    # With no adapter in use, going on from it is starting from zero: one of the two is enough.
+    # Without an adapter in use, "parent" equals "zero", so rivals with the other start are left out.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     attempts, stopped = _attempts(students, store, in_use, sets, recipes, on_progress, should_stop, kept)
     manifest, verdict = None, None
@@ -152,7 +152,7 @@ def distill(
 
 
 def _notes(resumed: bool, damaged: int, unkept: str | None) -> list[str]:
-    """What a person should know of how the run came about."""
+    """Notes for the user on how the run came about."""
     notes = ["going on with the run that was interrupted"] if resumed else []
     if unkept:
         notes.append(f"where the training stood could not be kept ({unkept}); interrupted, it would have begun anew")
@@ -172,7 +172,7 @@ def _attempts(
     should_stop: Callable[[], bool] | None,
     kept: TrainingState | None,
 ) -> tuple[list[Attempt], bool]:
-    """Train by each recipe, one after the other; also whether that was stopped early."""
+    """Train by each recipe, one after the other. Also returns whether this was stopped early."""
     attempts: list[Attempt] = []
     try:
         with students.in_use(_folder(store, in_use), recipes[0]) as student:
@@ -195,12 +195,12 @@ def _folder(store: AdapterStore, in_use: Manifest | None) -> Path | None:
 
 
 def _parent(students: Students, store: AdapterStore, in_use: Manifest | None, recipe: Recipe) -> Path | None:
-    """What the run goes on from. A head always does: it starts from nothing, and what it knows takes long to learn."""
+    """The folder that training continues from. A head always continues the one in use, since it takes long to train."""
     return _folder(store, in_use) if recipe.start == "parent" or students.kind == "head" else None
 
 
 def _shared_acceptance(student: Student, sets: Sequence[Example], should_stop: Callable[[], bool] | None) -> float:
-    """Acceptance on ``sets``, of which every process replays a part. Raises Stopped in all where it is in one."""
+    """Acceptance on ``sets``, of which every process replays a part. Raises Stopped in all if it is raised in one."""
     replays: list[Replay] = []
     stopped = False
     try:
@@ -224,7 +224,7 @@ def _figures(
     result: Fit,
     should_stop: Callable[[], bool] | None,
 ) -> tuple[tuple[HeldOut, HeldOut | None] | None, Fit]:
-    """Figures of the gate's recent and older set, or None and a result that says it was stopped."""
+    """Figures of the gate's recent and older set, or None and a result with ``stopped`` set."""
     assert result.best is not None
     if result.stopped:
         return None, result
@@ -251,7 +251,7 @@ def _publish(
     recipe: Recipe,
     in_use: Manifest | None,
 ) -> Manifest:
-    """The best weights as a candidate in the store."""
+    """Publish the best weights as a candidate in the store."""
     state = result.best
     assert state is not None
     ids = [e.id for e in sets.train if e.id > 0]
@@ -284,8 +284,8 @@ def _publish(
 
 
 def _streak(store: AdapterStore, candidate: Manifest, in_use: Manifest | None) -> int:
-    """The how-many-th candidate this is since the adapter in use. Those that were stopped and not judged do not count;
-    those that were pruned do."""
+    """The number (from 1) of this candidate since the adapter in use. Candidates that were stopped and not judged do
+    not count; pruned ones do."""
     before = int(in_use.id) if in_use else 0
     unjudged = sum(m.recent is None for m in store.list() if before < int(m.id) < int(candidate.id))
     return int(candidate.id) - before - unjudged
@@ -294,7 +294,7 @@ def _streak(store: AdapterStore, candidate: Manifest, in_use: Manifest | None) -
 def _settle(
     store: AdapterStore, candidate: Manifest, verdict: Verdict | None, promotion: Promotion, current: str | None
 ) -> Manifest:
-    """Promote or reject the candidate, as the caller and the verdict say, which was made when ``current`` was."""
+    """Promote or reject the candidate by ``promotion`` and the verdict, which compares it with ``current``."""
     if verdict is None or promotion == "never":
         return candidate
     if promotion == "force":
@@ -302,14 +302,14 @@ def _settle(
         return store.promote(candidate.id, by_hand + verdict.reason)
     if not verdict.promote:
         return store.reject(candidate.id, verdict.reason)
-    # Somebody may have decided otherwise meanwhile, the watch over live acceptance among them.
+    # The adapter in use may have changed meanwhile: by the user, or by the watch over live acceptance.
     if store.current_id() not in (current, candidate.id):
         return store.reject(candidate.id, "another draft has come into use since it was compared with the one before")
     return store.promote(candidate.id, verdict.reason)
 
 
 def _message(manifest: Manifest | None, verdict: Verdict | None, result: Fit, validation: int) -> str:
-    """One sentence for a person."""
+    """One sentence for the user."""
     stopped = f"Stopped after {counted(result.steps, 'step')}"
     if manifest is None and result.stopped:
         return f"{stopped}, before any better draft was found; log and adapters are as they were."

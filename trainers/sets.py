@@ -1,4 +1,4 @@
-"""The records of a training run: what is trained on, what chooses the best weights, what the gate judges on."""
+"""The records of a training run: the training set, the validation set, and the gate's sets."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
     from adaptive.records.features import FeatureSpool
 
-# Fewer teach the draft the wording of a few answers and nothing of the kind.
+# With fewer, the draft learns the wording of a few answers and nothing general.
 MIN_TRAIN = 16
 
-# Fewer leave the choice of the best weights to chance. It is no more than a choice: the gate still stands.
+# With fewer, the choice of the best weights is random. That is acceptable, since the gate still decides.
 MIN_VALIDATION = 2
 
-# New held-out generations from which on they are judged apart from the older ones. With fewer, only a
-# very large gain would be certain; with more, an adapter for a new kind of use waits longer.
+# New held-out generations from which on they are judged separately from the older ones. Too low: only a
+# very large gain is certain. Too high: an adapter for a new kind of use waits longer.
 ENOUGH_RECENT = 12
 
-# Generations replayed at most. Twice as many would narrow the gate's intervals by a third and take
-# as long again as the training of a small run.
+# Most generations replayed. Twice as many would narrow the gate's intervals by a third and take
+# as much additional time as the training of a small run.
 MOST_VALIDATION = 48
 MOST_RECENT = 128
 MOST_OLDER = 64
@@ -64,9 +64,10 @@ def gather(
     kept: TrainingState | None,
     spool: FeatureSpool | None = None,
 ) -> tuple[Sets, bool]:
-    """The records of this run, and whether it is one that was interrupted; of a ``spool``, those with features in it.
+    """The records of this run, and whether it continues an interrupted run. With a ``spool``, only records with
+    features in it.
 
-    Raises AdaptiveError where there is too little.
+    Raises AdaptiveError if there are too few records.
     """
     made_of = (recipe.to_json(), base.weights, in_use.id if in_use else None)
     begun_with = kept.last_id() if kept else None
@@ -84,7 +85,7 @@ def gather(
 
 
 def _newest(log: Path | None) -> int:
-    """The newest record there is, the same one for several processes."""
+    """The id of the newest record, the same one in all processes."""
     there = log is not None and log.exists() and processes.first()
     return int(processes.total([Log(log).last_id() if log is not None and there else 0])[0])
 
@@ -98,7 +99,7 @@ def _read(
     until: int,
     spool: FeatureSpool | None,
 ) -> Sets:
-    """Read and split, without records after id ``until``."""
+    """Read the records up to id ``until`` and split them."""
     rows = from_rows([])
     damaged: set[int] = set()
     if log is not None and (log.exists() or extra is None):
@@ -114,7 +115,7 @@ def _read(
 
 
 def _distinct(found: Iterable[Example]) -> list[Example]:
-    """Without the same answer to the same prompt, said again: it is no new evidence. The last one stays."""
+    """``found`` without repeated answers to the same prompt, which are no new evidence. The last one is kept."""
     kept, seen = [], set()
     for example in reversed(list(found)):
         said = (example.prompt.tobytes(), example.output.tobytes())
@@ -129,8 +130,8 @@ def _recent_and_older(
 ) -> tuple[list[Example], list[Example]]:
     """The gate's two sets, from examples in the order of the log.
 
-    Recent are the rows of a file where one was given, else the records since those that the adapter
-    in use was trained on. Where these are too few to see a gain on, all are judged as one set.
+    Recent are the rows of a file if one was given, else the records after those on which the adapter
+    in use was trained. If these are too few to detect a gain, all are judged as one set.
     """
     if from_file:
         recent, older = [e for e in gate if e.id < 0], [e for e in gate if e.id >= 0]
@@ -144,7 +145,7 @@ def _recent_and_older(
 
 
 def _check_enough(sets: Sets, first: bool, where: str) -> None:
-    """Raise AdaptiveError saying how much there is, how much is needed, and about how much more that is."""
+    """Raise AdaptiveError if a set is too small; the message states what is present, needed and missing."""
     train, validation, gate = len(sets.train), len(sets.validation), len(sets.recent)
     share = gate_share(train + validation + gate, first)
     needs = (

@@ -1,6 +1,6 @@
-"""What can be trained, behind one face: a draft or a head that came from elsewhere with LoRA, all of a draft, or all
-of a head that is grown here.
+"""The models that can be trained, behind one interface.
 
+These are a draft or an external head with LoRA, all of a draft, or all of a head that is trained here from scratch.
 A ``Student`` is a model while it is trained or judged. ``Students`` makes them for a run: the one in use, and the one
 to train, each from the weights of an adapter folder or from none.
 """
@@ -42,13 +42,13 @@ class Student(Protocol):
 
     @property
     def module(self) -> torch.nn.Module:
-        """Its parameters; those that learn require a gradient."""
+        """The module with the parameters; those that are trained require a gradient."""
 
     def learning_rate(self) -> float:
-        """The peak that suits its size."""
+        """The peak learning rate for its size."""
 
     def begin(self, train: Sequence[Example], should_stop: ShouldStop, resumed: bool = False) -> None:
-        """Before the first step of a run, or the first after it was ``resumed``, which is to learn from ``train``.
+        """Prepare for training on ``train``: called before the first step of a new run, or of a ``resumed`` one.
         Raises ``Stopped``."""
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
@@ -61,17 +61,17 @@ class Student(Protocol):
         """Acceptance along ``examples``. Raises ``Stopped``."""
 
     def snapshot(self) -> AdapterState:
-        """A copy, on the CPU, of what is learned."""
+        """A copy, on the CPU, of the trained weights."""
 
     def restore(self, state: AdapterState) -> None:
-        """Put a snapshot back."""
+        """Restore a snapshot."""
 
     def write(self, state: AdapterState, folder: Path) -> None:
-        """Write a snapshot as an adapter's folder."""
+        """Write a snapshot as an adapter folder."""
 
 
 class Draft:
-    """A draft, with an adapter or plain."""
+    """A draft, plain or with an adapter."""
 
     def __init__(self, model: PeftModel | PreTrainedModel | ForeignHead) -> None:
         self.model = model
@@ -86,7 +86,7 @@ class Draft:
         return default_learning_rate(width_of(self.model))
 
     def begin(self, train: Sequence[Example], should_stop: ShouldStop, resumed: bool = False) -> None:
-        """See the protocol. What it is to begin from is there."""
+        """See the protocol. Nothing to prepare: the initial weights are already there."""
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
         """See the protocol."""
@@ -111,11 +111,11 @@ class Draft:
 
     def write(self, state: AdapterState, folder: Path) -> None:
         """See the protocol."""
-        lora.write(self.model, state, folder)  # type: ignore[arg-type]  # only what has an adapter is written
+        lora.write(self.model, state, folder)  # type: ignore[arg-type]  # only a model with an adapter is written
 
 
 class AdaptedHead(Draft):
-    """A head that came from elsewhere: ``model`` is the ``head`` itself, or has an adapter on it."""
+    """A head that was not trained here: ``model`` is the ``head`` itself, or the head with an adapter."""
 
     def __init__(self, head: ForeignHead, model: PeftModel | PreTrainedModel | ForeignHead, recipe: Recipe) -> None:
         super().__init__(model)
@@ -137,9 +137,9 @@ class AdaptedHead(Draft):
 
 
 class HeadStudent:
-    """A head that is grown here; all of its own weights learn."""
+    """A head that is trained here from scratch; all of its own weights are trained."""
 
-    # Peak learning rate of AdamW at width 256 (docs/notes/2026-11-heads.md); it falls with the width as LoRA's does.
+    # Peak learning rate of AdamW at width AT (docs/notes/2026-11-heads.md); it falls with the width as LoRA's does.
     RATE, AT = 3e-3, 256
 
     def __init__(self, head: Head, recipe: Recipe) -> None:
@@ -156,7 +156,7 @@ class HeadStudent:
         return float(self.RATE * (self.AT / self.head.width) ** 0.78)
 
     def begin(self, train: Sequence[Example], should_stop: ShouldStop, resumed: bool = False) -> None:
-        """See the protocol. What it drafts among is chosen anew at every run, the same when it is gone on with."""
+        """See the protocol. Each run chooses the draft vocabulary anew; a resumed run chooses the same one."""
         head = self.head
         head.draft_among(choose_vocabulary(train, head.vocab_size, Reads.of(head), self.steps))
         if head.fresh and not resumed:
@@ -191,8 +191,8 @@ class HeadStudent:
 
 
 def held_losses(head: HeadModule, learns: torch.nn.Module, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
-    """Losses (N,) of ``head``, of whose parameters those of ``learns`` do. Examples whose features have gone from the
-    spool meanwhile count as learned."""
+    """Losses (N,) of ``head``; ``learns`` holds the parameters that are trained. Examples whose features have left the
+    spool meanwhile are skipped; without any other example the loss is 0."""
     there = [e for e in held(group) if e.features is not None]
     if not there:
         return next(p for p in learns.parameters() if p.requires_grad).sum()[None] * 0.0
@@ -200,7 +200,7 @@ def held_losses(head: HeadModule, learns: torch.nn.Module, group: Sequence[Examp
 
 
 class NoHead(HeadStudent):
-    """What a first head is compared with: nothing is drafted, so that nothing is accepted."""
+    """The baseline for a first head: nothing is drafted, so nothing is accepted."""
 
     def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
         """See the protocol."""
@@ -209,7 +209,7 @@ class NoHead(HeadStudent):
 
 
 class Students(Protocol):
-    """What a run trains."""
+    """Makes the students of a run."""
 
     kind: Literal["lora", "head"]
     device: torch.device
@@ -217,20 +217,20 @@ class Students(Protocol):
 
     @property
     def longest_output(self) -> int:
-        """Tokens of an answer that are learned from."""
+        """Largest number of an answer's tokens that are used."""
 
     def in_use(self, folder: Path | None, recipe: Recipe) -> AbstractContextManager[Student]:
-        """What drafts now: with this adapter, or with none."""
+        """The drafter in use: with the adapter in ``folder``, or without one."""
 
     def trainable(self, parent: Path | None, recipe: Recipe) -> AbstractContextManager[Student]:
-        """What is to be trained: a copy of ``parent``, or a new one."""
+        """The student to train: a copy of ``parent``, or a new one."""
 
     def notes(self, state: AdapterState, held_out: Sequence[Example]) -> dict[str, Any]:
-        """What a manifest says of a snapshot beside the recipe, as plain JSON values."""
+        """Entries of the manifest on a snapshot, besides the recipe, as plain JSON values."""
 
 
 class DraftStudents:
-    """A plain draft, or a head that came from elsewhere, for which adapters are trained; afterwards it is as it was."""
+    """A plain draft or an external head, for which adapters are trained; its own weights stay unchanged."""
 
     kind: Literal["lora", "head"] = "lora"
 
@@ -274,7 +274,7 @@ class DraftStudents:
 
 
 class HeadStudents:
-    """A head, which goes on growing from the one that was promoted last; one that was given, from what it was."""
+    """A head whose training continues from the last promoted one; a head that came with weights begins from these."""
 
     kind: Literal["lora", "head"] = "head"
     reads_features = True
@@ -290,7 +290,7 @@ class HeadStudents:
 
     @contextmanager
     def in_use(self, folder: Path | None, recipe: Recipe) -> Iterator[Student]:
-        """See the protocol. With no folder nothing has been promoted, and decoding is plain."""
+        """See the protocol. Without a folder and without weights that were given, decoding is plain."""
         folder = folder or self.head.came_from
         if folder is None:
             yield NoHead(self.head, recipe)
@@ -309,12 +309,12 @@ class HeadStudents:
         yield HeadStudent(self.head, recipe)
 
     def notes(self, state: AdapterState, held_out: Sequence[Example]) -> dict[str, Any]:
-        """See the protocol: its draft vocabulary."""
+        """See the protocol: the draft vocabulary."""
         return noted(state, self.head.vocab_size, held_out)
 
 
 def students_of(draft: PreTrainedModel | Head | ForeignHead) -> Students:
-    """What trains ``draft``."""
+    """The students for ``draft``."""
     return HeadStudents(draft) if isinstance(draft, Head) else DraftStudents(draft)
 
 

@@ -1,11 +1,12 @@
-"""A head over several texts at once, unrolled over its own features: what it computes when it drafts, for every start.
+"""Runs a head over several texts at once, unrolled over its own features: the drafts from every starting row.
 
 In: token ids and the target's features. Out: hidden states by (step in the draft, row).
 
-Row j at step 0 reads the target's feature of token j - 1: a draft that starts there. Row j at step s reads what row
-j - 1 made at step s - 1: the s-th further token of a draft that started at row j - s. Given the text, that is just what
-drafting computes, since a token is drafted behind others only where those stand. So its keys are those of its draft:
-step 0's up to the row where it started, then one of each later step. (EAGLE-3, Li et al. 2025, "training-time test".)
+Row j at step 0 reads the target's feature of token j - 1: a draft starts there. Row j at step s reads the feature that
+row j - 1 computed at step s - 1: it is the s-th further token of a draft that started at row j - s. Given the text,
+this equals the computation of drafting, since a drafted token matters only if the tokens before it equal the text. So
+a row attends to the keys of its draft: step 0's up to the row where the draft started, then one key of each later
+step. (EAGLE-3, Li et al. 2025, "training-time test".)
 """
 
 from __future__ import annotations
@@ -21,19 +22,18 @@ from adaptive.engines.head.kinds import HeadModule
 def unrolled(
     head: HeadModule, ids: torch.Tensor, features: torch.Tensor, rows: torch.Tensor, steps: int
 ) -> Iterator[torch.Tensor]:
-    """Hidden states (B, R, width), of each of ``steps`` steps, at ``rows`` (B, R) of texts ``ids`` (B, T), which are
+    """Hidden states (B, R, width) of each of ``steps`` steps, at ``rows`` (B, R) of texts ``ids`` (B, T), which are
     padded on the right.
 
-    ``features`` (B, T, reads): row i has the target's at token i - 1 (zeros for i = 0). Each line of ``rows`` has
-    consecutive numbers, which may go beyond T. What stands at step s in the first s places of a line, and beyond a
-    text's end, belongs to no draft and means nothing; so does row 0 of a head whose texts begin with a token that has
-    no row.
+    ``features`` (B, T, reads): row i has the target's feature of token i - 1 (zeros for i = 0). Each line of ``rows``
+    has consecutive numbers, which may exceed T. At step s, the first s places of a line and those beyond a text's end
+    belong to no draft and are meaningless. So is row 0 if the first token of a text has no row (``head.begins`` is 1).
     """
     count = ids.shape[1]
     everything = torch.arange(count, device=ids.device)[None].expand(len(ids), -1)
-    cache = DynamicCache()  # without a config: sliding layers would forget, their window is in the mask
+    cache = DynamicCache()  # without a config: sliding layers would drop keys; the mask applies their window
     window = getattr(head.config, "sliding_window", None) if _slides(head) else None
-    places = [everything]  # of the keys of each step so far
+    places = [everything]  # the rows of each step's keys so far
     mask = _mask(everything, places, window, features.dtype, head.begins)
     hidden = head(ids, head.of_target(features), everything, mask, cache)
     made = _at(hidden, rows - 1)
@@ -47,7 +47,7 @@ def unrolled(
 
 
 def _at(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The hidden states (B, R, width) at ``rows``; of those that are not there, others."""
+    """The hidden states (B, R, width) at ``rows``; for rows out of range, the nearest row's."""
     index = rows.clamp(0, hidden.shape[1] - 1)[..., None].expand(-1, -1, hidden.shape[-1])
     return hidden.gather(1, index)
 
@@ -60,9 +60,9 @@ def _slides(head: HeadModule) -> bool:
 def _mask(
     rows: torch.Tensor, places: list[torch.Tensor], window: int | None, dtype: torch.dtype, begins: int
 ) -> torch.Tensor:
-    """(B, 1, R, keys), 0 where a row of the last step sees a key, the keys of all steps behind each other, and the most
-    negative number elsewhere. ``places`` (B, R) says in which rows the keys of each step stand. Rows before ``begins``
-    are there for nobody but themselves: seeing none would be no number."""
+    """The attention mask (B, 1, R, keys): 0 where a row of the last step sees a key, else the most negative number. The
+    keys of all steps are concatenated; ``places`` (B, R) holds the rows of each step's keys. Rows before ``begins`` are
+    seen only by themselves, since a row that sees no key would become NaN."""
     step = len(places) - 1
     row, first = rows[:, :, None], places[0][:, None]
     sees = [(first <= row - step) & ((first >= begins) | (first == row))]

@@ -1,12 +1,12 @@
-"""Which tokens a head drafts among: those that this person's records use, as many as pay.
+"""Chooses the tokens that a head may draft: those that this user's records contain, as many as pay.
 
-A head's step reads its layer and one row of the target's projection for each of its N tokens; a token outside is never
-drafted (q = 0), in training as in use. The candidates are ordered by what the records say; of each N it is known what a
-step reads, and how much of answers that had no part in the order lies within. N is the one with the most expected
-tokens for what a round reads, or all tokens.
+A head's step reads its layer and one row of the target's projection for each of its N tokens; a token outside of them
+is never drafted (q = 0), in training and in use. The candidates are ordered by their use in the records. For each N
+the weights read by a step are known, and the share of answers, not used for the order, that lies within the N tokens.
+The N with the most expected tokens for the weights that a round reads is chosen, or all tokens.
 
-The loss stays that of the target's whole distribution: what a head cannot say has no gradient (``losses.py``), so that
-it learns the target's distribution over the others, and what it can never gain costs it nothing.
+The loss stays that of the target's whole distribution: tokens that a head cannot draft have no gradient
+(``losses.py``), so it learns the target's distribution over the others and loses nothing by the rest.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch
 from adaptive.engines.head.module import VOCABULARY, Head
 from trainers.dataset import Example
 
-# Targets with so many tokens or fewer are not cut: there is little to save, and what a head cannot say stays unsaid
-# until the next run. With more, projections are read whole that need not be; with less, tokens are lost for little.
+# Targets with at most this many tokens keep all of them: there is little to save, and tokens left out cannot be drafted
+# until the next run. Too high: projections are read whole unnecessarily. Too low: tokens are lost for little.
 WHOLE = 8192
 # The fewest tokens that are tried. Fewer save next to nothing: at width 1,024, 2,048 rows are an eighth of a layer.
 FEWEST = 2048
-# How much better than all tokens the best N has to be. With 1, noise in a small log would cut for nothing.
+# How much better than all tokens the best N has to be. With 1, noise in a small log would reduce the vocabulary.
 PAYS = 1.03
-# The share of drafted tokens that is taken to be accepted, of those that can be drafted. With less, a token that cannot
-# be drafted costs fewer of those behind it, and fewer tokens are kept. Taking every token for as likely to be
-# accepted keeps too many rather than too few: rare ones were hardly ever (docs/notes/2026-11-heads.md).
+# The assumed acceptance rate of drafted tokens that the vocabulary contains. With a lower value, a token outside of it
+# costs fewer of the tokens behind it, and fewer tokens are kept. Assuming the same rate for all tokens keeps too many
+# rather than too few: rare tokens were hardly ever accepted (docs/notes/2026-11-heads.md).
 ACCEPTED = 0.7
-# What a token of a prompt weighs in the order, one of an answer 1: what is asked about is often answered with, but a
-# prompt's instructions are the same in every record.
+# The weight of a prompt's token in the order; an answer's token has 1. Words of a question often occur in the answer,
+# but a prompt's instructions are the same in every record.
 OF_PROMPT = 0.1
 
 Masses = npt.NDArray[np.float64]
@@ -42,9 +42,9 @@ Masses = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Reads:
-    """Numbers of weights that are read: by a head's step beside its projection (``layer``), for each token in that
-    (``row``), and by a pass of the ``target``. Where a processor decodes, reading them is what takes the time. A
-    mixture is counted with all of its experts, which keeps more tokens than its step would ask for."""
+    """Numbers of weights that are read: by a head's step without its projection (``layer``), for each token of the
+    projection (``row``), and by a pass of the ``target``. On a CPU, reading them takes most of the time. A mixture of
+    experts is counted with all its experts, which keeps more tokens than its step would justify."""
 
     layer: int
     row: int
@@ -52,7 +52,7 @@ class Reads:
 
     @classmethod
     def of(cls, head: Head) -> Reads:
-        """Those of a head and its target."""
+        """The numbers of a head and its target."""
         layer = sum(p.numel() for p in head.layer.parameters())
         return cls(
             layer + head.fuse.weight.numel(), head.width, head.target_layers * layer + head.vocab_size * head.width
@@ -60,9 +60,9 @@ class Reads:
 
 
 def choose_vocabulary(examples: Sequence[Example], vocab: int, reads: Reads, draft_length: int) -> torch.Tensor | None:
-    """The tokens (N,) int64, increasing, that a head on a target of ``vocab`` tokens is to draft among; None for all.
+    """The tokens (N,) int64, increasing, that a head on a target of ``vocab`` tokens may draft; None for all.
 
-    ``draft_length`` is how many steps a round has. The same examples give the same tokens.
+    ``draft_length`` is the number of steps of a round. The same examples give the same tokens.
     """
     if vocab <= WHOLE or not examples:
         return None
@@ -74,17 +74,17 @@ def choose_vocabulary(examples: Sequence[Example], vocab: int, reads: Reads, dra
 
 
 def sizes(vocab: int) -> list[int]:
-    """The N that are tried, fewer than ``vocab``: powers of two, and one between each two."""
+    """The N that are tried, all below ``vocab``: powers of two, and 1.5 times each."""
     steps = (FEWEST * 2**power * half // 2 for power in range(20) for half in (2, 3))
     return [size for size in steps if size < vocab]
 
 
 def best_size(covered: dict[int, float], reads: Reads, vocab: int, draft_length: int) -> int:
-    """The N of ``covered`` (by N, the share of what is said that lies within) with the most expected tokens for what a
-    round reads; ``vocab`` where none is clearly better than that.
+    """The N with the most expected tokens for the weights that a round reads; ``vocab`` if none is clearly better than
+    all tokens. ``covered`` maps each N to the share of answer tokens that lie within it.
 
-    A round of K steps yields 1 + a + ... + a^K tokens, where a is the share that is accepted (Leviathan et al. 2023),
-    here ``ACCEPTED`` of what is covered.
+    A round of K steps yields 1 + a + ... + a^K tokens, where a is the acceptance rate (Leviathan et al. 2023),
+    here ``ACCEPTED`` times the covered share.
     """
 
     def worth(size: int, share: float) -> float:
@@ -96,10 +96,10 @@ def best_size(covered: dict[int, float], reads: Reads, vocab: int, draft_length:
 
 
 def said(examples: Sequence[Example], vocab: int) -> tuple[Masses, Masses]:
-    """The mass (vocab,) of each token in answers, one a position, and the count (vocab,) of it in prompts.
+    """The mass (vocab,) of each token in answers, one per position, and its count (vocab,) in prompts.
 
-    A position that was sampled counts with what the target would have said, as far as that was stored; a greedy one, or
-    one of which the text alone is known, with its token.
+    A sampled position counts with the target's distribution as far as it was stored. A greedy position, or one without
+    supervision, counts with its token.
     """
     mass, asked = np.zeros(vocab), np.zeros(vocab)
     for example in examples:
@@ -114,16 +114,16 @@ def said(examples: Sequence[Example], vocab: int) -> tuple[Masses, Masses]:
 
 
 def order(mass: Masses, asked: Masses) -> npt.NDArray[np.int64]:
-    """All tokens (vocab,), the most useful first. Of those that nobody has said the first ids come first: tokenizers
-    number the pairs that they merge by how frequent they are."""
+    """All tokens (vocab,), the most useful first. Of tokens that occur in no record the lowest ids come first:
+    tokenizers number merged pairs by their frequency."""
     worth = mass + OF_PROMPT * asked
     return np.lexsort((np.arange(len(worth)), -worth))
 
 
 def held_out_coverage(examples: Sequence[Example], vocab: int, counts: Sequence[int]) -> dict[int, float]:
-    """By N, the share of what is said that lies among the first N tokens of the order, in answers that had no part in
-    it: every other example orders for the others. The whole log orders better than its half, so this is a bound from
-    below."""
+    """For each N, the share of answer tokens within the first N tokens of the order, computed on answers that were not
+    used for the order: each half of the examples is ordered by the other half. The whole log gives a better order than
+    a half, so this is a lower bound."""
     halves = [said(examples[half::2], vocab) for half in (0, 1)]
     inside = dict.fromkeys(counts, 0.0)
     for ordering, judged in (halves, halves[::-1]):
@@ -135,8 +135,8 @@ def held_out_coverage(examples: Sequence[Example], vocab: int, counts: Sequence[
 
 
 def noted(state: dict[str, torch.Tensor], vocab: int, examples: Sequence[Example]) -> dict[str, Any]:
-    """What a manifest says of a head's draft vocabulary, nothing of one that has none: its size, the target's, and the
-    share of the tokens of these ``examples``, which it was not chosen by, that lie within."""
+    """The manifest's entries on a head's draft vocabulary: its size, the target's size, and the share of the tokens of
+    ``examples``, by which it was not chosen, that lie within it. Empty for a head without one."""
     if VOCABULARY not in state:
         return {}
     ids = state[VOCABULARY].numpy()

@@ -1,9 +1,9 @@
-"""One training run in a process of its own: ``python -m trainers.worker``.
+"""One training run in its own process: ``python -m trainers.worker``.
 
-``adaptive serve`` and ``adaptive chat`` start it at low priority and speak with it over its pipes
-(``adaptive.pipe``). When told ``busy`` it stands still at once, in the middle of a pass, where the
-system can end it with its parent (Linux), and before its next pass elsewhere. It ends when its parent is gone,
-and leaves the log and the store valid however it ends.
+``adaptive serve`` and ``adaptive chat`` start it at low priority and exchange orders and reports over its pipes
+(``adaptive.pipe``). On ``busy`` it pauses. On Linux, where the system ends it together with its parent, it stops
+at once, in the middle of a pass; elsewhere it pauses before the next pass. It ends when its parent has ended.
+The log and the store stay valid however it ends.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from trainers.fit import Progress
     from trainers.run import DistillOutcome
 
-# Bytes that must stay available while training: with less the system begins to push out the pages of
-# the models that answer. At most a twentieth of the machine's memory, for small machines.
+# Bytes that must stay available while training: with less, the system begins to swap out the pages of
+# the models that answer. On small machines a twentieth of the memory is used instead.
 SPARE_MEMORY = 512 << 20
 
 
 class Brake:
-    """Follows what the parent says; ``should_stop`` is what the run asks between two passes, and blocks.
+    """Applies the parent's commands. The run calls ``should_stop`` between two passes; it blocks while paused.
 
-    ``steady`` is held while others could be waiting for this process, which then does not stand still.
+    The process is not frozen while ``steady`` is held: other processes may be waiting for it then.
     """
 
     def __init__(self, commands: IO[str], paused: bool, freezes: bool = False) -> None:
-        """``freezes``: stop this very process when told ``busy``; the parent continues it."""
+        """``freezes``: stop this whole process (SIGSTOP) on ``busy``; the parent continues it."""
         self.steady = threading.Lock()
         self._freezes = freezes
         self.stopped = False
@@ -52,7 +52,7 @@ class Brake:
         threading.Thread(target=self._follow, args=(commands,), name="orders", daemon=True).start()
 
     def should_stop(self) -> bool:
-        """Wait while the assistant is busy; True when the run is to end."""
+        """Wait while the assistant is busy, then return whether the run must end."""
         self._go.wait()
         if not self.stopped and not self.out_of_memory:
             self.out_of_memory = memory_is_short()
@@ -70,14 +70,14 @@ class Brake:
                 self._go.set()
             else:
                 break
-        self.stopped = True  # told to stop, or the parent is no more
+        self.stopped = True  # a stop command, or the parent has ended
         self._go.set()
 
 
 def die_with_parent() -> bool:
-    """Have the system kill this process with the thread that started it; False where it cannot.
+    """Have the system kill this process when the thread that started it ends; False where that is not possible.
 
-    A process that stands still would else outlive its parent for ever.
+    A frozen process would otherwise outlive its parent for ever.
     """
     if sys.platform != "linux":
         return False
@@ -89,7 +89,7 @@ def die_with_parent() -> bool:
 
 
 def memory_is_short() -> bool:
-    """Whether the machine, or the GPU that is in use here, has less memory left than must stay available."""
+    """Whether the machine, or the GPU in use, has less memory available than must stay free."""
     import psutil
     import torch
 
@@ -102,7 +102,7 @@ def memory_is_short() -> bool:
 
 
 def step_behind(niceness: int) -> None:
-    """Let everything else on the machine go first: lowest priority, one thread."""
+    """Run at the lowest priority and with one thread, so that everything else on the machine goes first."""
     with contextlib.suppress(OSError, AttributeError):  # Windows has no nice
         os.nice(niceness)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -112,7 +112,7 @@ def step_behind(niceness: int) -> None:
 
 
 def train(order: Order, brake: Brake, report: IO[str]) -> Report:
-    """Carry out one order; reports go to ``report`` as they come, the last one is returned."""
+    """Carry out one order. Intermediate reports are written to ``report``; the last one is returned."""
     from trainers.lock import AnotherTrainerError, only_trainer
 
     adopt(order.models)
@@ -206,8 +206,8 @@ def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:
 
 
 def main() -> None:
-    """Read an order from standard input, carry it out, say how it ended."""
-    # Libraries print to standard output as they like: it becomes standard error, and reports keep a copy.
+    """Read an order from standard input, carry it out, and report how it ended."""
+    # Libraries may print to standard output. Redirect it to standard error; reports use a copy of the original.
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     order = Order.of(sys.stdin.readline())
@@ -216,7 +216,7 @@ def main() -> None:
     with contextlib.suppress(BrokenPipeError):
         reports.write(last.line())
         reports.flush()
-    # The thread that reads orders still waits in a read; leaving in the usual way would wait for its lock.
+    # The thread that reads orders is still blocked in a read; a normal exit would wait for that file's lock.
     os._exit(0)
 
 

@@ -1,1 +1,1 @@
-"""How many tokens to draft: policies that choose a draft length each round."""
+"""Policies that choose the draft length of each round."""

@@ -1,13 +1,13 @@
-"""How likely the draft's tokens are to be accepted: by position, as observed so far.
+"""Estimates how likely drafted tokens are to be accepted, by position, from the rounds observed so far.
 
-**What is estimated.** For position i the probability that the i-th drafted token is accepted *given*
-that all before it were. A round that accepted a of k tokens says: positions 1 to a accepted,
-position a + 1 rejected if it was drafted, and nothing about the rest, which was never judged.
+**What is estimated.** For position i, the probability that the i-th drafted token is accepted *given* that all tokens
+before it were. A round that accepted a of k tokens shows that positions 1 to a were accepted and that position a + 1,
+if drafted, was rejected. It shows nothing about the later positions, which were not judged.
 
-**How.** Counts of accepted and rejected (a Beta posterior's mean), every observation of a position
-weighing a little less with each later one of it. Three levels: everything; this drafter at this
-temperature; the present session. Each is shrunk towards the one above it by a number of imaginary
-observations, so that a new session starts from what is known and soon speaks for itself.
+**How.** Counts of accepted and rejected tokens give the mean of a Beta posterior. At each position an observation loses
+weight with every later one. There are three levels: all rounds; this drafter at this temperature; the current session.
+Each is shrunk towards the level above it by imaginary observations, so a new session starts from prior knowledge and
+soon depends on its own rounds.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dataclasses import dataclass, field
 from adaptive.control.costs import LONGEST
 from adaptive.types import Round
 
-# Imaginary observations of the level above in each level's mean. Larger is slower to see that a
-# session differs, smaller makes the first rounds of a session jump about.
+# Imaginary observations of the level above in each level's mean. Too high: it is slow to notice that a session differs.
+# Too low: the estimates jump in the first rounds of a session.
 WEIGHT = 6.0
-# How much of a count is left after one later observation: of everything and of a drafter at a
-# temperature about 1,000 observations are remembered, of a session about 100. A
-# longer session memory is late after a change of subject; a shorter one takes chance for a change.
+# Factor on a count at each later observation: about 1,000 observations are remembered for all rounds and for a drafter
+# at a temperature, about 100 for a session. A longer session memory reacts late to a change of subject; a shorter one
+# takes chance for a change.
 KEEP_ALL, KEEP_SESSION = 0.999, 0.99
-# What is left of the past at a swap of the draft: enough to start from, little enough that some 20
+# Factor on all counts when the draft is swapped: high enough to start from the past, low enough that some 20
 # observations outweigh it.
 KEEP_AT_SWAP = 0.05
-# Observations that the promise of replay counts for at every position, after a swap. More are slow to see that this
-# person's text differs from the held-out answers; fewer leave the first answers to chance.
+# Observations that replay's expectation counts for at every position after a swap. Too high: it is slow to notice that
+# this user's text differs from the held-out answers. Too low: the first answers are left to chance.
 PROMISED = 30.0
-# Before anything is known: an acceptance at which speculation usually pays, so that it is tried.
+# Acceptance before anything is observed: one at which speculation usually pays, so that it is tried.
 PRIOR = 0.6
 
 
@@ -44,26 +44,26 @@ class Counts:
     rejected: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
 
     def add(self, accepted: list[int], rejected: list[int]) -> None:
-        """What some rounds saw: how often each position, from the first, was accepted and rejected."""
+        """Add the counts of some rounds: how often each position, from the first, was accepted and rejected."""
         for i, (hits, misses) in enumerate(zip(accepted, rejected, strict=True)):
             keep = self.keep ** (hits + misses)
             self.accepted[i] = self.accepted[i] * keep + hits
             self.rejected[i] = self.rejected[i] * keep + misses
 
     def scale(self, factor: float) -> None:
-        """Remember only ``factor`` of everything."""
+        """Multiply all counts by ``factor``."""
         self.accepted = [n * factor for n in self.accepted]
         self.rejected = [n * factor for n in self.rejected]
 
     def means(self, priors: list[float]) -> list[float]:
-        """Posterior mean at every position, ``priors`` being those of the level above."""
+        """The posterior mean at every position. ``priors`` are the means of the level above."""
         return [
             (a + WEIGHT * p) / (a + r + WEIGHT) for a, r, p in zip(self.accepted, self.rejected, priors, strict=True)
         ]
 
     def chained(self, first: float) -> list[float]:
-        """Posterior means where each position's prior is the mean of the one before it: with no level
-        above, a position that was never reached is believed to be like its neighbour."""
+        """Posterior means if there is no level above: each position's prior is the mean of the position before it
+        (``first`` for the first one), so a position that was never reached gets its neighbour's estimate."""
         means = []
         for a, r in zip(self.accepted, self.rejected, strict=True):
             first = (a + WEIGHT * first) / (a + r + WEIGHT)
@@ -72,10 +72,11 @@ class Counts:
 
 
 def by_position(first: float, mean_length: float, draft_length: int) -> list[float]:
-    """Acceptance at each of ``LONGEST`` positions given that all before it were accepted.
+    """Acceptance at each of ``LONGEST`` positions, given that all tokens before it were accepted.
 
-    ``first`` is that of the first one, and a round of ``draft_length`` tokens commits ``mean_length`` on average: the
-    later positions, taken to be alike, have the p with 1 + first * (1 + p + … + p^(draft_length - 1)) = mean_length.
+    ``first`` is the acceptance of the first position. A round of ``draft_length`` tokens commits ``mean_length`` tokens
+    on average. The later positions are assumed to share one p: the solution of
+    1 + first * (1 + p + … + p^(draft_length - 1)) = mean_length.
     """
     first = min(max(first, 0.0), 1.0)
     low, high = 0.0, 1.0
@@ -89,12 +90,12 @@ def by_position(first: float, mean_length: float, draft_length: int) -> list[flo
 
 
 def kind_of(drafter: str, temperature: float) -> str:
-    """What estimates are kept apart by: who drafts, at which temperature (to a tenth)."""
+    """The key of separate estimates: the drafter and the temperature, to a tenth."""
     return f"{drafter}@{temperature:.1f}"
 
 
 class Acceptance:
-    """The three levels. ``estimate`` is their answer for the present session."""
+    """The three levels. ``estimate`` combines them for the current session."""
 
     def __init__(self) -> None:
         self.everything = Counts(KEEP_ALL)
@@ -104,21 +105,21 @@ class Acceptance:
         self.session_id: str | None = None
 
     def begin(self, session: str, drafter: str, temperature: float) -> None:
-        """An answer of ``session`` starts. Another session, drafter or temperature starts a new lowest level."""
+        """Start an answer of ``session``. A new session, drafter or temperature starts a new lowest level."""
         kind = kind_of(drafter, temperature)
         if (session, kind) != (self.session_id, self.kind):
             self.session = Counts(KEEP_SESSION)
         self.session_id, self.kind = session, kind
 
     def beside(self, session: str, drafter: str, temperature: float) -> Acceptance:
-        """For an answer that is decoded beside others: the upper levels are these, the lowest is its own."""
+        """Estimates for an answer that is decoded beside others: it shares the upper levels and has its own lowest."""
         other = Acceptance()
         other.everything, other.kinds = self.everything, self.kinds
         other.begin(session, drafter, temperature)
         return other
 
     def observe(self, rounds: Sequence[Round]) -> None:
-        """Some rounds. Positions after the rejected one were not judged."""
+        """Count some rounds. Positions after the rejected one were not judged."""
         reach = min(LONGEST, max((r.accepted + (r.accepted < r.drafted) for r in rounds), default=0))
         accepted, rejected = [0] * reach, [0] * reach
         for r in rounds:
@@ -130,8 +131,8 @@ class Acceptance:
             counts.add(accepted, rejected)
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
-        """The draft is another one: what was counted is a weak hint of what it will do, and worth nothing where
-        ``expected`` says it, by position."""
+        """Adjust to a swapped draft: the old counts become a weak prior. If ``expected`` gives the new draft's
+        acceptance by position, that replaces them."""
         for counts in (self.everything, self.session, *self.kinds.values()):
             counts.scale(KEEP_AT_SWAP if expected is None else 0.0)
         if expected is not None:
@@ -139,11 +140,11 @@ class Acceptance:
             self.everything.rejected = [PROMISED * (1.0 - p) for p in expected]
 
     def changed(self) -> None:
-        """The text is of another kind than it was: the session's past says little."""
+        """Forget most of the session's past: the kind of text has changed."""
         self.session.scale(KEEP_AT_SWAP)
 
     def estimate(self) -> list[float]:
-        """Conditional acceptance at every position from the first, ``LONGEST`` of them."""
+        """Conditional acceptance at each of the ``LONGEST`` positions."""
         return self.session.means(self._kind.means(self.everything.chained(PRIOR)))
 
     @property

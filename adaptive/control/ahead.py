@@ -1,52 +1,53 @@
-"""At what rate text is said anyway, where some of its rounds are drafted by what was found in earlier text.
+"""Estimates the rate, in tokens per second, at which the text continues if earlier text supplies some proposals.
 
-In: rounds in their order, with what they committed, what they took, and whether such a proposal was found for them.
-Out: tokens per second of the tokens *behind* a round. A token more that a round commits saves the time in which the
-rounds after it would say it, and those are not plain ones: where a match was found the next round usually has one too,
-and behind a round without any there may begin one. So the rate is that of the rounds that followed, apart by whether
-the round before had a match.
+In: rounds in order: the tokens they committed, their seconds, and whether history found a proposal for them. Out: the
+tokens per second of the rounds *after* a round. A further token committed now saves the time in which later rounds
+would produce it, and those are not plain rounds: the round after one with a match usually has a match too, and a match
+may begin after a round without one. So the rate is that of the rounds that followed, separately for rounds after a
+match and rounds after none.
 """
 
 from __future__ import annotations
 
-# What is left of a round after one later one: in general and, of what follows a round of one sort, after one later of
-# that sort (about 100 and 50 rounds). Longer is late after a change of subject, shorter takes chance for one.
+# Weight left of a round after one later round: for the general rate, and for the rate after rounds of one kind, where
+# only rounds of that kind count (about 100 and 50 rounds). A longer memory reacts late to a change of subject, a
+# shorter one takes chance for a change.
 KEEP, KEEP_BEHIND = 0.99, 0.98
-# Imaginary rounds of plain decoding in the general rate, and at that in the others.
+# Imaginary rounds that each rate starts from: plain ones for the general rate, ones at the general rate for the others.
 WEIGHT = 4.0
 
 
 class Discounted:
-    """Tokens and seconds of some rounds, the older the less."""
+    """Tokens and seconds of rounds. Older rounds weigh less."""
 
     def __init__(self, keep: float) -> None:
-        """``keep`` is what is left of a round after one later."""
+        """``keep`` is the weight left of a round after one later round."""
         self.keep = keep
         self.tokens = self.seconds = self.rounds = 0.0
 
     def observe(self, tokens: float, seconds: float) -> None:
-        """One more round."""
+        """Add one round."""
         self.tokens = self.keep * self.tokens + tokens
         self.seconds = self.keep * self.seconds + seconds
         self.rounds = self.keep * self.rounds + 1.0
 
     def rate(self, usual: float, seconds: float) -> float:
-        """Tokens per second, with so many imaginary seconds at the ``usual`` rate."""
+        """Tokens per second, with ``seconds`` imaginary seconds at the ``usual`` rate."""
         return (self.tokens + usual * seconds) / (self.seconds + seconds)
 
 
 class Ahead:
-    """The rates, and how much of the text is left to rounds for which nothing was found. All seconds are of one unit,
-    whatever the machine does just now."""
+    """The rates, and the part of the text in rounds for which nothing was found. All seconds are in the same unit, at
+    whatever speed the machine runs now."""
 
     def __init__(self) -> None:
-        self.all, self.left = Discounted(KEEP), Discounted(KEEP)  # of ``left`` the other rounds are nought
-        self.free = 0.0  # tokens that were said without the draft where something was found, as of ``all``
+        self.all, self.left = Discounted(KEEP), Discounted(KEEP)  # in ``left`` rounds with a match count 0
+        self.free = 0.0  # tokens of rounds with a match and without the draft, discounted as ``all``
         self.behind = {False: Discounted(KEEP_BEHIND), True: Discounted(KEEP_BEHIND)}
 
     def observe(self, found: bool, tokens: float, seconds: float, after: bool | None, free: bool) -> None:
-        """A round has committed so many tokens; ``found``: a proposal of earlier text was worth verifying in it, and
-        ``after``: in the round of the same text before it, None where there was none. ``free``: something was
+        """Add a round that committed ``tokens`` tokens. ``found``: a proposal from earlier text was worth verifying in
+        it; ``after``: the same of the previous round of this text, None if there was none. ``free``: something was
         found, and the draft took no part."""
         self.all.observe(tokens, seconds)
         self.free = KEEP * self.free + (tokens if free else 0.0)
@@ -55,8 +56,8 @@ class Ahead:
             self.behind[after].observe(tokens, seconds)
 
     def rate(self, found: bool, plain_s: float) -> float:
-        """Tokens per second of what follows a round for which something was ``found`` or not; plain decoding, whose
-        rounds take ``plain_s``, is always possible."""
+        """Tokens per second of the rounds after one for which something was ``found`` or not. At least the rate of
+        plain decoding, whose rounds take ``plain_s`` seconds, because it is always possible."""
         return max(self.behind[found].rate(self.general(plain_s), WEIGHT * plain_s), 1 / plain_s)
 
     def general(self, plain_s: float) -> float:
@@ -64,18 +65,18 @@ class Ahead:
         return self.all.rate(1 / plain_s, WEIGHT * plain_s)
 
     def share_left(self, plain_s: float) -> float:
-        """Share of the time in rounds for which nothing is found."""
+        """The share of the time spent in rounds for which nothing is found."""
         imaginary = WEIGHT * plain_s
         return (self.left.seconds + imaginary) / (self.all.seconds + imaginary)
 
     def left_a_token(self) -> float:
-        """Rounds for which nothing is found, by the tokens of all."""
+        """Rounds for which nothing is found, per token of all rounds."""
         return (self.left.tokens + WEIGHT) / (self.all.tokens + WEIGHT)
 
     def found_a_token(self) -> float:
-        """Rounds for which something is found, by the tokens of all."""
+        """Rounds for which something is found, per token of all rounds."""
         return (self.all.rounds - self.left.tokens) / (self.all.tokens + WEIGHT)
 
     def free_a_round_left(self) -> float:
-        """Tokens that are said without the draft where something is found, by the rounds for which nothing is."""
+        """Tokens of rounds with a match and without the draft, per round for which nothing is found."""
         return self.free / (self.left.tokens + WEIGHT)

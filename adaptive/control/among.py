@@ -1,14 +1,14 @@
-"""How many tokens each of several answers drafts, when one pass of the target verifies what all of them propose.
+"""Chooses how many tokens each of several answers drafts when one pass of the target verifies all their proposals.
 
-B answers that draft k tokens each commit B * E[tokens(k)] in f(B) * draft(k) + T(B * (k + 1)) seconds, where T(n) is a
-pass over n tokens, which reads the weights of the target once, and f(B) is learned: from 1, where a model drafts for
-all in one call, to B, where each draft is made by itself. For each of them that is a round whose drafting and
-verification take f(B) * draft(k) / B and T(B * (k + 1)) / B, so that it is decided as for a lone one (``goodput.py``):
-another token is worth it while it is expected to add more than what its time would yield otherwise. The more answers,
-the nearer a pass comes to where more tokens take longer, and the less drafting brings.
+B answers that draft k tokens each commit B * E[tokens(k)] in f(B) * draft(k) + T(B * (k + 1)) seconds. T(n) is a pass
+over n tokens, which reads the target's weights once. f(B) is learned: between 1, if a model drafts for all answers in
+one call, and B, if each draft is made separately. For each answer this is a round whose drafting takes
+f(B) * draft(k) / B and whose verification takes T(B * (k + 1)) / B seconds, so the decision is that of a lone answer
+(``goodput.py``): another token is drafted while it is expected to add more tokens than its time would yield otherwise.
+With more answers a pass gets closer to the size at which further tokens cost more time, and drafting brings less.
 
-Where history drafts too, its tokens and the model's are worth what they are in a lone round (``sources.py``): the time
-in which the rounds behind would say them. Grafts are not considered, nor tries of the model where history leads.
+If history drafts too, its tokens and the model's have the value they have in a lone round (``sources.py``): the time in
+which later rounds would produce them. Grafts, and tries of the model where history leads, are not considered.
 """
 
 from __future__ import annotations
@@ -26,59 +26,60 @@ from adaptive.control.prices import best_length, pays, prices
 from adaptive.control.stopping import Stopping
 from adaptive.types import Round
 
-# Rounds of an answer after which its lengths are decided anew, and learned from.
+# Rounds of an answer after which its estimates and its draft length are updated.
 BATCH = 8
-# Where no drafting is expected to pay, one round of so many drafts a token all the same. More often costs more for as
-# long as that is right, more seldom is late to see that it no longer is.
+# If drafting is not expected to pay, one round out of this many still drafts one token. Too low: costs more for as long
+# as drafting does not pay. Too high: it notices late that drafting has begun to pay.
 TRY_EVERY = 50
-# Bounds of what a joint pass, or several drafts, may take of what is expected: a clock that stood still, or another
-# program's minute.
+# Bounds of the learned factors on a joint pass and on joint drafts, against a clock that stood still or a minute in
+# which another program ran.
 LEAST, MOST = 0.2, 32.0
 
 
 class Learned:
-    """A factor that is learned from what seconds are of those expected."""
+    """A factor on expected seconds, learned from observed seconds."""
 
     def __init__(self, value: float = 1.0) -> None:
         self.value = value
         self._steps = Steps(SPEED_STEP)
 
     def observe(self, ratio: float) -> None:
-        """It took so many times as long as by the factor."""
+        """Update by the ratio of observed to expected seconds, the latter with the current factor."""
         self.value = min(max(self.value * self._steps.factor(ratio), LEAST), MOST)
 
 
 class JointCosts:
-    """What a pass over several answers' tokens takes, from what a lone one takes over as many; and what their drafts
-    take, from what a lone one does."""
+    """The seconds of a pass over several answers' tokens, derived from those of a lone pass over as many tokens, and of
+    their drafts, derived from those of a lone draft."""
 
     def __init__(self) -> None:
         self._pass = Learned()
         self._drafts: dict[int, Learned] = {}  # by the number of answers
 
     def seconds(self, costs: CostModel, tokens: int) -> float:
-        """Of a pass over so many tokens."""
+        """Seconds of a pass over ``tokens`` tokens."""
         return self._pass.value * costs.verify(tokens - 1)
 
     def observe(self, costs: CostModel, tokens: int, seconds: float) -> None:
-        """One took so long."""
+        """Learn from a pass over ``tokens`` tokens."""
         self._pass.observe(seconds / self.seconds(costs, tokens))
 
     def share(self, answers: int) -> float:
-        """What each of so many answers' draft takes of a lone one's time, its share of what is drafted together."""
+        """The ratio of an answer's part of the drafting time to a lone draft's time, with ``answers`` answers."""
         known = self._drafts
         if not known:
             return 1 / answers
         return known[min(known, key=lambda count: abs(count - answers))].value / answers
 
     def drafted(self, costs: CostModel, answers: int, length: int, seconds: float) -> None:
-        """Drafts of so many answers, of which the longest has ``length`` tokens, took so long in all."""
+        """Learn from the drafts of ``answers`` answers, the longest of ``length`` tokens, that took ``seconds`` in
+        all."""
         factor = self._drafts.setdefault(answers, Learned(min(MOST, self.share(answers) * answers)))
         factor.observe(seconds / (factor.value * costs.draft(length)))
 
 
 class Known(Protocol):
-    """What the policy has learned, of which the answers that share rounds have their part."""
+    """The state of the policy that the answers of shared rounds use and update."""
 
     costs: CostModel
     joint: JointCosts
@@ -99,14 +100,14 @@ class GoodputBeside(Beside):
         self._seen: list[Round] = []
         self._trying = False
         self._rate = 0.0  # tokens per second of all answers
-        self._share = 1.0  # of a lone draft's time, that an answer's draft takes
-        self.best = 0  # the length of most tokens per second by acceptance at each position
-        self._round = (1.0, 1.0)  # tokens and seconds of such a round
-        self._verify: list[float] = []  # an answer's share of a pass, by the tokens that each drafts
+        self._share = 1.0  # ratio of an answer's draft time to a lone draft's
+        self.best = 0  # the length with the most tokens per second, by acceptance at each position
+        self._round = (1.0, 1.0)  # tokens and seconds of a round of that length
+        self._verify: list[float] = []  # an answer's share of a pass in seconds, by the tokens that each answer drafts
 
     @property
     def adviser(self) -> Adviser | None:
-        """The thresholds; a try proposes its token whatever they say."""
+        """The thresholds; None for a try, which proposes its token at any confidence."""
         return self._stopping if self._known.attentive and not self._trying else None
 
     def next_length(self, limit: int, answers: int) -> int:
@@ -151,13 +152,14 @@ class GoodputBeside(Beside):
             )
 
     def _best_of(self, rounds: Sequence[tuple[float, float]]) -> tuple[int, float]:
-        """The best length, of the tokens and the seconds of ``rounds`` by length, and tokens per second otherwise."""
+        """The best length, and the tokens per second that time yields otherwise. ``rounds`` holds tokens and seconds by
+        length."""
         rates = [tokens / seconds for tokens, seconds in rounds]
         best = rates.index(max(rates))
         return best, rates[best]
 
     def observe(self, outcome: Round) -> None:
-        """See ``Beside``. Of what lone rounds cost it says nothing."""
+        """See ``Beside``. Nothing is learned about the costs of lone rounds."""
         known = self._known
         if outcome.drafted:
             self._seen.append(outcome)
@@ -170,17 +172,17 @@ class GoodputBeside(Beside):
 
 
 class BesideWithHistory(GoodputBeside):
-    """The same where there is history to draft from."""
+    """The same if there is history to draft from."""
 
     def __init__(self, known: Known, scope: Scope, ahead: Ahead, looks: Looks, clock: Callable[[], float]) -> None:
-        """Of all answers that share rounds: ``ahead`` is at what rate they go on, in units of their plain rounds, and
-        ``looks`` what looking for what may follow takes and saves, by this ``clock``."""
+        """Of all answers that share rounds: ``ahead`` has the rate at which they continue, in units of their plain
+        rounds; ``looks`` has the seconds that lookups take and save, by ``clock``."""
         super().__init__(known, scope)
         self._ahead = ahead
-        self._looking, self._passed_s = Looking(looks), 0.0  # this answer's, and its share of the time
+        self._looking, self._passed_s = Looking(looks), 0.0  # of this answer; its share of the time
         self.clock = clock
-        self._found = False  # for the round that was asked for last
-        self._after: bool | None = None  # for the one before it
+        self._found = False  # whether something was found for the current round
+        self._after: bool | None = None  # the same for the previous round
 
     def _best_of(self, rounds: Sequence[tuple[float, float]]) -> tuple[int, float]:
         rate = self._rate_behind(False)
@@ -188,7 +190,7 @@ class BesideWithHistory(GoodputBeside):
         return worth.index(max(worth)), rate
 
     def _rate_behind(self, found: bool) -> float:
-        """Tokens per second of an answer's time behind a round for which something was ``found`` or not."""
+        """Tokens per second of an answer's time after a round for which something was ``found`` or not."""
         return self._ahead.rate(found, 1.0) / self._verify[0]
 
     def worth_looking(self, behind: bool = False) -> bool:
@@ -207,7 +209,7 @@ class BesideWithHistory(GoodputBeside):
             return Lead(0, length)
         rate = self._rate_behind(True)
         tokens, seconds = self._round if length else (1.0, verify[0])
-        # The draft is fed later what it did not draft.
+        # Tokens that the draft did not draft are fed to it later.
         fed_s = self._share * self._known.costs.draft(0, 1) if self.best else 0.0
         otherwise = tokens - rate * seconds
         most, gain = best_length(reach[: max(0, limit)], verify, rate, fed_s, otherwise)

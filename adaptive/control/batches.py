@@ -1,28 +1,28 @@
-"""How many rounds a policy learns from together, after which everything is decided anew.
+"""Chooses how many rounds a policy learns from together, after which it decides anew.
 
-A round's own learning is a few dozen small steps in Python, which cost several times as much when the models' passes
-have driven them out of the processor's caches; one after the other they do not. More rounds are late to see a change.
-So there are twice as many after each batch in which nothing was unexpected, and few again where something was. A small
-model's answer is often shorter than the longest batch: it is then learned from when the next one begins, while nobody
-waits for a token.
+Learning from one round is a few dozen small steps in Python. They take several times as long right after a pass, which
+evicts them from the processor's caches; in a batch only the first round pays for that. Larger batches notice a change
+later. So the batch doubles after each one without a surprise, and is short again after a surprise. A small model's
+answer is often shorter than the longest batch: its rounds are then learned from when the next answer begins, between
+tokens.
 """
 
 from __future__ import annotations
 
-# Rounds of the shortest and of the longest batch, and seconds of plain rounds that are no longer worth a longer one.
+# Rounds of the shortest and of the longest batch, and seconds of plain rounds beyond which a batch does not grow.
 SHORTEST, LONGEST_BATCH, BATCH_S = 8, 128, 0.1
 
 
 class Batch:
-    """The batch under way has ``rounds``."""
+    """The size of the current batch, in ``rounds``."""
 
     def __init__(self) -> None:
         self.rounds = SHORTEST
 
     def grow(self, plain_s: float) -> None:
-        """Nothing was unexpected; a plain round takes so many seconds."""
+        """Double the size after a batch without a surprise; ``plain_s`` are the seconds of a plain round."""
         self.rounds = min(2 * self.rounds, max(SHORTEST, min(LONGEST_BATCH, int(BATCH_S / plain_s))))
 
     def restart(self) -> None:
-        """Something was, or is to be seen at once."""
+        """Return to the shortest batch, after a surprise or to see the next rounds soon."""
         self.rounds = SHORTEST

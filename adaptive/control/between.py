@@ -1,29 +1,32 @@
-"""What comes between two passes: text, record, the next choice. Some of it is of the round, some of each token.
+"""Estimates the time between two passes (text, record, the next decision): a part per round and a part per token.
 
-In: the seconds between some rounds, and how many tokens these committed. Out: seconds of a round, and of a token.
-What is of the round counts for a draft that makes one round of three; what is of its tokens comes with them anyway.
+In: the seconds between some rounds, and the tokens that these rounds committed. Out: seconds per round and per token.
+The part per round matters to the choice of a draft length: a draft that makes one round of three saves two of them. The
+part per token does not, since every token costs it.
 """
 
 from __future__ import annotations
 
-# What is left of a round after a later one (about 2,000 are remembered), and rounds that the first belief counts for.
-# What took longer than so many times what is believed counts as that. The least share of a round, and of a token.
+# Weight left of a round after one later round (about 2,000 are remembered), and rounds that the initial estimates count
+# for. A longer time than MOST_BETWEEN times the estimate counts as that. Each part is at least LEAST_SHARE of the mean
+# time per round.
 KEEP_BETWEEN, BELIEVED, MOST_BETWEEN, LEAST_SHARE = 0.9995, 100.0, 3.0, 0.05
 
 
 class Between:
-    """What comes between two passes, by least squares over the rounds of late: so many seconds for a
-    round, and for a token that it commits. The two are told apart by bursts whose rounds commit more or fewer."""
+    """The two parts, by least squares over recent rounds. Bursts whose rounds commit more or fewer tokens tell them
+    apart."""
 
     def __init__(self, of_round: float, of_token: float) -> None:
         self.of_round, self.of_token = of_round, of_token
-        # Sums over bursts of so many rounds and tokens, each by its rounds, as if it had been as is believed before.
+        # Sums over bursts, weighted by their rounds. They begin as BELIEVED rounds at the initial estimates, with 2
+        # tokens on average and variance 1.
         self._rounds, self._tokens, self._squares = BELIEVED, 2 * BELIEVED, 4 * BELIEVED + BELIEVED
         self._seconds = self._rounds * of_round + self._tokens * of_token
         self._products = self._tokens * of_round + self._squares * of_token
 
     def observe(self, rounds: int, tokens: int, seconds: float) -> None:
-        """A burst of rounds, with so much between them. A process that was stopped meanwhile says nothing."""
+        """Add a burst of rounds, with ``seconds`` between them; limited, in case the process was stopped meanwhile."""
         seconds = min(seconds, MOST_BETWEEN * (rounds * self.of_round + tokens * self.of_token))
         keep, each = KEEP_BETWEEN**rounds, tokens / rounds
         self._rounds = keep * self._rounds + rounds

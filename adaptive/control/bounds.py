@@ -1,7 +1,8 @@
-"""What a profile of costs can be, whatever the clock said.
+"""Checks measured seconds of passes against each other and limits them to consistent values.
 
-In: seconds of passes by how many tokens they are over. Out: those that the others contradict, and what is left of
-them. Whatever else a machine does only makes passes slower, so the lower of two that disagree is nearer to the truth.
+In: the seconds of passes by their number of tokens. Out: the passes that the others contradict, and the limited
+seconds. Other work of the machine only makes passes slower, so of two that disagree the lower one is nearer to the
+truth.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-# A pass that takes so many times what it can take at most by the others is in doubt, and so is one that sticks out by
-# so much above the line between its neighbours. Nearer to 1, and noise is measured again; a step between two kernels
-# is up to 1.2 times the line.
+# Ratio to the limit set by the other passes, and to the line between its neighbours, from which on a pass is in doubt.
+# Too low: noise is measured again. A step between two kernels is up to 1.2 times the line.
 AMISS, ABOVE_LINE = 1.1, 1.3
 
 
 def bounded(seconds: Mapping[int, float]) -> dict[int, float]:
-    """The most that passes can take, by numbers of tokens from 1: no more than a pass over more tokens, and no more
-    than a shorter pass and one over a single token for each of the others."""
+    """The limited seconds of each pass, by numbers of tokens from 1: at most those of a pass over more tokens, and at
+    most those of the next shorter pass plus one pass over a single token for each further token."""
     counts = sorted(seconds)
     found, least = {}, float("inf")
     for count in reversed(counts):
@@ -29,7 +29,7 @@ def bounded(seconds: Mapping[int, float]) -> dict[int, float]:
 
 
 def doubtful(seconds: Mapping[int, float]) -> set[int]:
-    """Numbers of tokens whose passes the others contradict."""
+    """The numbers of tokens whose passes the others contradict."""
     counts, most = sorted(seconds), bounded(seconds)
     found = {count for count in counts if seconds[count] > AMISS * most[count]}
     for before, count, after in zip(counts, counts[1:], counts[2:], strict=False):
@@ -41,6 +41,6 @@ def doubtful(seconds: Mapping[int, float]) -> set[int]:
 
 
 def with_neighbours(found: set[int], counts: list[int]) -> set[int]:
-    """``found``, and what stands next to it in the sorted ``counts``."""
+    """``found``, and the neighbours of its elements in the sorted ``counts``."""
     near = {counts[max(0, i - 1)] for i, count in enumerate(counts) if count in found}
     return found | near | {counts[min(len(counts) - 1, i + 1)] for i, count in enumerate(counts) if count in found}

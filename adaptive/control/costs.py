@@ -1,14 +1,13 @@
-"""What a round costs, in seconds: measured before the run, and followed while it runs.
+"""Estimates the seconds of a round: measured before the run, and updated while it runs.
 
-In: a ``CostTable`` (from ``measure.py`` or an earlier session) and the seconds of finished rounds.
-Out: the seconds of a draft of k tokens and of verifying k tokens, for every k.
+In: a ``CostTable`` (from ``measure.py`` or an earlier session) and the seconds of finished rounds. Out: the seconds of
+drafting k tokens and of verifying k tokens, for every k.
 
-Online the estimates are medians, followed by small multiplicative steps: a step's size does not
-depend on how far off an observation is, so a round during which the machine did something else
-moves them no further than any other. Steps grow while observations stay far off on one side, so that
-a cost that was measured in a bad moment is mended in a dozen rounds. One common factor follows the
-machine's speed; what is particular to one length moves more slowly beside it, unless that length
-alone takes far less than was believed: it was then measured in a bad moment, and those that were never seen with it.
+Online the estimates are medians, followed by small multiplicative steps. The size of a step is limited however far off
+an observation is, so a round during which the machine did other work moves them no further than any other. Steps grow
+while observations stay far off on one side, so a cost that was measured at a bad moment is corrected in a dozen rounds.
+One common factor follows the machine's speed. A factor per length moves more slowly, except when that length alone
+takes far less than expected: then it was measured at a bad moment, and so were the lengths that were never seen.
 """
 
 from __future__ import annotations
@@ -25,36 +24,39 @@ from adaptive.control.between import Between
 from adaptive.control.isotonic import rising
 from adaptive.types import Round
 
-# Relative step of the common factor at one observation. Larger follows a machine that slows down
-# sooner, and shakes: the factor's noise is about its own size, and it is common to all lengths.
+# Relative step of the common factor per observation. Too low: late when the machine slows down. Too high: the factor
+# is noisy, by about its own size, for all lengths at once.
 SPEED_STEP = 0.02
-# Relative step of one length's own cost where it is seen to be right: larger shakes the comparison between lengths,
-# which the choice rests on. How many times more, at most, where all that is seen of it is off on one side, as where it
-# was measured in a bad moment; the weight of one observation in how far that is so, and the share off that is most.
+# Relative step of one length's own factor while it is right. Too high: noise in the comparison of lengths, on which the
+# choice rests. The step is up to 1 + MORE times as large while all observations are off on one side, as after a
+# measurement at a bad moment. LEAN_STEP is the weight of one observation in the running mean of how far off they are,
+# in which a relative deviation of FAR counts as 1.
 LENGTH_STEP, MORE, LEAN_STEP, FAR = 0.003, 20.0, 0.1, 0.3
-# What is left of how often a pass was seen after one later round, where shares are asked for; and the share of a pass
-# from which on it says as much of the machine's speed as any. Of one that is seen less, what is seen is its own.
+# Factor on the count of a pass at each later round, for the shares of passes; and the share of a pass from which on it
+# has full weight in the machine's speed. Observations of a rarer pass are attributed to its own factor.
 KEEP_SHARE, SELDOM = 0.99, 0.2
-# Relative step of what drafting takes, with which nothing else is compared.
+# Relative step of the drafting costs, which are compared with nothing else.
 DRAFT_STEP = 0.01
-# What is left of how often a pass was seen after one later batch of rounds, what one that was never seen counts, and
-# how much of verification is enough to be sure of its costs.
+# Factor on how often a pass was seen at each later batch of rounds, the count of a pass that was never seen, and the
+# total count of verifications of drafted tokens above which their costs are reliable.
 KEEP_SEEN, UNSEEN, ENOUGH_SEEN = 0.98, 0.01, 2.5
-# Observations far off on the same side after which steps grow (batches, after which a pass alone is mended), by how
-# much each, and their largest relative size. Sooner, and a few slow rounds in a row carry an estimate away.
+# Observations far off on one side after which steps grow (batches, after which a single pass is corrected), the growth
+# factor per further observation, and the largest relative step. Too low a PATIENCE: a few slow rounds in a row carry an
+# estimate away.
 PATIENCE, GROWTH, LARGEST_STEP = 3, 1.6, 0.4
-# Share of what was expected that a pass takes where it was measured in a bad moment; the least that it is set to at
-# once (a clock that stands still is wrong). Nearer to 1, and a noisy clock finds such moments where none were; what is
-# less far off mends by small steps.
+# Ratio of seen to expected seconds below which a pass was measured at a bad moment, and the lowest ratio by which it is
+# corrected at once (a clock that stands still is wrong). TOO_HIGH nearer to 1: a noisy clock finds such moments where
+# there were none. Smaller errors are corrected by small steps.
 TOO_HIGH, LEAST = 0.7, 0.05
-# How many others, of so many passes of late, must have taken what was expected: else it is the machine.
+# Other passes that are needed among the LATELY latest ones, with a median as expected, for such a correction: else the
+# machine has changed.
 WITNESSES, LATELY = 3, 16
 # Share of the latest passes that may be far off although nothing has changed: other programs delay single passes at any
 # time. Too low: batches of rounds stay short. Too high: a change of the machine is noticed late.
 STRAY = 0.25
-# Rounds of a batch that are all learned from: of longer ones, in which nothing changes, every second is.
+# Rounds of a batch up to which all are learned from. In longer batches, during which nothing changes, every second is.
 FEW = 23
-# Draft tokens beyond which no length is considered anywhere.
+# The longest draft that is considered anywhere, in tokens.
 LONGEST = 16
 
 
@@ -62,13 +64,13 @@ LONGEST = 16
 class CostTable:
     """Seconds, for one pair on one machine at one dtype.
 
-    ``start_s`` is what drafting takes once a round, ``draft_s`` one draft step, ``catch_up_s`` what each
-    further token costs that the first step has to feed (after plain rounds), ``verify_s[k]`` a
-    verification of k drafted tokens (k + 1 rows; 0 is a plain step), ``overhead_s`` the rest of a round,
-    ``token_s`` what each committed token takes beside (its text, its record, handing it over), and
-    ``context_s`` what each token of context beyond ``context`` adds to a verification. ``plain_s`` is a plain
-    step after another one (as ``verify_s[0]`` where None): llama.cpp builds its graph anew when a pass has
-    another number of tokens than the last, which is a third of a small model's pass.
+    ``start_s`` is the part of drafting once per round, ``draft_s`` one draft step, ``catch_up_s`` each further token
+    that the first step has to feed (after plain rounds). ``verify_s[k]`` is a verification of k drafted tokens (k + 1
+    rows; 0 is a plain step), ``overhead_s`` the rest of a round, ``token_s`` the additional time of each committed
+    token (its text, its record, handing it over). ``context_s`` is added to a verification for each token of context
+    beyond ``context``. ``plain_s`` is a plain step after another one (None: as ``verify_s[0]``). They differ in
+    llama.cpp, which rebuilds its graph when a pass has another number of tokens than the last: a third of a small
+    model's pass.
     """
 
     start_s: float
@@ -87,8 +89,8 @@ class CostTable:
         return self.verify_s[0] if self.plain_s is None else self.plain_s
 
 
-# What to believe of a pair that was never measured: shares of a plain step, typical of a draft of a
-# twentieth of the target. Online they are replaced within some rounds; the first ones are guesses.
+# Costs of a pair that was never measured: shares of a plain step, typical of a draft of a twentieth of the target.
+# Online they are replaced within some rounds; the first rounds depend on these guesses.
 UNMEASURED = CostTable(
     start_s=0.02,
     draft_s=0.1,
@@ -102,11 +104,10 @@ UNMEASURED = CostTable(
 
 
 def from_samples(samples: dict[int, float]) -> tuple[float, ...]:
-    """Verification seconds for 0 to ``LONGEST`` tokens from those measured: never falling, linear between.
+    """Verification seconds for 0 to ``LONGEST`` tokens from the measured ones: non-decreasing, linear in between.
 
-    ``samples`` maps drafted tokens to the median of their seconds. A longer verification cannot be
-    cheaper than a shorter one in truth; where it was measured so, both take their mean.
-    Beyond the last sample the last slope goes on.
+    ``samples`` maps drafted tokens to the median of their seconds. A longer verification cannot really be cheaper than
+    a shorter one; if it was measured so, both get their mean. Beyond the last sample the last slope continues.
     """
     lengths = sorted(samples)
     level = rising([samples[k] for k in lengths], [1.0] * len(lengths))
@@ -114,7 +115,7 @@ def from_samples(samples: dict[int, float]) -> tuple[float, ...]:
 
 
 def _between(xs: list[int], ys: list[float], x: int) -> float:
-    """Piecewise linear through (xs, ys); the last slope goes on at the right, the first value at the left."""
+    """Piecewise linear through (xs, ys): the last slope continues on the right, the first value on the left."""
     if len(xs) == 1 or x <= xs[0]:
         return ys[0]
     i = min(bisect.bisect_left(xs, x), len(xs) - 1)
@@ -122,11 +123,11 @@ def _between(xs: list[int], ys: list[float], x: int) -> float:
 
 
 class Timed(NamedTuple):
-    """A finished round, the forwards that the draft made, and the extra tokens that the first of them was fed.
+    """A finished round: the draft made ``steps`` forwards, the first of which also fed ``waiting`` extra tokens.
 
-    ``again`` is a plain step after a plain step. ``settled`` follows so many of its sort, drafted or plain, that it
-    took what they take in a row. ``tried`` is a single drafted round among plain ones. ``apart``: of
-    acceptance and of the rate of drafting it says nothing.
+    ``again``: a plain step after a plain step. ``settled``: enough rounds of its mode, drafted or plain, came before
+    it, so its time is that of rounds in a row. ``tried``: a single drafted round among plain ones. ``apart``: not used
+    to learn acceptance or the rate of drafting.
     """
 
     outcome: Round
@@ -139,20 +140,20 @@ class Timed(NamedTuple):
 
     @property
     def own(self) -> Round:
-        """Of the outcome what the draft drafted, without what others added to it."""
+        """The part of the outcome that the draft drafted, without other drafters' tokens."""
         return self.outcome.learned or Round("none", 0, 0, self.outcome.draft_s, self.outcome.verify_s)
 
 
 class Steps:
-    """The size of the steps by which one estimate follows what is seen."""
+    """The size of the steps by which one estimate follows its observations."""
 
     def __init__(self, size: float) -> None:
         self.size = size
-        self.streak = 0.0  # observations far off on one side in a row, with their sign
+        self.streak = 0.0  # signed number of observations in a row that were far off on one side
 
     def factor(self, ratio: float) -> float:
-        """What to multiply the estimate by after one observation, of seen / expected. Where they nearly agree a step
-        shrinks, so that the estimate can rest."""
+        """The factor to apply to the estimate after an observation with this ratio of seen to expected. The step is
+        smaller if they nearly agree, so that the estimate can come to rest."""
         off = _off(ratio)
         far = not 0.8 < ratio < 1.25
         self.streak = (self.streak if self.streak * off > 0 else 0.0) + off if far else 0.0
@@ -161,20 +162,21 @@ class Steps:
 
 
 def _off(ratio: float) -> float:
-    """By how much of a step an observation moves an estimate."""
+    """The share of a step, from -1 to 1, by which an observation moves an estimate."""
     return max(-1.0, min(1.0, (ratio - 1.0) * 10.0))
 
 
 def _pass_of(timed: Timed) -> int:
-    """The number of a round's pass, as ``CostModel`` numbers them."""
+    """The number of a round's pass in ``CostModel``."""
     return 0 if timed.again else 1 + timed.outcome.drafted
 
 
 class CostModel:
-    """Costs as they are now. ``observe`` takes every round; the rest are questions.
+    """The current costs. ``observe`` takes every round; most other methods return estimates.
 
-    What a pass takes is the product of three: the table's seconds for its length, what is ``own`` to that length, and
-    the machine's ``speed``. Passes are numbered from 0, a plain step after another one; 1 + k verifies k tokens.
+    The seconds of a pass are the product of three: the table's seconds for its length, the factor ``own`` of that
+    length, and the machine's ``speed`` (1 at the table's speed, higher if slower). Passes are numbered: 0 is a plain
+    step after another one, 1 + k verifies k tokens.
     """
 
     def __init__(self, table: CostTable | None) -> None:
@@ -185,24 +187,24 @@ class CostModel:
         self.context_s, self.context = table.context_s, table.context
         self.passes_s = (table.plain_step_s, *table.verify_s)
         self.own = [1.0] * len(self.passes_s)
-        self.seen = [UNSEEN] * len(self.passes_s)  # how often each pass was seen of late
-        self.counts = [0.0] * len(self.passes_s)  # how often, over fewer rounds
-        self.lean = [0.0] * len(self.passes_s)  # to which side of what was expected each pass was of late, -1 to 1
-        self.rising = list(self.passes_s)  # seconds at speed 1, never falling
-        self.too_high: dict[int, list[float]] = {}  # by pass its shares, in the last batches in a row
-        self.guessed: set[int] = set()  # passes that were never seen, and followed one that was mended
-        self.lately: list[tuple[int, float]] = []  # the last passes, and their seconds as a share of what was expected
+        self.seen = [UNSEEN] * len(self.passes_s)  # how often each pass was seen recently
+        self.counts = [0.0] * len(self.passes_s)  # the same over fewer rounds
+        self.lean = [0.0] * len(self.passes_s)  # mean sign and size of recent deviations of each pass, -1 to 1
+        self.rising = list(self.passes_s)  # seconds at speed 1, non-decreasing
+        self.too_high: dict[int, list[float]] = {}  # ratios by pass in the last batches in a row, all below TOO_HIGH
+        self.guessed: set[int] = set()  # passes never seen that were corrected together with another one
+        self.lately: list[tuple[int, float]] = []  # the last passes, with their ratios of seen to expected seconds
         self.speed = 1.0
         self.speed_steps, self.draft_steps = Steps(SPEED_STEP), Steps(DRAFT_STEP)
         self.between = Between(self.overhead_s, self.token_s)
-        self.now = 0.0  # seconds that the present context adds to a verification
+        self.now = 0.0  # seconds that the current context adds to a verification
 
     def at(self, context: int) -> None:
-        """The committed text now has ``context`` tokens."""
+        """Set the length of the committed text to ``context`` tokens."""
         self.now = self.context_s * (context - self.context)
 
     def draft(self, length: int, waiting: int = 0) -> float:
-        """Seconds of drafting ``length`` tokens when the draft has ``waiting`` tokens to catch up with."""
+        """Seconds of drafting ``length`` tokens if the draft has ``waiting`` tokens to catch up with."""
         start_s = self.start_s if length else 0.0
         return self.speed * (start_s + length * self.draft_s + waiting * self.catch_up_s)
 
@@ -211,8 +213,8 @@ class CostModel:
         return self.speed * self.draft_s
 
     def verify(self, length: int) -> float:
-        """Seconds of verifying ``length`` drafted tokens; 0 is a plain step among other rounds. Of more than
-        ``LONGEST``, which only a grammar and several answers together have, each takes what the last ones do."""
+        """Seconds of verifying ``length`` drafted tokens; 0 is a plain step among other rounds. Beyond ``LONGEST``,
+        which only a grammar and joint passes of several answers reach, the slope of the last lengths continues."""
         if length > LONGEST:
             half, longest = self.verify(LONGEST // 2), self.verify(LONGEST)
             return longest + (longest - half) / (LONGEST - LONGEST // 2) * (length - LONGEST)
@@ -223,18 +225,18 @@ class CostModel:
         return self.speed * max(self.rising[0] + self.now, 1e-9)
 
     def round(self, length: int, waiting: int = 0) -> float:
-        """Seconds of a whole round of ``length`` drafted tokens, apart from what its committed tokens take; 0 is a
-        round of plain decoding."""
+        """Seconds of a whole round of ``length`` drafted tokens, without the time per committed token; 0 is a round of
+        plain decoding."""
         if not length:
             return self.plain() + self.speed * self.overhead_s
         return self.draft(length, waiting) + self.beside_drafting(length)
 
     def beside_drafting(self, length: int) -> float:
-        """Seconds of a round of ``length`` drafted tokens apart from drafting them."""
+        """Seconds of a round of ``length`` drafted tokens without the drafting."""
         return self.verify(length) + self.speed * self.overhead_s
 
     def observe(self, rounds: Sequence[Timed]) -> bool:
-        """Learn from finished rounds. Returns whether a cost that was far too high has just been mended."""
+        """Learn from finished rounds. Returns whether a cost that was far too high has just been corrected."""
         if rounds and not self.measured:
             self._first(rounds[0].outcome)
         rounds = rounds[:: 1 if len(rounds) <= FEW else 2]
@@ -242,18 +244,18 @@ class CostModel:
         shares = self._shares(rounds)
         for timed in rounds:
             outcome, steps, waiting, _, settled, *_ = timed
-            if outcome.drafted > LONGEST:  # nothing is known of those by themselves
+            if outcome.drafted > LONGEST:  # their costs are extrapolated
                 continue
             i = _pass_of(timed)
             ratio = outcome.verify_s / (self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9))
-            if i in self.guessed:  # what is seen of it first is worth more than the guess
+            if i in self.guessed:  # the first observation replaces the guess
                 self.guessed.remove(i)
                 self.own[i] *= max(TOO_HIGH, min(1 / LEAST, ratio))
                 ratio = 1.0
             passes.append((i, ratio))
             if steps and (settled or waiting > steps):
                 factor = self.draft_steps.factor(outcome.draft_s / self.draft(steps, waiting))
-                if waiting > steps:  # mostly that
+                if waiting > steps:  # most of the time was catching up
                     self.catch_up_s *= factor
                 else:
                     self.start_s, self.draft_s = self.start_s * factor, self.draft_s * factor
@@ -267,7 +269,7 @@ class CostModel:
         return mended
 
     def _shares(self, rounds: Sequence[Timed]) -> list[float]:
-        """Of each pass the share that it has of those of late, with these rounds."""
+        """The share of each pass among recent ones, including these rounds."""
         keep = KEEP_SHARE ** len(rounds)
         self.counts = [keep * n for n in self.counts]
         for timed in rounds:
@@ -277,11 +279,11 @@ class CostModel:
         return [n / whole for n in self.counts]
 
     def _follow(self, i: int, ratio: float, others: float) -> None:
-        """Move what is own to pass ``i`` towards what was seen of it, as a share of what was expected.
+        """Move the own factor of pass ``i`` by an observation of this ``ratio`` of seen to expected seconds.
 
-        ``others`` is the share of other passes lately. Where there were none it stays where it is: only its product
-        with the speed is seen, and that it is the machine which has become slower cannot be told from this pass alone.
-        Were it to follow, whatever the machine does would move the passes that are in use away from those that are not.
+        ``others`` is the share of other passes recently. If there were none the factor stays: only its product with the
+        speed is observed, and this pass alone cannot show whether the whole machine has become slower. If the factor
+        moved, any change of the machine would move the passes in use away from those not in use.
         """
         off = _off(ratio)
         lean = self.lean[i] = self.lean[i] + LEAN_STEP * (max(-FAR, min(FAR, ratio - 1.0)) / FAR - self.lean[i])
@@ -289,12 +291,12 @@ class CostModel:
         self.seen[i] += 1.0
 
     def _mend(self, passes: Sequence[tuple[int, float]]) -> bool:
-        """Believe no longer what was measured in a bad moment: a pass that takes far less than expected in some batches
-        in a row, while the others do not, is set to the most that was seen of it. Those of other numbers of drafted
-        tokens that were never seen, or were found too dear as well, were measured in that moment too, and go with it.
-        Whether there was one.
+        """Correct costs that were measured at a bad moment. A pass that takes far less than expected in ``PATIENCE``
+        batches in a row, while the others do not, is set to the highest ratio seen. If it verifies drafted tokens, so
+        are the passes of other numbers of drafted tokens that were never seen or were found too high as well, since
+        they were measured at the same moment. Returns whether any was corrected.
 
-        Small steps would take hundreds of rounds of that length, which costs that are far too high do not allow.
+        Small steps would take hundreds of rounds of that length, and costs that are far too high prevent such rounds.
         """
         mended = False
         for i in {i for i, _ in passes}:
@@ -317,25 +319,25 @@ class CostModel:
         return mended
 
     def _rise(self) -> None:
-        """A longer verification is never cheaper, and plain decoding no dearer than any: passes that were seen
-        otherwise take their mean, by how often each was of late."""
+        """Update ``rising``: a longer verification is never cheaper, and plain decoding is the cheapest. Passes that
+        were observed otherwise get their mean, weighted by how often each was seen recently."""
         self.seen = [UNSEEN + KEEP_SEEN * (n - UNSEEN) for n in self.seen]
         self.rising = rising(map(operator.mul, self.passes_s, self.own), self.seen)
 
     def with_tokens(self, rate: float) -> float:
-        """Tokens per second where rounds alone would give ``rate``: what every token takes beside comes on top.
+        """Tokens per second including the time per token, if rounds alone would give ``rate``.
 
-        The same is added to every way of decoding, so it never changes which one is best.
+        The same time is added in every mode of decoding, so it never changes which one is best.
         """
         return 1 / (1 / rate + self.speed * self.token_s)
 
     def observe_between(self, times: int, seconds: float, tokens: int) -> None:
-        """Learn from the ``seconds`` between some rounds, in which the caller had ``tokens`` tokens to deal with."""
+        """Learn from the ``seconds`` between ``times`` rounds, in which the caller handled ``tokens`` tokens."""
         self.between.observe(times, tokens, seconds / self.speed)
         self.overhead_s, self.token_s = self.between.of_round, self.between.of_token
 
     def _first(self, outcome: Round) -> None:
-        """Scale the typical shares to the first round seen, so that steps start near the truth."""
+        """Scale the typical shares to the first round seen, so that the steps start near the true costs."""
         self.measured = True
         self.speed = outcome.verify_s / self.passes_s[1 + min(outcome.drafted, LONGEST)]
 
@@ -346,11 +348,11 @@ class CostModel:
         return off <= STRAY * len(self.lately)
 
     def sure_of_verifying(self) -> bool:
-        """Whether verifications of drafted tokens were seen a few times of late."""
+        """Whether verifications of drafted tokens were seen a few times recently."""
         return sum(self.seen[2:]) > ENOUGH_SEEN
 
     def table(self) -> CostTable:
-        """The present costs, to be kept for the next session."""
+        """The current costs, to be stored for the next session."""
         return CostTable(
             start_s=self.start_s * self.speed,
             draft_s=self.draft_s * self.speed,

@@ -1,24 +1,25 @@
-"""The default policy: as many drafted tokens as make the most expected tokens per second.
+"""The default policy: drafts the number of tokens that maximises the expected tokens per second.
 
-A round of length K commits 1 + (accepted) tokens and takes draft(K) + verify(K) + overhead seconds.
-Over many rounds the rate is E[tokens] / E[seconds], and K = 0, plain decoding, is one of the choices.
+A round of length K commits 1 + (accepted) tokens and takes draft(K) + verify(K) + overhead seconds. Over many rounds
+the rate is E[tokens] / E[seconds]. K = 0, plain decoding, is one of the choices.
 
-**Within a round.** Let r be the rate in use. Another token is worth drafting when the tokens it is
-expected to add exceed what its time would yield at rate r:
+**Within a round.** Let r be the current rate. Another token is worth drafting if the tokens it is expected to add
+exceed what its time would yield at rate r:
 
     P(all before it accepted) * P(it is accepted) > r * (draft step + longer verification).
 
-Both probabilities come from the draft's own confidence, calibrated on what was accepted. A draft that stops by this
-rule adapts to every sentence, and needs no best length. Where confidence is not to be had (``attentive`` is off), the
-length of the best fixed rate is drafted, from acceptance by position.
+Both probabilities come from the draft's own confidence, calibrated on observed acceptance. A draft that stops by this
+rule adapts to every sentence and needs no best length. If the confidence is not available (``attentive`` is off), the
+fixed length of the highest rate is drafted, from acceptance by position.
 
-**Whether to speculate at all.** If the rate that speculation reached lately is above that of plain decoding, yes. If
-not, it goes on being tried out of a budget of time (``tries.py``). So a useless draft costs at most a hundredth of it
-and what the budget held, while a draft that has become useful pays for its own tries from the first one on.
+**Whether to speculate at all.** Yes, if the recent rate of speculation is above that of plain decoding. If not, tries
+continue out of a budget of time (``tries.py``). So a useless draft costs at most 1% of the time plus the budget's
+initial content, while a draft that has become useful pays for its own tries from the first one on.
 
-**Both ways as they are in use.** A single drafted round among plain ones, or a plain one among drafted, does not take
-what it takes in a row: threads sleep, weights have left the caches. So now and then a block of rounds is decoded the
-way that is not in use (``Blocks``); only settled rounds are learned from and compared (``SeenTimes``).
+**Both modes as they are in use.** A single drafted round among plain ones, or a plain one among drafted ones, does not
+take the time of such rounds in a row: threads sleep, weights have left the caches. So from time to time a block of
+rounds is decoded in the mode not in use (``Blocks``), and only settled rounds are learned from and compared
+(``SeenTimes``).
 """
 
 from __future__ import annotations
@@ -41,22 +42,23 @@ from adaptive.control.tries import BUDGET, Tries
 from adaptive.machine import LoadWatch
 from adaptive.types import Round
 
-# Imaginary rounds, at the rate that acceptance by position predicts, in the rate of speculation.
+# Imaginary rounds in the rate of speculation, at the rate that acceptance by position predicts.
 RATE_WEIGHT = 4.0
-# Times that a try may have taken less than expected and still be charged that. A clock's noise is not to pay for tries.
+# Ratio of expected to observed seconds up to which a try is charged the expected ones, so that the clock's noise does
+# not pay for tries. Beyond it the try is charged this multiple of the observed seconds.
 FAR_LESS = 1.25
-# Probability of acceptance that a first token must have to be worth its verification, above which tries verify theirs
-# whatever it is until that cost is sure: hardly any token would be verified, and what is not done is not learned.
+# Threshold of a first token's probability of acceptance above which tries verify their first token at any confidence,
+# until the cost of verification is reliable. Otherwise hardly any token would be verified, and the cost never learned.
 DEAR = 0.5
-# Bounds of what a second beyond a plain round's may be found to take.
+# Bounds of the learned cost of a second beyond a plain round's.
 LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
-# The draft length by which drafting and plain decoding are compared, where times of several lengths are seen.
+# The draft length by which drafting and plain decoding are compared, since rounds of several lengths are timed.
 COMPARED = 3
-# Decisions for which the best length by acceptance at each position is kept: its inputs move by a percent a round.
+# Decisions for which the best length by acceptance at each position is kept: its inputs change by a percent per round.
 REFRESH = 4
-# Weight of one answer in the running mean of their lengths, and the mean to begin with (tokens).
+# Weight of one answer in the running mean of answer lengths, and its initial value (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
-# Tokens to catch up with that are not worth a thought.
+# Tokens to catch up with whose time is ignored in decisions.
 FEW_WAITING = 8
 
 
@@ -76,8 +78,8 @@ class GoodputLength(LengthPolicy):
         clock: Callable[[], float] = time.perf_counter,
         watch: LoadWatch | None = None,
     ) -> None:
-        """``watch`` tells whether other programs use the machine, whose costs are then kept apart. ``clock`` may stand
-        still while they have the processor."""
+        """``watch`` detects whether other programs use the machine; the costs of the busy machine are kept separately.
+        ``clock`` may stand still while other programs have the processor."""
         self.costs = CostModel(costs)
         self.acceptance = acceptance or Acceptance()
         self.calibration = calibration or Calibration()
@@ -86,30 +88,30 @@ class GoodputLength(LengthPolicy):
         self.clock = clock
         self.watch = watch
         self.busy = False
-        self._other: tuple[CostModel, SeenTimes] | None = None  # of the machine as it is not now: quiet or busy
+        self._other: tuple[CostModel, SeenTimes] | None = None  # of the machine's other state, quiet or busy
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
         self.times = SeenTimes()
         self.joint = JointCosts()
         self.answer_tokens, self.this_answer = ANSWER_TOKENS, 0
-        self.tries, self.trying = Tries(), False  # whether what is drafted now is a try
+        self.tries, self.trying = Tries(), False  # whether the current draft is a try
         self.blocks = Blocks()
-        # What was seen since the last decision: rounds, how sure the draft was in each (bins of its confidence),
-        # and in how many rounds how much time passed beside the models, with how many tokens.
+        # Since the last decision: rounds; the bins of the draft's confidence in each; and for the time outside of the
+        # models: the number of rounds, the seconds and the committed tokens.
         self.seen: list[Timed] = []
         self.sure: list[list[int]] = []
         self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
-        # Since it was last asked: when that was, in this answer; rounds, their seconds and their tokens.
+        # The time of the last ``next_length`` of this answer, and since then: rounds, their seconds and their tokens.
         self.asked: float | None = None
         self.rounds, self.rounds_s, self.committed = 0, 0.0, 0
         self.decided, self.waiting = False, 0
-        self.age = 0  # decisions since the best length by position was computed, 0 to have it computed
+        self.age = 0  # decisions since the best length by position was computed; 0 to compute it
         self.batch = Batch()
         self.stopping = Stopping(self.longest, LONGEST_BATCH)
         self.best, self.speculating, self.longer = 1, False, 1.0
         self._decide(0, 0)
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
-        """The most tokens to draft; ``advise`` ends the draft before that where the policy is attentive."""
+        """The most tokens to draft; ``advise`` may end the draft earlier if the policy is attentive."""
         now = self.clock()
         if self.watch is not None and self.watch.look():
             self.machine(self.watch.busy)
@@ -133,32 +135,32 @@ class GoodputLength(LengthPolicy):
             self.steady = block
             return 0
         if not block and not self.drafting:
-            # Plain rounds change nothing until a try can be paid for, or a block is due.
+            # Plain rounds change nothing until the budget covers a try or a block is due.
             self.steady = max(1, int(min(self.tries.wait, self.blocks.until_next)))
             return 0
         if limit <= 0:
             return 0
         if self.speculating and waiting > FEW_WAITING and not self._worth_catching_up(limit):
-            if not self.tries.due:  # what there is to read only grows in this answer
+            if not self.tries.due:  # the tokens to catch up with only grow in this answer
                 self.steady = max(1, min(self.batch.rounds - len(self.seen), int(self.tries.wait)))
                 return 0
-            self.trying = True  # else nothing would ever be seen of a draft that answers are too short for
+            self.trying = True  # else a draft is never observed if answers are too short for it to catch up
         elif self.speculating or block:
             self.steady = min(self.batch.rounds - len(self.seen), block or self.batch.rounds)
-        else:  # tries are learned from one by one, but those on trial together
+        else:  # tries are learned from one by one, those on trial together
             self.steady = max(1, self.tries.on_trial_here - len(self.seen))
         self.expected = self.expected_speculative
         return min(limit, self.longest if self.attentive else self.best)
 
     def _block_is_due(self, waiting: int) -> bool:
-        """Whether enough rounds have passed since the last block, also for what the draft has to catch up with."""
+        """Whether enough rounds have passed since the last block, also to pay for the draft's catching up."""
         over = -self.blocks.until_next
         if over < 0 or self.speculating or waiting <= FEW_WAITING:
             return over >= 0
         return over >= self.costs.draft(0, waiting) / (BLOCK_SHARE * self.plain_s)
 
     def _decide(self, context: int, waiting: int) -> None:
-        """Whether to draft in the coming rounds, and the thresholds of ``advise``, from what is known now."""
+        """Decide from the current estimates whether to draft in the coming rounds, and the thresholds of ``advise``."""
         costs = self.costs
         costs.at(context)
         self.plain_s = costs.round(0)
@@ -175,8 +177,8 @@ class GoodputLength(LengthPolicy):
         if self.speculating is not speculating:
             self.blocks.cancel()
         rate = self._rate_ahead()
-        # A token is dropped where verifying it costs more tokens at the present rate than it brings, with the best of
-        # what may follow it; it is the last one where a further one does, which has to be drafted first.
+        # A token is dropped if verifying it costs more tokens at the current rate than it brings, together with the
+        # best continuation. It is the last one if that holds for the next token, which has to be drafted as well.
         if self.attentive:
             worth = rate * costs.speed * self.marginal
             drop_below, last_below = ([worth * p for p in prices] for prices in (self.prices, self.further))
@@ -197,36 +199,36 @@ class GoodputLength(LengthPolicy):
         return self.speculative * self.plain_s > 1
 
     def _rate_ahead(self) -> float:
-        """Tokens per second at which what a drafted token brings would be said otherwise."""
+        """Tokens per second at which the tokens of a draft would be produced otherwise."""
         return max(1 / self.plain_s, self.speculative)
 
     def _worth(self, likely: float, said: int) -> float:
-        """Of a try that committed ``said`` tokens, where as many as ``likely`` were to be expected: plain rounds' time
-        that saying them otherwise takes."""
+        """The value of a try in plain rounds: the time in which its tokens would be produced otherwise. It committed
+        ``said`` tokens; ``likely`` were expected, given the draft's confidence."""
         return likely
 
     def _most_budget(self) -> float:
-        """Plain rounds' time that tries may have at once."""
+        """The most that the budget of tries may hold, in plain rounds."""
         return BUDGET
 
     def _fed(self, waiting: int) -> int:
-        """Of the tokens that the draft had to catch up with, those that belong to the round."""
+        """Of the tokens that the draft had to catch up with, those whose time counts as the round's."""
         return waiting if waiting <= FEW_WAITING else 0
 
     def _prices(self) -> tuple[list[float], list[float]]:
-        """What a sure token takes, at speed 1 (``prices``)."""
+        """The seconds of a sure token at speed 1 (see ``prices``)."""
         costs = self.costs
         verify = [costs.verify(k) for k in range(self.longest + 1)]
         known, further = prices(verify, costs.draft_step(), self.acceptance.estimate())
         return [seconds / costs.speed for seconds in known], [seconds / costs.speed for seconds in further]
 
     def _cost_of_trying(self, waiting: int) -> float:
-        """What one drafted token costs if it is rejected, in plain rounds."""
+        """The cost of one drafted token that is rejected, in plain rounds."""
         costs = self.costs
         return (costs.draft(1, waiting) + costs.verify(1) - costs.plain() + self._going_back()) / self.plain_s
 
     def _going_back(self) -> float:
-        """Seconds by which the first plain step after another round takes longer than the next."""
+        """The additional seconds of the first plain step after another round, over the next plain step."""
         return self.costs.verify(0) - self.costs.plain()
 
     def _best_fixed(self) -> tuple[int, float]:
@@ -245,44 +247,44 @@ class GoodputLength(LengthPolicy):
         return best, predicted
 
     def _marginal(self) -> float:
-        """What a second of drafting and verifying beyond a plain round's really takes, relative to plain rounds: less
-        than 1 where what makes rounds take longer comes with every pass, whatever its length."""
+        """The real cost of a second of drafting and verifying beyond a plain round's, relative to plain rounds: less
+        than 1 if the additional time of drafted rounds comes with every pass, whatever its length."""
         beyond = self.costs.round(self.best) / self.plain_s - 1.0
         if beyond <= 0:
             return 1.0
         return min(max((self.longer * (1.0 + beyond) - 1.0) / beyond, LEAST_MARGINAL), MOST_MARGINAL)
 
     def _speculative_rate(self) -> float:
-        """Tokens per second of speculation lately, shrunk towards the prediction."""
+        """Tokens per second of recent speculation, shrunk towards the prediction."""
         speed = self.costs.speed
         weight = RATE_WEIGHT * self.costs.round(self.best) / speed
         return self.recent.rate(self.predicted * speed / self.longer, weight * self.longer) / speed
 
     def _worth_catching_up(self, limit: int) -> bool:
-        """Whether the rest of the answer will save the time of feeding the draft what it has not seen."""
+        """Whether the rest of the answer will save the time of feeding the draft the tokens that it has not seen."""
         return self._tokens_left(limit) * (self.plain_s - 1 / self.speculative) > self.costs.draft(0, self.waiting)
 
     def _tokens_left(self, limit: int) -> float:
-        """How many tokens the answer is expected to go on for."""
+        """The expected number of tokens until the answer ends."""
         return min(limit + 1, max(self.answer_tokens - self.this_answer, self.answer_tokens / 2))
 
     def advise(self, position: int, confidence: float) -> Advice:
-        """Drop a token whose verification is not worth its time; go on while a further one is."""
+        """Drop a token whose verification is not worth its time; continue while a further token is."""
         return self.stopping(position, confidence)
 
     @property
     def expected_speed_up(self) -> float | None:
-        """From the rate of speculation lately and the costs; None where nothing was measured yet."""
+        """From the recent rate of speculation and the costs; None before anything was measured."""
         return self.speculative * self.plain_s if self.costs.measured else None
 
     @property
     def adviser(self) -> Adviser | None:
-        """The thresholds themselves."""
+        """The thresholds, if the policy is attentive."""
         return self.stopping if self.attentive else None
 
     def observe(self, outcome: Round, apart: bool = False) -> None:
-        """Keep a finished round. They are learned from in batches, at once after a try, and after all on trial. Of one
-        that is ``apart`` only costs and confidence are: it is of another sort than those that are decided of."""
+        """Keep a finished round. Rounds are learned from in batches; a try at once; those on trial together. A round
+        ``apart`` teaches only costs and confidence: it is of another kind than the rounds being decided about."""
         bins = self._bins()
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         tokens, drafted = 1 + outcome.accepted, steps > 0
@@ -299,14 +301,14 @@ class GoodputLength(LengthPolicy):
             self.settle()
 
     def _bins(self) -> list[int]:
-        """How sure the draft was in the round that is told now, at each position."""
+        """The bins of the draft's confidence at each position of the round being observed."""
         return self.stopping.bins_of(self.rounds) if self.attentive else []
 
     def _ended(self, timed: Timed) -> None:
-        """A round has ended, which is learned from later."""
+        """Hook: a round has ended. It is learned from later."""
 
     def settle(self) -> None:
-        """Learn costs, acceptance and calibration from the rounds seen since the last time."""
+        """Learn costs, acceptance and calibration from the rounds observed since the last time."""
         seen, sure = self.seen, self.sure
         if self.beside:
             self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
@@ -315,7 +317,7 @@ class GoodputLength(LengthPolicy):
             self.batch.restart()
         else:
             self.batch.grow(self.plain_s)
-        if mended:  # what speculation seemed to bring at the old costs says nothing
+        if mended:  # the rate of speculation was computed with the old costs
             self.recent.forget()
             self.times = SeenTimes()
             self.age = 0
@@ -325,14 +327,14 @@ class GoodputLength(LengthPolicy):
         self.acceptance.observe([timed.own for timed in seen if timed.outcome.drafted and not timed.apart])
         if any(sure):
             self.calibration.calibrate()
-        # Plain rounds say nothing new of the draft: as long as no try can be paid for, the decision stands.
+        # Plain rounds show nothing new about the draft: while the budget does not cover a try, the decision stays.
         plain = not self.speculating and not any(timed.steps for timed in seen)
         self.decided = self.decided and plain and not self.tries.affordable
         self.seen, self.sure = [], []
         self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
 
     def _learn(self, timed: Timed, bins: list[int], compared: float) -> None:
-        """Rate, budget and calibration after one round; ``compared`` as in ``SeenTimes``."""
+        """Update rate, budget and calibration by one round; ``compared`` as in ``SeenTimes``."""
         costs, own, (outcome, steps, waiting, again, settled, tried, apart) = self.costs, timed.own, timed
         took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
         if not steps:
@@ -347,13 +349,13 @@ class GoodputLength(LengthPolicy):
         tokens = 1.0 + own.accepted
         if self.attentive:
             judged = bins[: min(own.drafted, own.accepted + 1)]
-            # How likely the judged tokens were says the same as what came of them, with less chance in it.
+            # The sum of calibrated probabilities estimates the accepted tokens with less noise than their count.
             tokens = 1.0 + sum(self.calibration.table[b] for b in judged)
             self.calibration.observe(bins, own.drafted, own.accepted)
         on_trial = own.drafted > 0 and self.tries.judge()
         if apart:
             return
-        longer = self.longer if own.drafted else 1.0  # what was dropped takes what a plain step takes
+        longer = self.longer if own.drafted else 1.0  # a round whose draft was dropped takes a plain step's time
         if self.recent.observe(1 + own.accepted, longer * seconds / costs.speed):
             self.acceptance.changed()
             self.calibration.changed()
@@ -361,10 +363,10 @@ class GoodputLength(LengthPolicy):
             self.batch.restart()
         if on_trial and tried:
             return
-        if not tried and not self.speculating:  # a block's, which has a share of its own
+        if not tried and not self.speculating:  # a round of a block; blocks have their own share of the time
             return
         catching_up = costs.draft(0, waiting) if waiting > FEW_WAITING and tried else 0.0
-        # What it really took, if that was far less: costs that are believed too high are found out by tries.
+        # Charge the observed time if it was far less, so that tries reveal costs that are estimated too high.
         catching_up = min(catching_up, FAR_LESS * took)
         seconds = min(longer * seconds, FAR_LESS * took - catching_up)
         if tried:
@@ -374,8 +376,8 @@ class GoodputLength(LengthPolicy):
         self.tries.spend(worth, seconds / self.plain_s, catching_up / self.plain_s)
 
     def machine(self, busy: bool) -> None:
-        """Other programs use the machine from now on, or no longer. What a round costs then is another matter, which is
-        kept apart; the first time it starts from what was known."""
+        """Switch to the costs of the machine with or without other programs (``busy``), which are kept separately. The
+        first switch copies the costs known so far."""
         if busy is self.busy:
             return
         self.settle()
@@ -385,10 +387,10 @@ class GoodputLength(LengthPolicy):
         self.decided, self.age = False, 0
 
     def remeasured(self, table: CostTable, busy: bool) -> None:
-        """Costs were measured anew, on a machine that others used or did not use meanwhile."""
+        """Use newly measured costs, of a machine that was ``busy`` with other programs or not."""
         self.settle()
         measured = CostModel(table), SeenTimes()
-        if busy is self.busy or not self.costs.measured:  # a busy machine's costs are better than a guess
+        if busy is self.busy or not self.costs.measured:  # measured on a busy machine is better than a guess
             self.costs, self.times = measured
             self.decided, self.age = False, 0
         else:
@@ -396,23 +398,23 @@ class GoodputLength(LengthPolicy):
 
     @property
     def quiet_costs(self) -> CostModel:
-        """Costs of the machine when nobody else uses it, as far as they are known."""
+        """Costs of the machine without other programs, as far as they are known."""
         return self.costs if not self.busy or self._other is None else self._other[0]
 
     def among(self, scope: Scope) -> Beside:
-        """By the same costs and the same acceptance; see ``among.py``."""
+        """A chooser with the same costs and acceptance; see ``among.py``."""
         return GoodputBeside(self, scope)
 
     def shared(self, rows: int, seconds: float) -> None:
-        """A pass for several took so long; of what a lone round takes it says nothing."""
+        """Learn from a pass shared by several answers. It shows nothing about the time of a lone round."""
         self.joint.observe(self.costs, rows, seconds)
 
     def drafted(self, answers: int, length: int, seconds: float) -> None:
-        """The same of what the drafts of several took."""
+        """The same for the drafts of several answers."""
         self.joint.drafted(self.costs, answers, length, seconds)
 
     def begin(self, scope: Scope) -> None:
-        """Estimates of another session or temperature start from the general ones."""
+        """Start an answer; estimates of a new session or temperature start from the general ones."""
         self.settle()
         self.decided, self.age = False, 0
         self.acceptance.begin(scope.session, scope.drafter, scope.temperature)
@@ -426,7 +428,7 @@ class GoodputLength(LengthPolicy):
             self.machine(self.watch.busy)
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
-        """Doubt what was learned of the draft, start from what is expected of this one, and look again at once."""
+        """Discount what was learned about the old draft, start from ``expected``, and make a block of rounds due."""
         self.settle()
         self.decided, self.age = False, 0
         self.acceptance.swapped(expected)

@@ -1,4 +1,4 @@
-"""Isotonic regression: the nearest sequence that never falls (pool adjacent violators)."""
+"""Isotonic regression: the nearest non-decreasing sequence (pool adjacent violators)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 
 def rising(values: Iterable[float], weights: Iterable[float]) -> list[float]:
-    """The never falling sequence of least weighted squared distance from ``values``: neighbours that fall take their
-    mean. Weights are above 0."""
+    """The non-decreasing sequence of least weighted squared distance from ``values``: decreasing neighbours get
+    their mean. Weights must be above 0."""
     blocks: list[tuple[float, float, int]] = []  # mean, weight, values in it
     for value, by in zip(values, weights, strict=True):
         mean, weight, count = value, by, 1

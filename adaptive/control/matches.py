@@ -1,13 +1,14 @@
-"""What a match in earlier text is worth: from its length and how far matches agree, to the probability of acceptance.
+"""Calibrates matches in earlier text: from a match's length and the agreement of matches to the probability of
+acceptance.
 
-In: for every token that history found its bin (``LENGTHS`` lengths of match in each of ``AGREEMENTS`` ways of agreeing,
-drafting/suffixes.py), and afterwards how many of them were said, whoever had proposed them: a token that the target
-accepts with probability p is the one that it says with probability p. Out: the probability that each of a chain of
-tokens is accepted, given that all before it were, and that all up to it are.
+In: for every token that history found, its bin (``LENGTHS`` lengths of match times ``AGREEMENTS`` kinds of agreement,
+see drafting/suffixes.py), and afterwards how many of the tokens the target produced, whichever drafter had proposed
+them: a token that the target accepts with probability p is also the one that it produces with probability p. Out: for
+the tokens of a chain, the probability that each is accepted given that all before it were, and that all up to it are.
 
-As the model's confidence (``confidence.py``): discounted counts by bin, believed to be the usual ones where little was
-seen, and kept in order: a longer match that agrees in the same way is not less likely to be right. Apart by source (the
-running text, the records) and by temperature, since a token that is drawn is less sure than the likeliest.
+The method is that for the model's confidence (``confidence.py``): discounted counts per bin, shrunk towards prior
+shares, and kept in order: a longer match with the same agreement is not less likely to be right. Counts are separate by
+source (the running text, the records) and by temperature, because a drawn token is less certain than the likeliest.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from collections.abc import Sequence
 
 from adaptive.control.isotonic import rising
 
-# Bins of the length of a match, and of agreement: most matches say another thing, not all the same, there is only one,
-# all of two or three, all of more.
+# Numbers of bins, for the length of a match and for agreement. Agreement, in order: most matches continue otherwise; at
+# least half agree, but not all; there is one match; two or three, all agree; more, all agree.
 LENGTHS, AGREEMENTS = 8, 5
-# What to believe of a bin before anything was seen: shares that were accepted in the lived session's answers, rounded.
+# Acceptance of each bin before anything is observed: rounded shares from a run of benchmarks/lived_session.py.
 PRIORS: tuple[float, ...] = (
     0.15, 0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.45,
     0.25, 0.35, 0.45, 0.50, 0.60, 0.65, 0.70, 0.70,
@@ -28,19 +29,19 @@ PRIORS: tuple[float, ...] = (
     0.35, 0.55, 0.70, 0.80, 0.85, 0.90, 0.92, 0.95,
     0.50, 0.65, 0.80, 0.85, 0.90, 0.93, 0.95, 0.97,
 )  # fmt: skip
-# What is left of a bin's counts after one later observation in it (a memory of about 100 tokens), and imaginary
-# observations of the prior. Longer is late after a change of subject, shorter makes rarely visited bins jump.
+# Factor on a bin's counts at each later observation in it (a memory of about 100 tokens), and imaginary observations of
+# the prior. A longer memory is late after a change of subject, a shorter one makes rarely visited bins jump.
 KEEP, WEIGHT = 0.99, 5.0
-# The usual shares times what all bins together show: accepted over what the usual shares promised of the same tokens,
-# between imaginary tokens of which it is 1, and at most. Text of a high temperature disappoints in every bin alike.
+# The priors are scaled by the result of all bins together: the tokens accepted, over the number that the priors
+# promised for the same tokens. SCALE_WEIGHT imaginary tokens have a scale of 1; MOST_SCALE is the upper bound. Text of
+# a high temperature falls short in all bins alike.
 SCALE_WEIGHT, MOST_SCALE = 4.0, 1.1
-# Rounds until the tables are computed anew: a round moves them by a hundredth, and computing one takes as long as
-# finding a match.
+# Rounds until the tables are recomputed: a round changes them by 1%, and computing one takes as long as a lookup.
 ANEW_EVERY = 16
 
 
 class Bins:
-    """Counts and calibrated acceptance by bin. ``table`` is the share of every bin that is accepted, as of the last
+    """Counts and calibrated acceptance by bin. ``table`` is the acceptance of every bin, recomputed every
     ``ANEW_EVERY`` rounds.
 
     ``tally``: the discounted number of accepted tokens, the number that ``PRIORS`` promised of the same tokens, and for
@@ -57,12 +58,12 @@ class Bins:
         self._calibrate()
 
     def shares(self, bins: Sequence[int]) -> list[float]:
-        """That of these bins."""
+        """The acceptance of each of these bins."""
         table = self.table
         return [table[b] for b in bins]
 
     def observe(self, bins: Sequence[int], accepted: int) -> None:
-        """Tokens of these bins were found, and so many of them are what was said."""
+        """Count tokens of these bins that were found; the target produced the first ``accepted`` of them."""
         tally = self.tally
         for place, b in enumerate(bins[: accepted + 1]):
             hits, misses = self.accepted[b], self.rejected[b]
@@ -74,7 +75,7 @@ class Bins:
         self.counted()
 
     def counted(self) -> None:
-        """Take note that the tokens of one more round were counted."""
+        """Note that the tokens of one more round were counted."""
         self.rounds += 1
         if self.rounds % ANEW_EVERY == 0:
             self._calibrate()
@@ -95,11 +96,11 @@ class Bins:
 
 
 class Matches:
-    """The calibration of every source at every temperature (to a tenth)."""
+    """The calibration of each source at each temperature (to a tenth)."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, Bins] = {}
 
     def of(self, source: str, temperature: float) -> Bins:
-        """That of one source at a temperature."""
+        """The calibration of one source at a temperature."""
         return self.kinds.setdefault(f"{source}@{temperature:.1f}", Bins())

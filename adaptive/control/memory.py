@@ -1,9 +1,9 @@
-"""``controller.json``: what the controller learned of a pair, from one session to the next.
+"""``controller.json``: what the controller learned of a pair, stored from one session to the next.
 
-Costs in seconds, acceptance counts by position, calibration counts by confidence. Written beside the
-old file and moved over it, so that a killed process leaves one or the other whole. A file that cannot
-be read is no reason to stop: the controller then learns anew. Where several processes use a pair, the first one
-keeps the file (``keeping``); the others only read it.
+It holds costs in seconds, and acceptance counts by position, by confidence and by match. A new file is written beside
+the old one and moved over it, so a killed process leaves one of them whole. If the file cannot be read, the controller
+starts without it. If several processes use a pair, the first one writes the file (``keeping``) and the others only read
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from adaptive.control.policy import LengthPolicy
 from adaptive.control.sources import GoodputWithHistory
 from checkpoints import files
 
-# Seconds after which costs are measured anew in a quiet moment: a machine gets updates, other programs, a new place.
+# Seconds after which costs are measured again in a quiet moment: updates, other programs or a move may change them.
 DAY = 86_400.0
 
 Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -73,7 +73,7 @@ class _Matches(BaseModel):
 
 
 class _File(BaseModel):
-    """The file. One of another version is not read."""
+    """The file. A file of another version is not read."""
 
     version: Literal[4] = 4
     device: str
@@ -90,10 +90,10 @@ class _File(BaseModel):
 class Memory:
     """What one session leaves to the next.
 
-    ``device`` says for which devices and dtypes the costs hold, ``machine`` on which machine in which state of power
-    they were measured (``adaptive.machine.identity``), ``measured`` when, in seconds since the epoch (0: not while the
-    machine was quiet); ``adapter`` which draft the acceptance is that of. ``costs`` is None where nothing was measured.
-    ``matches`` is what matches in earlier text were worth.
+    ``device`` names the devices and dtypes for which the costs hold; ``machine`` the machine and its power state on
+    which they were measured (``adaptive.machine.identity``); ``measured`` the time, in seconds since the epoch (0: the
+    machine was not quiet); ``adapter`` the draft whose acceptance is stored. ``costs`` is None if nothing was measured.
+    ``matches`` is the calibration of matches in earlier text.
     """
 
     device: str
@@ -108,13 +108,13 @@ class Memory:
     def policy(
         self, attentive: bool, history: bool = False, clock: Callable[[], float] = time.perf_counter
     ) -> GoodputLength:
-        """The default policy, starting from this memory; ``history`` says whether there is some to draft from."""
+        """The default policy, starting from this memory. ``history``: whether there is history to draft from."""
         kind = GoodputWithHistory if history else GoodputLength
         return kind(self.costs, self.acceptance, self.calibration, attentive=attentive, clock=clock)
 
     def stale(self, machine: str) -> bool:
-        """Whether the costs should be measured anew when nobody waits: they are a day old, were measured beside other
-        programs, or on another machine than this one or with another supply of power."""
+        """Whether the costs should be measured again when no request waits: they are a day old, or were measured beside
+        other programs, on another machine or with another power supply."""
         return self.costs is None or machine != self.machine or not 0 <= time.time() - self.measured < DAY
 
 
@@ -126,7 +126,7 @@ def remembered(
     adapter: str | None,
     matches: Matches | None = None,
 ) -> Memory:
-    """What ``policy`` knows now, and what history's ``matches`` were worth."""
+    """The current memory: the state of ``policy`` and the calibration of history's ``matches``."""
     policy.settle()
     costs = policy.quiet_costs
     table = costs.table() if costs.measured else None
@@ -135,7 +135,7 @@ def remembered(
 
 
 def save(file: Path, memory: Memory) -> None:
-    """Write the whole file at once. Raises OSError where that cannot be; the file is then as it was."""
+    """Write the whole file atomically. Raises OSError if that fails; the file is then unchanged."""
     acceptance, calibration = memory.acceptance, memory.calibration
     content = _File(
         device=memory.device,
@@ -163,9 +163,9 @@ def _stored(counts: Counts) -> _Counts:
 
 
 def load(file: Path, device: str) -> Memory:
-    """The memory in ``file``; an empty one where there is none, or none that can be used.
+    """The memory in ``file``; an empty one if the file is missing or unusable.
 
-    Costs of other devices are left out.
+    Costs of other devices are dropped.
     """
     try:
         found = _File.model_validate_json(file.read_bytes())
@@ -177,7 +177,7 @@ def load(file: Path, device: str) -> Memory:
     acceptance.kinds = {name: counts.counts(keep) for name, counts in found.acceptance.kinds.items()}
     calibration.accepted, calibration.rejected = found.calibration.accepted, found.calibration.rejected
     calibration.follow = found.calibration.follow
-    calibration.followed = [1 / FOLLOW_STEP] * len(CENTRES)  # as settled as it was left
+    calibration.followed = [1 / FOLLOW_STEP] * len(CENTRES)  # with full weight
     calibration.calibrate()
     matches = Matches()
     matches.kinds = {kind: Bins(bins.accepted, bins.rejected) for kind, bins in found.matches.items()}
@@ -188,14 +188,14 @@ def load(file: Path, device: str) -> Memory:
 
 
 def current_costs(policy: LengthPolicy | None, file: Path) -> CostTable | None:
-    """What a round costs now, as ``policy`` knows; where it has measured nothing or does not ask, ``last_costs``."""
+    """The current costs of a round by ``policy``; ``last_costs`` if it has measured none or uses no costs."""
     if isinstance(policy, GoodputLength) and policy.costs.measured:
         return policy.costs.table()
     return last_costs(file)
 
 
 def last_costs(file: Path) -> CostTable | None:
-    """What a round cost in the last session, wherever it ran; None where nothing was measured."""
+    """The costs of a round in the last session, on any device; None if nothing was measured."""
     try:
         found = _File.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
@@ -205,8 +205,8 @@ def last_costs(file: Path) -> CostTable | None:
 
 @contextlib.contextmanager
 def keeping(file: Path) -> Iterator[bool]:
-    """Whether this process is the one that writes ``file``, until the end: the first that asks. The system frees what a
-    killed process held."""
+    """Whether this process is the one that writes ``file``, for the time of the context: the first process that asks.
+    The system releases the lock of a killed process."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(file.with_suffix(".lock"), mode=0o600)

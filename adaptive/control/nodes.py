@@ -1,10 +1,10 @@
-"""How many nodes a drafted tree has where passes of the target take long and hardly longer for more tokens.
+"""Chooses the number of nodes of a drafted tree, for targets whose passes are slow and hardly slower for more tokens.
 
-A round of n nodes takes about c0 + c1 * n seconds and commits one token more than of the tree is accepted. Both are
-learned from rounds: c0 and c1 by least squares, in which the past counts less and less; what is accepted as a running
-mean at each number of nodes, drawn towards b * log2(1 + n), with one b for all of them: twice the nodes of a best-first
-tree add about as much each time. The number with the most expected tokens a second is taken, 0, plain decoding, among
-them. Now and then a neighbour of it is tried.
+A round of n nodes takes about c0 + c1 * n seconds and commits one token more than are accepted. c0 and c1 are learned
+by least squares over discounted rounds. The accepted tokens are learned as a running mean at each number of nodes,
+shrunk towards b * log2(1 + n) with one b for all: doubling the nodes of a best-first tree adds about the same each
+time. The number with the most expected tokens per second is chosen, among them 0, plain decoding. From time to time a
+neighbour of it is tried.
 """
 
 from __future__ import annotations
@@ -15,34 +15,36 @@ from collections.abc import Sequence
 from adaptive.control.policy import Beside, LengthPolicy, Scope
 from adaptive.types import Round
 
-# Numbers of nodes that are chosen among. More than these find hardly more, and arithmetic shows beside reading.
+# Numbers of nodes to choose from. Larger trees bring hardly more accepted tokens, and their arithmetic becomes visible
+# beside the reading of weights.
 NODES = (0, 4, 8, 16, 32, 64, 128)
-# What is left of an observation after one later round. Less forgets what a draft is good for from one answer to the
-# next, more is late to see that the text is another.
+# Factor on an observation at each later round. Too low: it forgets the draft's acceptance from one answer to the next.
+# Too high: it is late to notice other text.
 KEEP = 0.97
-# Rounds that the common b counts for at each number of nodes. Fewer follow chance, more a curve that is not theirs.
+# Rounds that the common b counts for at each number of nodes. Too low: the estimates follow chance. Too high: they
+# follow a curve that is not theirs.
 COMMON = 4.0
-# Every so many rounds a neighbour of the best number is tried. More often loses more of what is known to be best, less
-# often is late to see that another has become so.
+# Rounds between two tries of a neighbour of the best number. Too low: more is lost while the best number is known. Too
+# high: a change of the best number is noticed late.
 TRY_EVERY = 12
-# Rounds at the beginning that are tries of one number after the other.
+# The numbers tried one after the other in the first rounds.
 FIRST_TRIES = (16, 64, 16, 32)
 
 
 class NodesByCost(LengthPolicy):
-    """Trees of as many nodes as make the most expected tokens a second."""
+    """Drafts trees with the number of nodes that maximises the expected tokens per second."""
 
     name, tree = "nodes", True
 
     def __init__(self) -> None:
         self.rounds = 0
         self.weight = [0.0] * len(NODES)
-        self.accepted = [0.0] * len(NODES)  # of rounds of about so many nodes, each times its weight
-        # Sums over rounds, by weight, of 1, n, n * n, seconds, n * seconds.
+        self.accepted = [0.0] * len(NODES)  # accepted tokens of rounds of about that many nodes, times their weight
+        # Weighted sums over rounds of 1, n, n * n, seconds, n * seconds.
         self.sums = [0.0] * 5
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
-        """The nodes of the next tree."""
+        """The number of nodes of the next tree."""
         place = self._best()
         if self.rounds < len(FIRST_TRIES):
             place = NODES.index(FIRST_TRIES[self.rounds])
@@ -56,12 +58,12 @@ class NodesByCost(LengthPolicy):
         return max(range(len(NODES)), key=self._rate)
 
     def _rate(self, place: int) -> float:
-        """Expected tokens a second at this number of nodes; 0 where no round has been seen."""
+        """Expected tokens per second at this number of nodes; 0 before any round was observed."""
         seconds = self._seconds(NODES[place])
         return (1.0 + self._accepted(place)) / seconds if seconds else 0.0
 
     def _accepted(self, place: int) -> float:
-        """Expected accepted tokens: what was seen there, and what all say of it."""
+        """Expected accepted tokens: the mean observed at this number, shrunk towards the common curve."""
         if not NODES[place]:
             return 0.0
         basis = [math.log2(1 + n) for n in NODES]
@@ -70,7 +72,7 @@ class NodesByCost(LengthPolicy):
         return (self.accepted[place] + COMMON * common) / (self.weight[place] + COMMON)
 
     def _seconds(self, nodes: int) -> float:
-        """What a round takes by the line through what rounds took, which does not fall."""
+        """Seconds of a round, by a line fitted to observed rounds whose slope is at least 0."""
         count, n, squares, seconds, products = self.sums
         if not count:
             return 0.0
@@ -79,7 +81,7 @@ class NodesByCost(LengthPolicy):
         return max(seconds / count + slope * (nodes - n / count), 1e-9)
 
     def observe(self, outcome: Round) -> None:
-        """Learn what a round took and brought."""
+        """Learn the seconds and the accepted tokens of a round."""
         self.rounds += 1
         n, seconds = outcome.drafted, outcome.draft_s + outcome.verify_s
         seen = (1.0, n, n * n, seconds, n * seconds)
@@ -92,16 +94,16 @@ class NodesByCost(LengthPolicy):
 
     @property
     def expected_speed_up(self) -> float | None:
-        """Of the best number of nodes over plain decoding."""
+        """The speed of the best number of nodes, relative to plain decoding."""
         plain = self._rate(0)
         return self._rate(self._best()) / plain if plain else None
 
     def among(self, scope: Scope) -> Beside:
-        """The number that is best alone."""
+        """A chooser that uses the number that is best alone."""
         return _NodesBeside(self)
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
-        """What was accepted of the draft before counts as a few rounds."""
+        """Reduce the acceptance learned of the old draft to the weight of a few rounds."""
         total = sum(self.weight)
         if total > COMMON:
             self.weight = [w * COMMON / total for w in self.weight]
@@ -109,11 +111,11 @@ class NodesByCost(LengthPolicy):
 
 
 class _NodesBeside(Beside):
-    """The same where several answers share a pass, of which nothing is learned."""
+    """The same if several answers share a pass. Nothing is learned from such rounds."""
 
     def __init__(self, policy: NodesByCost) -> None:
         self._policy = policy
 
     def next_length(self, limit: int, answers: int) -> int:
-        """As many nodes as are best, divided among the answers."""
+        """The best number of nodes alone, divided among the answers."""
         return min(limit, NODES[self._policy._best()] // answers)

@@ -1,4 +1,5 @@
-"""What a token of a proposal costs, and how long one is to be, from the seconds that drafts and verifications take."""
+"""Computes the cost of a proposal's token and the best length of a proposal, from the seconds of drafts and
+verifications."""
 
 from __future__ import annotations
 
@@ -6,17 +7,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Tokens behind one that are looked at when it is judged. More hardly changes a price, and takes longer.
+# Tokens after a token that are considered in its price. More hardly change the price, and take longer to compute.
 AHEAD = 3
 
 
 def prices(verify: Sequence[float], step: float, hope: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Seconds that a sure token takes: at every position from 1 where it is known, from 2 where it is still to be
-    drafted. The least over how many are drafted behind it, by the tokens to be expected of all.
+    """Seconds of a sure token: at every position from 1 if the token is known, and from 2 if it still has to be
+    drafted. Each is the least ratio of seconds to expected tokens, over the number of tokens drafted after it.
 
-    ``verify[k]`` are the seconds of verifying k tokens, ``step`` those of drafting one; ``hope`` is acceptance at every
-    position, given that all before it were accepted. The second token of a verification is often much dearer than those
-    behind it. By itself it would not be worth its time; with what follows it may be.
+    ``verify[k]`` are the seconds of verifying k tokens, ``step`` those of drafting one. ``hope`` is the acceptance at
+    every position, given that all before it were accepted. The second token of a verification often costs much more
+    than the following ones: alone it would not be worth its time, together with them it may be.
     """
     longest = len(verify) - 1
     known, further = [], []
@@ -35,14 +36,15 @@ def prices(verify: Sequence[float], step: float, hope: Sequence[float]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What rounds are judged by for which earlier text has something to propose, in tokens and seconds.
+    """The quantities by which a round is judged if earlier text has a proposal for it, in tokens and seconds.
 
-    ``rate`` is that of the text behind them, in tokens per second. What a round brings more than its time does
-    elsewhere: ``plain`` decoding, ``otherwise`` the best that is done where nothing is found, ``model`` the model's in
-    such a round. ``token_s`` is what each committed token takes the draft later. A draft behind tokens that were found
-    commits ``hope`` tokens where it is reached, in ``draft_s`` and, for each token before it, ``fed_s`` or (one by one)
-    ``step_s``; it cannot pay where the first of these is no likelier than ``sure``. ``tries`` is what rounds of the
-    model's in such a round's place may lose at once, in plain rounds.
+    ``rate`` is the tokens per second of the text after the round. The gain of a round is its tokens minus the tokens
+    that its time yields at that rate: ``plain`` for plain decoding, ``otherwise`` for the best that is done if nothing
+    is found, ``model`` for a round of the model in its place. ``token_s`` are the later seconds of the draft for each
+    committed token. A draft after found tokens commits ``hope`` tokens if it is reached. It takes ``draft_s``, and for
+    each token before it ``fed_s``, or ``step_s`` if these are read one by one. It cannot pay if the first found token
+    has at most the probability ``sure``. ``tries`` is what tries of the model in history's place may lose at once, in
+    plain rounds.
     """
 
     rate: float
@@ -61,10 +63,10 @@ class Terms:
 def best_length(
     reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float = 0.0, least: float = 0.0
 ) -> tuple[int, float]:
-    """How many tokens of a proposal to verify, 0 for none, and how many tokens more that brings than its time otherwise
-    would. ``reach`` is of each the probability that all up to it are accepted, ``seconds[k]`` what a round takes that
-    verifies k, and ``token_s`` what each of its tokens takes later; ``rate`` tokens per second otherwise. What brings
-    no more than ``least`` is left alone."""
+    """How many tokens of a proposal to verify, 0 for none, and the gain: expected tokens minus those that the time
+    yields otherwise. ``reach`` is, for each token, the probability that all up to it are accepted. ``seconds[k]`` are
+    the seconds of a round that verifies k tokens, and ``token_s`` those that each committed token takes later. ``rate``
+    is the tokens per second otherwise. Only a gain above ``least`` counts."""
     best, most, tokens = 0, least, 1.0
     for k, sure in enumerate(reach[: len(seconds) - 1], 1):
         tokens += sure
@@ -77,8 +79,8 @@ def best_length(
 def best_front(
     reach: Sequence[float], seconds: Sequence[float], rate: float, drafted: int, terms: Terms, fed_s: float
 ) -> tuple[int, float]:
-    """As ``best_length`` where a draft of ``drafted`` tokens goes on behind the proposal, as the ``terms`` say of it;
-    each token before it takes ``fed_s``."""
+    """As ``best_length`` if a draft of ``drafted`` tokens follows the proposal, as described in ``Terms``. Each token
+    before the draft takes ``fed_s``."""
     best, most, tokens = 0, -math.inf, 1.0
     for k, sure in enumerate(reach, 1):
         if sure <= terms.sure:
@@ -93,8 +95,8 @@ def best_front(
 def best_tail(
     reach: Sequence[float], seconds: Sequence[float], rate: float, token_s: float, sure: float, before: int
 ) -> tuple[int, float]:
-    """As ``best_length`` behind ``before`` tokens that are verified anyway, and are all accepted with probability
-    ``sure``: only what comes on top counts."""
+    """As ``best_length`` after ``before`` tokens that are verified anyway, all of which are accepted with probability
+    ``sure``. Only the additional gain counts."""
     best, most, tokens = 0, 0.0, 0.0
     for k, there in enumerate(reach[: len(seconds) - 1 - before], 1):
         tokens += sure * there
@@ -105,8 +107,8 @@ def best_tail(
 
 
 def pays(reach: Sequence[float], seconds: Sequence[float]) -> bool:
-    """Whether verifying some of a proposal says more in its time than plain decoding, whose rounds take
-    ``seconds[0]``; else as ``best_length``."""
+    """Whether verifying some of a proposal yields more tokens per second than plain decoding, whose rounds take
+    ``seconds[0]``. The arguments are those of ``best_length``."""
     tokens, plain_s = 1.0, seconds[0]
     for sure, whole in zip(reach, seconds[1:], strict=False):
         tokens += sure

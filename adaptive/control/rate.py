@@ -1,17 +1,17 @@
-"""Tokens per second that speculation reaches, over a memory that is long until something changes."""
+"""The tokens per second of speculation, over a memory that is long until something changes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-# What is left of a round after one later round in the long and in the short memory: about 200 and 16
-# rounds. The long one decides; a shorter long memory mistakes chance for a trend.
+# Weight left of a round after one later round, in the long and in the short memory (about 200 and 16 rounds). The long
+# memory gives the rate; if it were shorter, it would take chance for a trend.
 KEEP_LONG, KEEP_SHORT = 0.995, 0.94
-# Standard deviations between the two memories that count as a change. Lower sees changes in chance
-# more often, and forgets what was right; higher is late after a true one.
+# Standard deviations between the two memories that count as a change. Too low: chance counts as a change more often,
+# and valid estimates are forgotten. Too high: a true change is noticed late.
 CHANGE = 2.5
-# Rounds in the short memory before it may speak of a change.
+# Rounds in the short memory before it can show a change.
 ENOUGH = 6.0
 
 
@@ -22,10 +22,10 @@ class RecentRate:
         self.tokens = self.seconds = 0.0
         self.short_tokens = self.short_seconds = 0.0
         self.rounds = self.short_rounds = self.short_squares = 0.0
-        self.variance = 1.0  # of a round's tokens about what its seconds promised
+        self.variance = 1.0  # of a round's tokens around the number expected for its seconds
 
     def observe(self, tokens: float, seconds: float) -> bool:
-        """One round; True if the recent past differs from the longer one, which is then forgotten."""
+        """Add one round. Returns True if the recent past differs from the longer one, which is then forgotten."""
         expected = self.tokens / self.seconds * seconds if self.rounds else tokens
         self.variance += (1 - KEEP_SHORT) * 0.5 * ((tokens - expected) ** 2 - self.variance)
         self.tokens = self.tokens * KEEP_LONG + tokens
@@ -47,39 +47,40 @@ class RecentRate:
         return (self.tokens + predicted * weight_s) / (self.seconds + weight_s)
 
     def rescale(self, factor: float) -> None:
-        """All these rounds took so many times what they were believed to take."""
+        """Multiply the seconds of all rounds by ``factor``, after their estimate has changed."""
         self.seconds *= factor
         self.short_seconds *= factor
 
     def forget(self) -> None:
-        """Start anew."""
+        """Drop all rounds."""
         self.__init__()  # type: ignore[misc]
 
 
-# What is left of a pair of blocks after one later pair. Longer remembers a load that is over; shorter is chance.
+# Weight left of a pair of blocks after one later pair. Too high: a load that has ended still counts. Too low: chance
+# decides.
 KEEP_PAIR = 0.985
-# Rounds whose mean a block is at the most, so that both blocks of a pair are of one time.
+# Rounds in a block's mean, at most, so that both blocks of a pair are from the same time.
 LONGEST_BLOCK = 200
-# Times what was expected that a round counts at most: a process that was stopped for a second says nothing.
+# Upper bound on a round's ratio of seen to expected seconds: the process may have been stopped for a second.
 MOST_SEEN = 30.0
-# Standard errors that count as chance. Fewer let the noise of a clock decide where drafting is nearly as fast as plain
-# decoding; more need more of the tries that a busy machine's plain decoding pays for.
+# Standard errors that count as chance. Too low: the noise of the clock decides if drafting is nearly as fast as plain
+# decoding. Too high: more tries are needed, for which plain decoding on a busy machine pays.
 SURE = 2.0
-# A logarithm below this is what costs are wrong by at any time, and mend.
+# Deviations below this (as a logarithm) are ignored: costs are always off by that much, and get corrected.
 LEAST_OFF = 0.03
-# Pairs of blocks before anything is said.
+# Pairs of blocks before the ratio is used.
 FEWEST_PAIRS = 3.0
 
 
 @dataclass
 class Block:
-    """Rounds of one sort in a row: the sum of what they took over what was believed, and their number."""
+    """Rounds of one mode in a row: the sum of their ratios of seen to believed seconds, and their number."""
 
     total: float = 0.0
     rounds: int = 0
 
     def add(self, share: float) -> None:
-        """One more round."""
+        """Add one round with this ratio."""
         if self.rounds >= LONGEST_BLOCK:
             self.total, self.rounds = self.total / 2, self.rounds // 2
         self.total += min(share, MOST_SEEN)
@@ -87,27 +88,27 @@ class Block:
 
 
 class SeenTimes:
-    """By how much drafted rounds take longer than is believed of them, on average, than plain rounds next to them do.
+    """The mean factor by which drafted rounds take longer than believed, relative to the plain rounds next to them.
 
-    Costs are followed by small steps, which find what a round usually takes. On a machine that others use, a round now
-    and then takes ten times as long, because a core was theirs, and such rounds decide how fast it really goes: a
-    drafted round has more tokens to show for them. So blocks of plain and of drafted rounds that follow each other are
-    compared by their mean times, each over what was believed. The answer is the ratio of the two means over the recent
-    pairs of blocks, as far as it is not chance (shrunk by its own standard error, as James and Stein shrink a mean).
+    Costs follow observations by small steps and so estimate the usual time of a round. On a machine that others use, a
+    round occasionally takes ten times as long because another program had a core. Such rounds determine the real speed,
+    and a drafted round yields more tokens in that time. So adjacent blocks of plain and of drafted rounds are compared
+    by their mean times, each divided by the believed time. The result is the ratio of the two means over recent pairs
+    of blocks, as far as it is not chance (shrunk by its own standard error, as James and Stein shrink a mean).
     """
 
     def __init__(self) -> None:
         self.drafted, self.plain = Block(), Block()
         self.last: Block | None = None
-        # Over the pairs, discounted: their number, the two means, and squares and product of these.
+        # Discounted sums over the pairs: their number, the two means, and the squares and product of these.
         self.pairs = self.d = self.p = self.dd = self.dp = self.pp = 0.0
 
     def observe(self, drafted: bool, seen: float, believed: float, compared: float) -> None:
-        """One round took ``seen`` seconds where ``believed`` were. ``compared`` is what a drafted round of one length
-        is believed to take, in plain rounds: beliefs change, and what was seen over what was believed then is to say
-        by how much longer it takes than is believed now."""
+        """Add one round that took ``seen`` seconds; ``believed`` were expected. ``compared`` is the believed time of a
+        drafted round of one fixed length, in plain rounds. Beliefs change, so the ratio is stored relative to it and
+        can be converted to the current beliefs."""
         block = self.drafted if drafted else self.plain
-        if block is not self.last:  # another block begins, and the two before it are a pair
+        if block is not self.last:  # another block begins; the two before it are a pair
             self._pair(compared)
             block.total, block.rounds = 0.0, 0
             self.last = block
@@ -122,12 +123,12 @@ class SeenTimes:
         self.dd, self.dp, self.pp = squared * self.dd + d * d, squared * self.dp + d * p, squared * self.pp + p * p
 
     def ratio(self, compared: float) -> float:
-        """Seen over believed of drafted rounds, over that of plain ones, where ``compared`` is believed now; 1 as far
-        as it may be chance."""
+        """The ratio of seen to believed seconds of drafted rounds over that of plain ones, with the current value of
+        ``compared``; 1 as far as it may be chance."""
         if self.pairs < FEWEST_PAIRS:
             return 1.0
         ratio = self.d / self.p
-        # The variance of a ratio of two means to first order, relative to it.
+        # The relative variance of a ratio of two means, to first order.
         variance = max(0.0, self.dd - 2 * ratio * self.dp + ratio * ratio * self.pp) / (self.d * self.d)
         off = math.log(ratio / compared)
         if abs(off) < LEAST_OFF:

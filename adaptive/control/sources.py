@@ -1,26 +1,26 @@
-"""Who drafts a round: nobody, the model, history, or one behind the other, by expected tokens per second.
+"""Decides who drafts a round (nobody, the model, history, or one after the other) by expected tokens per second.
 
-The text is said at some rate anyway, r tokens per second: a token more in this round saves the time in which the
-rounds behind it would say it (``ahead.py``). So a round that commits n tokens in s seconds is worth n - r * s, and
-what is worth the most is done:
+The text continues anyway at some rate, r tokens per second: a further token in this round saves the time in which later
+rounds would produce it (``ahead.py``). So a round that commits n tokens in s seconds is worth n - r * s, and the option
+of the highest worth is chosen:
 
     nobody                    1                                   - r * seconds[0]
-    the model                 what its rounds brought lately      - r * what they took
+    the model                 tokens of its recent rounds         - r * their seconds
     history alone             1 + sum(reach[:k])                  - r * (seconds[k] + token_s * tokens)
     the model behind history  1 + sum(reach[:k]) + reach[k-1] * m - r * (seconds[k + n] + draft_s)
     history behind the model  sure * sum(reach[:k])               - r * (seconds[n + k] - seconds[n])
 
-History's proposal takes no forward of the draft: its round of k tokens takes what a verification of k takes.
-``token_s``: what feeding a token to the draft later takes; the draft's n tokens take ``draft_s`` and bring ``m`` where
-they are reached. The last is asked once the model has drafted, as what more to verify; ``sure`` is the probability that
-all of its draft is accepted: its own confidence, calibrated, or what is known of tokens that both name.
+History's proposal takes no forward of the draft: a round with k of its tokens takes the time of verifying k tokens.
+``token_s`` is the time of feeding a token to the draft later. The draft's n tokens take ``draft_s`` and bring ``m``
+accepted tokens if they are reached. The last option is considered after the model has drafted, as additional tokens to
+verify; ``sure`` is the probability that its whole draft is accepted, from its calibrated confidence or from the
+acceptance of tokens that history proposes too.
 
-**Both sorts of rounds are judged apart**: those in which history finds something worth verifying, and those that are
-left to the model. Where history finds a long match the text repeats itself, and a model guesses such text better too;
-where it finds nothing the text is harder than most. Whether the model drafts at all is decided by the rounds that are
-left to it, with the tries and the budget of ``goodput.py``, of which it has as large a part as they have of the time.
-Where history would draft, a small share of the time is for rounds of the model's all the same, so that what these bring
-stays known.
+**Two kinds of rounds are judged separately**: those in which history finds something worth verifying, and those left to
+the model. If history finds a long match the text repeats itself, and a model guesses such text better too; if it finds
+nothing the text is harder than average. Whether the model drafts at all is decided by the rounds left to it, with the
+tries of ``goodput.py`` and its budget, reduced to these rounds' share of the time. If history would draft, a small
+share of the time still goes to rounds of the model, so that their result stays known.
 """
 
 from __future__ import annotations
@@ -42,44 +42,44 @@ from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, Rival
 from adaptive.types import FREE, MODEL, Round
 
-# Rounds that nothing is looked for without asking again. More are late where rounds have become longer.
+# Most rounds in a row without a lookup before the policy is asked again. Too high: late when rounds become longer.
 MOST_RESTS = 16
 
 
 class GoodputWithHistory(GoodputLength):
-    """The default policy where there is history to draft from: it also says when history drafts in the model's place,
+    """The default policy if there is history to draft from: it also decides when history drafts instead of the model,
     before it, or behind it.
 
-    It tells the policy below of history's rounds nothing but what that has not seen: what verifications take, that time
-    has passed, and of a round of both what the model did of it.
+    From history's rounds the base policy learns only the seconds of verifications, the elapsed time, and, in a round of
+    both, the model's part.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As ``GoodputLength``."""
         self.ahead, self.rival = Ahead(), Rival()
-        self.before, self.behind = Looking(), Looking()  # of a round, and its draft
+        self.before, self.behind = Looking(), Looking()  # lookups before a round, and behind its draft
         self.passed_s = self.round_s = 0.0  # seconds of all rounds, and of the last one
-        # Of each round since ``next_length`` was asked: whether history found something worth more than plain decoding,
-        # what its draft is worth, None where that is not the best it could do, whether the model drafts first, and by
-        # the number of the round what it is expected to lose where it is tried.
+        # For each round since ``next_length``: whether history found something worth more than plain decoding; the gain
+        # of its proposal (None if it is not worth verifying); whether the model drafts first; and, by the number of the
+        # round, the expected loss if the model is tried in history's place.
         self.found: list[bool] = []
         self.gains: list[float | None] = []
         self.models: list[bool] = []
         self.losses: dict[int, float] = {}
-        self.length = 0  # what ``next_length`` said
-        self.beyond: list[Timed] = []  # rounds that costs have not been learned from yet and others nothing
-        # Rounds that ``ahead`` has not been told of yet, and whether something was found for them.
+        self.length = 0  # the result of ``next_length``
+        self.beyond: list[Timed] = []  # rounds of which only the costs are to be learned
+        # Rounds that were not reported to ``ahead`` yet, and whether something was found for them.
         self.untold: list[tuple[Timed, bool]] = []
-        self.after: bool | None = None  # the last of those that it was told of, in this answer
-        self.together, self.looks_together = Ahead(), Looks()  # of rounds that answers share, in plain rounds; of looks
-        self.room = 0  # tokens that the draft could be asked for when ``next_length`` was
-        self.token_worth: float | None = None  # a token's time behind the model's rounds, in plain rounds
-        self.read: list[tuple[list[int], Round]] = []  # how sure the draft was behind history, and what became of it
+        self.after: bool | None = None  # the same for the last reported round of this answer
+        self.together, self.looks_together = Ahead(), Looks()  # of shared rounds, in plain rounds; of their lookups
+        self.room = 0  # most tokens that the draft could propose at ``next_length``
+        self.token_worth: float | None = None  # the time saved by a token of the model's rounds, in plain rounds
+        self.read: list[tuple[list[int], Round]] = []  # bins of drafts behind history's tokens, and their outcomes
         self.stopping_behind: Stopping | None = None
-        self.now = False  # whether something was found for the round that ``lead`` was asked of last
-        # Known anew with every decision, and only where it is asked for: tokens per second behind a round for which
-        # something was found or not, seconds of a round of history's by its tokens, the draft's acceptance by position,
-        # and what rounds are judged by for which something was found.
+        self.now = False  # whether something was found for the last round given to ``lead``
+        # Caches, cleared when estimates change: tokens per second after a round for which something was found or
+        # not; seconds of a round of history by its tokens; the draft's acceptance by position; and the terms of rounds
+        # for which something was found.
         self.rates: dict[bool, float] = {}
         self.history_s: list[float] | None = None
         self.hope: list[float] | None = None
@@ -100,7 +100,7 @@ class GoodputWithHistory(GoodputLength):
         self.models.clear()
         self.losses.clear()
         self.room = limit
-        self.steady = min(self.steady, self.batch.rounds)  # what history's rounds show is not to be learned late
+        self.steady = min(self.steady, self.batch.rounds)  # so that history's rounds are learned from in time
         return length
 
     def worth_looking(self, behind: bool = False) -> bool:
@@ -123,14 +123,14 @@ class GoodputWithHistory(GoodputLength):
         return min(MOST_RESTS, int(wait_s / max(self.round_s, 1e-9)))
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
-        """By the rule above, for the next round; to be asked once for each."""
+        """See ``LengthPolicy``; by the rule above. Call it once per round."""
         lead = self._lead(reach, length, limit, singly)
         self.models.append(lead.model > 0 and not lead.history)
         self.room -= lead.history
         return lead
 
     def _lead(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> Lead:
-        passed = len(self.found)  # rounds since ``next_length``, of a token each
+        passed = len(self.found)  # rounds since ``next_length``, counted as one token each
         self.gains.append(None)
         self.now = False
         if not reach:
@@ -173,7 +173,7 @@ class GoodputWithHistory(GoodputLength):
         return lead
 
     def _terms(self) -> Terms:
-        """By what is known now."""
+        """Compute the terms from the current estimates."""
         costs, rate, seconds = self.costs, self._rate_behind(True), self._seconds()
         plain = 1.0 - rate * self.plain_s
         tokens, took = self._model_round()
@@ -182,7 +182,7 @@ class GoodputWithHistory(GoodputLength):
         hope = sum(itertools.accumulate(self._hope()[:usual], operator.mul))
         draft_s, fed_s = self.marginal * costs.draft(usual), costs.draft(0, 1)
         further_s = min(map(operator.sub, seconds[1 + usual :], seconds[1:]), default=0.0)
-        later_s = fed_s + LONGEST * max(0.0, 1.0 - self.marginal) * fed_s  # that history alone may have to pay for more
+        later_s = fed_s + LONGEST * max(0.0, 1.0 - self.marginal) * fed_s  # most that history alone pays more to feed
         self.terms = Terms(
             rate=rate,
             plain=plain,
@@ -200,15 +200,15 @@ class GoodputWithHistory(GoodputLength):
 
     @property
     def rate(self) -> float:
-        """Tokens per second of what is behind the round that ``lead`` was asked of last."""
+        """Tokens per second of the text after the last round given to ``lead``."""
         return self._prices_now()[0]
 
     def _prices_now(self) -> tuple[float, float]:
-        """That rate, and the seconds of a token that the draft is fed later."""
+        """That rate, and the later seconds of feeding a token to the draft."""
         return self._rate_behind(self.now), self.costs.draft(0, 1) if self.speculating and self.room else 0.0
 
     def _rate_behind(self, found: bool) -> float:
-        """Tokens per second at which the text goes on behind a round for which something was ``found`` or not."""
+        """Tokens per second of the text after a round for which something was ``found`` or not."""
         rate = self.rates.get(found)
         if rate is None:
             speed = self.costs.speed
@@ -225,13 +225,14 @@ class GoodputWithHistory(GoodputLength):
         return self.ahead.general(plain_s) * plain_s
 
     def _model_round(self) -> tuple[float, float]:
-        """Tokens and seconds of a round of the model's where history would not draft."""
+        """Tokens and seconds of a round of the model, for rounds that history would not draft."""
         recent, usual_s = self.recent, self.longer * self.costs.round(self.best)
         seconds = (recent.seconds * self.costs.speed + RATE_WEIGHT * usual_s) / (recent.rounds + RATE_WEIGHT)
         return self.speculative * seconds, seconds
 
     def _saved(self) -> float:
-        """Seconds that such a round saves against a plain one, if the draft is fed what history says between two."""
+        """Seconds that such a round saves over a plain one, if feeding the draft history's tokens of the rounds in
+        between is charged to it."""
         tokens, seconds = self._model_round()
         seconds += self.costs.draft(0, 1) * self.ahead.free_a_round_left()
         return (tokens - 1.0) / self._rate_behind(False) - (seconds - self.plain_s)
@@ -243,8 +244,8 @@ class GoodputWithHistory(GoodputLength):
         return self._rate_behind(False)
 
     def _worth(self, likely: float, said: int) -> float:
-        # By what was said: confidence that is calibrated on all rounds expects too much of those left to the model.
-        if self.token_worth is None:  # the same for all rounds that are learned from together
+        # By the accepted tokens: confidence, which is calibrated on all rounds, is too high in those left to the model.
+        if self.token_worth is None:  # the same for all rounds of a batch
             self.token_worth = 1.0 / (self._rate_behind(False) * self.plain_s)
         return 1.0 + (said - 1) * self.token_worth
 
@@ -255,15 +256,15 @@ class GoodputWithHistory(GoodputLength):
         return self._pays_to_read(self.waiting, limit)
 
     def _pays_to_read(self, waiting: int, limit: int) -> bool:
-        """Whether the rest of the answer will save the time in which the draft reads what it has not seen: in rounds
-        that are left to it, and in those that it takes from history."""
+        """Whether the rest of the answer will save the time in which the draft reads the ``waiting`` tokens that it has
+        not seen: in rounds left to it, and in rounds that it takes from history."""
         ahead, tokens = self.ahead, self._tokens_left(limit)
         won_s = ahead.found_a_token() * self.rival.won * self.plain_s
         return tokens * (ahead.left_a_token() * max(0.0, self._saved()) + won_s) > self.costs.draft(0, waiting)
 
     def adviser_behind(self, tokens: int, sure: float) -> Adviser | None:
-        """Thresholds as the model's own, at the costs of the positions that its tokens will have, and so much lower as
-        it is less likely that they are reached."""
+        """The model's own thresholds at the costs of the positions that its tokens will have, divided by the
+        probability that these are reached."""
         if not self.attentive:
             return None
         if self.stopping_behind is None:
@@ -301,8 +302,8 @@ class GoodputWithHistory(GoodputLength):
         return most
 
     def passed(self, outcome: Round) -> None:
-        """A round of history's: it shows what a verification takes, and says nothing of the draft, unless that was
-        asked first and had nothing to propose."""
+        """Learn from a round of history (or a grammar): the seconds of a verification. It shows nothing about the
+        draft, unless that was asked first and proposed nothing."""
         if self._bins():
             self.observe(outcome)
             return
@@ -330,7 +331,7 @@ class GoodputWithHistory(GoodputLength):
             if outcome.learned is not None:
                 self.read.append((bins, outcome.learned))
             steps, fed = len(bins) or parts[1].drafted, parts[0].drafted
-            if parts[1].drafter != MODEL:  # a head reads them one by one
+            if parts[1].drafter != MODEL:  # a head reads history's tokens one by one
                 self._beside(Timed(outcome, steps + fed, self.waiting))
             else:
                 self._beside(Timed(outcome, steps, self.waiting + fed))
@@ -346,7 +347,7 @@ class GoodputWithHistory(GoodputLength):
         super().observe(outcome, gain is not None)
 
     def _tried_instead(self, timed: Timed, gain: float) -> None:
-        """A round was the model's that history would have drafted, where it was worth ``gain``."""
+        """Learn from a round of the model in history's place; history's proposal was worth ``gain``."""
         tokens, seconds = 1 + timed.outcome.accepted, self._believed(timed)
         others, others_s = self._model_round()
         speed = self.costs.speed
@@ -356,14 +357,14 @@ class GoodputWithHistory(GoodputLength):
             self.rival.tried(((gain - tokens) / self._rate_behind(True) + seconds) / self.plain_s, expected)
 
     def _believed(self, timed: Timed) -> float:
-        """Seconds of a round, by what is believed of the costs."""
+        """Seconds of a round by the estimated costs."""
         costs, (outcome, steps, waiting, *_) = self.costs, timed
         if not steps and not outcome.drafted:
             return self.plain_s
         return costs.draft(steps, self._fed(waiting)) + costs.beside_drafting(outcome.drafted)
 
     def _fed(self, waiting: int) -> int:
-        # What others said has to be fed to the draft some time, whoever has this round: see ``_saved``.
+        # Tokens of other drafters must be fed to the draft at some time, whoever drafts this round: see ``_saved``.
         return min(waiting, 1)
 
     def _ended(self, timed: Timed) -> None:
@@ -372,7 +373,7 @@ class GoodputWithHistory(GoodputLength):
         self.untold.append((timed, self.rounds < len(self.found) and self.found[self.rounds]))
 
     def _tell(self) -> None:
-        """Tell ``ahead`` of the rounds that have ended. Not after each: several one after the other take less."""
+        """Report the ended rounds to ``ahead``, several at once because that is faster."""
         if not self.untold:
             return
         self.rates, self.terms = {}, None
@@ -387,7 +388,7 @@ class GoodputWithHistory(GoodputLength):
         return BesideWithHistory(self, scope, self.together, self.looks_together, self.clock)
 
     def settle(self) -> None:
-        """Learn from all rounds seen since the last time."""
+        """Learn from all rounds observed since the last time."""
         self._tell()
         if self.beyond:
             beyond, self.beyond = self.beyond, []
@@ -407,7 +408,7 @@ class GoodputWithHistory(GoodputLength):
         self.rival.swapped()
 
     def remeasured(self, table: CostTable, busy: bool) -> None:
-        """See ``GoodputLength``. What was seen before is in the seconds of other costs."""
+        """See ``GoodputLength``. Earlier observations are in the seconds of the old costs, so they are dropped."""
         super().remeasured(table, busy)
         self.ahead, self.rival = Ahead(), Rival()
 
@@ -417,10 +418,9 @@ class GoodputWithHistory(GoodputLength):
         self.history_s = self.hope = self.terms = None
 
     def _seconds(self) -> list[float]:
-        """Seconds of a round of history's, by how many of its tokens are verified."""
+        """Seconds of a round of history, by the number of its tokens that are verified."""
         if self.history_s is None:
-            # As they were seen: by how much the model's take longer than is believed is another matter, and known from
-            # few of them where history leads.
+            # Without the factor ``longer`` of the model's rounds, which is known from few rounds if history leads.
             self.history_s = [self.plain_s, *map(self.costs.beside_drafting, range(1, LONGEST + 1))]
         return self.history_s
 

@@ -1,7 +1,7 @@
-"""When a draft ends on its own confidence, as numbers that a proposal in one call reads as well as Python.
+"""Decides when a draft ends by its own confidence, with numbers that compiled code reads as well as Python.
 
-``GoodputLength`` says what the thresholds are. An engine that makes a whole proposal in one call applies them by
-itself: asking Python at each position takes 12 us between two passes of a hundred.
+``GoodputLength`` sets the thresholds. An engine that makes a whole proposal in one call applies them itself: a call
+into Python at each position takes 12 us, between passes of 100 us.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from adaptive.engines.protocol import Thresholds
 
 
 class Stopping(Thresholds):
-    """What becomes of a position (from 1) of a draft, by the confidence there. Positions are asked about in turn."""
+    """Decides about each position (from 1) of a draft by the confidence there. Call it for the positions in order."""
 
     def __init__(self, longest: int, kept: int = 1) -> None:
-        """For drafts of at most ``longest`` tokens, which go on until then as long as nothing is decided. Of the last
-        ``kept`` drafts it is kept how sure they were."""
+        """For drafts of at most ``longest`` tokens, which do not end earlier until thresholds are set by ``decide``.
+        The bins of the last ``kept`` drafts are stored."""
         self.longest, self.kept = longest, kept
         super().__init__(
             edges=array("d", EDGES),
@@ -40,34 +40,34 @@ class Stopping(Thresholds):
         drop_below: Sequence[float],
         last_below: Sequence[float],
     ) -> None:
-        """By bin of confidence the probability that a token is accepted, and that the one after it is; by position that
-        of all up to it below which it is dropped, and that of the next one too at which it is the last."""
+        """Set the thresholds. By bin of confidence: the probability that a token is accepted, and that the one after it
+        is. By position: a token is dropped if the probability that all up to it are accepted is below ``drop_below``,
+        and is the last one if that probability for the next token is at most ``last_below``."""
         self.accepted[:] = array("d", accepted)
         self.follow[:] = array("d", follow)
         self.drop_below[:] = array("d", drop_below)
         self.last_below[: len(last_below)] = array("d", last_below)
 
     def bins_of(self, number: int = 0) -> list[int]:
-        """Of the confidences that were asked about in a draft, by its number since ``clear``; none where there was no
-        such draft."""
+        """The bins of the confidences in a draft, by its number since ``clear``; empty if there was no such draft."""
         if number >= self.drafts[0]:
             return []
         row = number % self.kept
         return self.bins[row * self.longest : row * self.longest + self.asked[row]].tolist()
 
     def clear(self) -> None:
-        """Nothing was asked yet."""
+        """Restart the numbering of drafts."""
         self.drafts[0] = 0
 
     def __call__(self, position: int, confidence: float) -> Advice:
-        """As ``LengthPolicy.advise``."""
+        """See ``LengthPolicy.advise``."""
         b = bin_of(confidence)
         if position == 1:
             self.drafts[0] += 1
         row = (self.drafts[0] - 1) % self.kept
         self.bins[row * self.longest + position - 1] = b
         self.asked[row] = position
-        # The probability that everything up to here is accepted.
+        # The probability that all tokens up to here are accepted.
         reach = self.reach[0] = (self.reach[0] if position > 1 else 1.0) * self.accepted[b]
         if reach < self.drop_below[position - 1]:
             return Advice.DROP

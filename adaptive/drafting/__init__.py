@@ -1,1 +1,1 @@
-"""Who proposes the next tokens."""
+"""Drafters: they propose the next tokens."""

@@ -1,14 +1,14 @@
-"""Drafting ahead: while the target verifies a proposal, the draft goes on behind what is likely to come of it.
+"""Drafting ahead: while the target verifies a proposal, the draft continues behind its likely outcomes.
 
-In: a proposal that was made, and time, in steps of a pass of the draft each. Out: the next proposal, as far as it is
-there when what was guessed has happened; else nothing is lost but that time.
+In: a proposal that was made, and time for steps of one pass of the draft each. Out: the next proposal, or its
+beginning, if the outcome was one of those; otherwise only the time of these passes is lost.
 
-Behind a chain chains are drafted, behind each of its likely outcomes (``outcomes.py``); where the draft makes no passes
-over trees, behind all of its tokens and a guess of the one that the target adds. A tree goes on growing, best
-first: what may come next is a token that the target adds behind one of its nodes, and such tokens are the next
-likeliest nodes of the same tree. What is kept is as exact as what is drafted later: chains are drawn from the
-distributions that go with them, whatever the target draws before, and nodes of a tree are not drawn at all. While the
-target reads a prompt, what is likely to come first is drafted behind in the same way.
+For chains, the draft makes a chain behind each likely outcome (``outcomes.py``). If its engine makes no passes over
+trees, it makes one chain, behind all proposed tokens and a guess of the token that the target adds. A tree is extended
+best first: the token that the target adds behind one of its nodes is probably among the next likeliest nodes of the
+same tree. The result is as exact as a draft that is made later: chains are drawn from the distributions that are handed
+over with them, whatever the target draws before, and nodes of a tree are not drawn at all. While the target reads a
+prompt, the draft continues behind the likely first tokens in the same way.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from adaptive.tokens import as_list
 
 logger = logging.getLogger("adaptive.drafting")
 
-# Nodes up to which a tree grows while it is verified. More find the rarer outcomes, and take memory and, where target
-# and draft share processors, time of the target's.
+# Most nodes of a tree that grows while it is verified. Too low: rarer outcomes are missed. Too high: it takes memory
+# and, if target and draft share processors, time of the target.
 NODES = 512
-# Tokens that are looked at behind each of these nodes. Fewer miss more of what the target says, more take longer.
+# Most tokens considered behind each of these nodes. Too low: more of the target's tokens are missed. Too high: slower.
 SIBLINGS = 64
 
 
 class GuessAhead(ModelDrafter):
-    """A model that drafts chains, and ahead in ``step``s behind one guess, of any engine."""
+    """A model that drafts chains, and ahead by ``step`` behind one guess. It works with any engine."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._given: list[int] = []  # the committed text, as the caller goes on with it
-        self._text: list[int] = []  # that and the proposal behind it
-        self._ahead: list[int] = []  # the guess of the next token, and what follows it
-        self._rows: list[Any] = []  # distributions that these were drawn from
+        self._given: list[int] = []  # the committed text: the caller's list, which grows
+        self._text: list[int] = []  # the committed text at the last proposal, and the proposed tokens
+        self._ahead: list[int] = []  # the guessed next token, and the tokens drafted behind it
+        self._rows: list[Any] = []  # the distributions that these were drawn from
         self._most = 0
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """As of a model, of which the beginning may be there. Nothing is drafted ahead where ``advise`` is asked, or
-        logits change with the text: the verifier needs what changes them at the same time."""
+        """See ``ModelDrafter``; the beginning may be drafted already. Nothing is drafted ahead if there is an
+        ``advise``, or if the logits processor is active, since the verifier uses that at the same time."""
         if advise is not None or self._adjusts:
             self._ahead, self._rows = [], []
             return self._proposed(committed, super().propose(committed, length, advise), 0)
@@ -66,7 +66,7 @@ class GuessAhead(ModelDrafter):
         return self._proposed(committed, Proposal(self.name, tokens, stacked(rows)) if tokens else None, length)
 
     def _guessed(self, committed: list[int]) -> bool:
-        """Whether the text is what was guessed."""
+        """Whether the committed text is the one that was guessed."""
         held = len(self._text)
         near = len(self._ahead) > 1 and len(committed) == held + 1 and committed[held] == self._ahead[0]
         return near and committed[:held] == self._text
@@ -78,7 +78,7 @@ class GuessAhead(ModelDrafter):
         return proposal
 
     def step(self) -> bool:
-        """Draft one token ahead; whether there are more."""
+        """Draft one token ahead. Returns whether there are more to draft."""
         behind = [*self._text, *self._ahead]
         if len(self._ahead) > self._most or not self._most or self.limit(len(behind)) < 1:
             return False
@@ -90,28 +90,28 @@ class GuessAhead(ModelDrafter):
         return len(self._ahead) <= self._most
 
     def rollback(self, length: int) -> None:
-        """What did not stand is forgotten; all stands where what was guessed has happened."""
+        """Drop rejected tokens and everything drafted behind them. If the guess has come true, everything stays."""
         if not (length >= len(self._text) and self._guessed(self._given)):
             self._ahead, self._rows = [], []
             super().rollback(length)
 
 
 class TreeAhead(TreeDrafter):
-    """A model that drafts trees, and ahead in ``step``s."""
+    """A model that drafts trees, and ahead by ``step``."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._tree: Tree | None = None  # of the last proposal, grown since
-        self._text: list[int] = []  # behind which it stands
-        self._expects = False  # the target reads that text, and nothing is known of what follows
+        self._tree: Tree | None = None  # of the last proposal, extended since then
+        self._text: list[int] = []  # the text before the tree
+        self._expects = False  # the target is reading that text, and the tree is still to be made
 
     def expect(self, text: list[int], most: int) -> None:
-        """The target reads ``text``: what comes next can be drafted meanwhile."""
+        """Prepare drafting ahead behind ``text``, which the target is about to read."""
         fits = len(text) < self.engine.context_length
         self._tree, self._text, self._expects = None, list(text), fits and not self._adjusts
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """As of a model that drafts trees, of which a part may be there."""
+        """See ``TreeDrafter``; part of the tree may be drafted already."""
         known = self._continued(committed, length)
         self._tree, self._expects = None, False
         if self._adjusts:
@@ -121,8 +121,8 @@ class TreeAhead(TreeDrafter):
         return tree.proposal()
 
     def _continued(self, committed: list[int], length: int) -> Tree | None:
-        """Of the last tree what stands behind the text, whose tokens of that tree are kept in the cache; None where the
-        draft was not asked about its last one."""
+        """The part of the last tree behind the committed text; the cache keeps the tree's tokens that are in the text.
+        None if the draft has not computed what follows the text's last token."""
         tree, held = self._tree, len(self._text)
         if tree is None or committed[:held] != self._text or self.sequence.length != held:
             return None
@@ -135,8 +135,8 @@ class TreeAhead(TreeDrafter):
         return tree.behind(path[-1], length)
 
     def step(self) -> bool:
-        """Ask the draft about the likeliest nodes that it was not asked about; whether there are more."""
-        tree, self._tree = self._tree, None  # where this fails, nobody goes on with it
+        """Extend the likeliest nodes that were not extended yet. Returns whether there were any."""
+        tree, self._tree = self._tree, None  # so that a failed tree is not used
         if self._expects:
             self._expects, tree = False, Tree(NODES)
             self.sequence.rollback(min(self.sequence.length, len(self._text) - 1))
@@ -155,7 +155,7 @@ class TreeAhead(TreeDrafter):
         return len(nodes) > 0
 
     def rollback(self, length: int) -> None:
-        """What stands of the tree is seen when the next proposal is asked for."""
+        """Keep the tree while the text before it stands: ``propose`` finds out which of its nodes were accepted."""
         if self._tree is None or length < len(self._text):
             self._tree, self._expects = None, False
             super().rollback(length)
@@ -165,14 +165,14 @@ DraftsAhead = ChainAhead | GuessAhead | TreeAhead
 
 
 def drafts_ahead(engine: Engine, tree: bool) -> type[DraftsAhead]:
-    """The drafter that drafts ahead with this engine, trees or chains."""
+    """The drafter class that drafts ahead with this engine, trees or chains."""
     if tree:
         return TreeAhead
     return ChainAhead if engine.trees else GuessAhead
 
 
 class Worker:
-    """A thread that goes on in steps, while whoever gives them does something else."""
+    """A thread that runs steps while the caller does something else."""
 
     def __init__(self) -> None:
         self._step: Callable[[], bool] | None = None
@@ -180,7 +180,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def go_on(self, step: Callable[[], bool]) -> None:
-        """Step, until it is stopped, or there are no more."""
+        """Repeat ``step`` until ``stop`` is called or it returns False."""
         with self._wake:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="drafts ahead", daemon=True)
@@ -189,7 +189,7 @@ class Worker:
             self._wake.notify()
 
     def stop(self) -> None:
-        """No step is under way when this returns, and none begins."""
+        """Stop the steps. When this returns, no step is running and none will start."""
         self._step = None
         with self._stepping:
             pass
@@ -209,15 +209,15 @@ class Worker:
         try:
             with torch.inference_mode():
                 return step()
-        except Exception:  # whatever it is: what is drafted ahead is nothing that anybody waits for
+        except Exception:  # of any kind: nothing waits for what is drafted ahead
             logger.exception("drafting ahead failed")
             return False
 
 
 class Beside:
-    """A drafter that goes on, on a ``worker``'s thread, while the target verifies what it proposed.
+    """A drafter that drafts ahead, on the thread of a ``worker``, while the target verifies its proposal.
 
-    ``waited_s`` and ``ahead_s`` are seconds that proposals were waited for, and that was drafted meanwhile.
+    ``waited_s`` are the seconds that the caller waited for proposals, ``ahead_s`` those spent drafting ahead.
     """
 
     def __init__(self, drafter: DraftsAhead, worker: Worker) -> None:
@@ -226,33 +226,33 @@ class Beside:
 
     @property
     def sentence(self) -> str:
-        """How much of the draft's time the target did not wait for, in words."""
+        """The seconds spent drafting, and their share while the target verified, in words."""
         spent = self.waited_s + self.ahead_s
         share = f", {self.ahead_s / spent:.0%} of it while the target verified" if spent else ""
         return f"drafting took {spent:.1f} s{share}"
 
     def begin(self, prompt: list[int]) -> None:
-        """Draft while the target reads the prompt."""
+        """Draft ahead while the target reads the prompt."""
         if not isinstance(self.drafter, GuessAhead):
             self.worker.stop()
             self.drafter.expect(prompt, LONGEST)
             self.worker.go_on(self._step)
 
     def limit(self, committed: int) -> int:
-        """As of the drafter."""
+        """See ``Drafter``."""
         return self.drafter.limit(committed)
 
     def catch_up(self, committed: int) -> int:
-        """As of the drafter."""
+        """See ``Drafter``."""
         return self.drafter.catch_up(committed)
 
     def feed(self, committed: list[int], most: int) -> None:
-        """As of the drafter."""
+        """See ``Drafter``."""
         self.worker.stop()
         self.drafter.feed(committed, most)
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """As of the drafter, which then goes on."""
+        """See ``Drafter``. The drafter then drafts ahead."""
         began = time.perf_counter()
         self.worker.stop()
         proposal = self.drafter.propose(committed, length, advise)
@@ -264,7 +264,7 @@ class Beside:
     def _step(self) -> bool:
         began, threads = time.perf_counter(), self.drafter.engine.threads
         if threads is not None:
-            threads.held = 1  # the others are the target's
+            threads.held = 1  # the other cores are the target's
         try:
             return self.drafter.step()
         finally:
@@ -273,11 +273,11 @@ class Beside:
             self.ahead_s += time.perf_counter() - began
 
     def reserve(self, length: int) -> None:
-        """As of the drafter."""
+        """See ``Drafter``."""
         self.worker.stop()
         self.drafter.reserve(length)
 
     def rollback(self, length: int) -> None:
-        """The target has verified: from here on whoever decodes may use the draft."""
+        """See ``Drafter``. The target has verified, so drafting ahead stops: the caller may use the draft now."""
         self.worker.stop()
         self.drafter.rollback(length)

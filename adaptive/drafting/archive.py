@@ -1,5 +1,5 @@
-"""All records of a pair as indexes for history drafting, one for each owner: read in the background at the start, then
-as records are written, and forgotten as they are deleted, by this process or another."""
+"""Indexes all records of a pair for history drafting, with one index per owner. Records are read in the background at
+the start and whenever new ones are written, and forgotten when this process or another one deletes them."""
 
 from __future__ import annotations
 
@@ -20,53 +20,55 @@ from adaptive.records.log import Log, LoggedText
 
 logger = logging.getLogger("adaptive.history")
 
-# Tokens kept of the newest records, of all owners together, and bytes of memory that they may take: 38 a token and what
-# the last segment has room for, more where many owners have little each.
+# Most tokens to keep, of the newest records of all owners together, and most bytes of memory for them: 38 per token
+# plus the room of the last segment, and more if many owners have few tokens each.
 MOST_TOKENS, MOST_BYTES = 10_000_000, 450_000_000
-# Tokens where the index is the plain one, whose objects take 0.5 to 1 kB a token and which is slower to read them.
+# Most tokens of the plain index, whose objects take 0.5 to 1 kB per token and which reads records more slowly.
 MOST_PLAIN_TOKENS = 200_000
 # Records read at a time: an answer that begins meanwhile waits for one page, some 20 ms.
 PAGE = 32
-# Seconds between two looks for what other processes wrote or deleted. An answer looks for deletions before it begins.
+# Seconds between two checks for records that other processes wrote or deleted. An answer checks for deletions before it
+# begins.
 LOOK_S = 1.0
-# Sessions whose last text is remembered, so that a chat's next record adds only what is new in it.
+# Sessions whose last text is remembered, so that a chat's next record adds only its new part.
 SESSIONS = 256
 
 
 def owner_name(user: str) -> str:
-    """What stands for a user in the log: a digest, so that the log does not name anybody."""
+    """The name of a user in the log: a digest, so that the log contains no user names; empty for no user."""
     return hashlib.sha256(user.encode("utf-8", "replace")).hexdigest()[:16] if user else ""
 
 
 class Archive:
-    """The indexes, and the thread that keeps them. Safe to call from several threads.
+    """The indexes, and the thread that updates them. Safe to call from several threads.
 
-    ``index`` may be asked at any time, also before everything is read.
+    ``index`` may be called at any time, also before everything is read.
     """
 
     def __init__(self, path: Path, vocab: int, most: int | None = None, most_bytes: int = MOST_BYTES) -> None:
-        """``path`` is the log; records with a token beyond ``vocab`` are damaged, and left out. At most ``most`` tokens
-        are held (None: ``MOST_TOKENS``), and ``most_bytes`` of memory, until a page of records is read."""
+        """``path`` is the log. Records with a token beyond ``vocab`` are damaged and left out. At most ``most`` tokens
+        (None: the default of the index) and ``most_bytes`` of memory are held; reading a page may exceed that for a
+        moment."""
         self.vocab = vocab
         self._most = most or (MOST_PLAIN_TOKENS if compiled() is None else MOST_TOKENS)
         self._most_bytes = most_bytes
         self._log = Log(path)
-        self._lock = threading.Lock()  # over the log and all below
+        self._lock = threading.Lock()  # for the log and all below
         self._indexes: dict[str, Suffixes] = {}
-        self._known: dict[int, str] = {}  # owner by id of every record read
-        self._sessions: dict[str, LoggedText] = {}  # the last record of a session, the latest session last
-        self._seen: tuple[int, int] | None = None  # ``Log.changes`` when deletions were last looked for
+        self._known: dict[int, str] = {}  # the owner of every record read, by record id
+        self._sessions: dict[str, LoggedText] = {}  # the last record of each session, the latest session last
+        self._seen: tuple[int, int] | None = None  # ``Log.changes`` at the last check for deletions
         self._last = -1  # id of the last record read, -1 before the first
         self._poked, self._closing = threading.Event(), False
         self.loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="history", daemon=True)
 
     def start(self) -> None:
-        """Begin to read, in the background."""
+        """Start to read in the background."""
         self._thread.start()
 
     def poke(self) -> None:
-        """A record was written."""
+        """Note that a record was written."""
         self._poked.set()
 
     def close(self) -> None:
@@ -78,23 +80,23 @@ class Archive:
         self._log.close()
 
     def index(self, owner: str) -> Suffixes:
-        """The records of ``owner``, '' for those of nobody in particular."""
+        """The index of the records of ``owner``; '' for records without an owner."""
         with self._lock:
             return self._index(owner)
 
     def forget_deleted(self) -> None:
-        """Have nothing in the indexes of records that are in the log no longer."""
+        """Remove records from the indexes that are no longer in the log."""
         if not self._known:
             return
         with self._lock, _logged():
             self._forget_deleted()
 
     def catch_up(self) -> None:
-        """Read what is new in the log, and forget what was deleted."""
+        """Read new records from the log, and forget the deleted ones."""
         more = True
         while more and not self._closing:
             with self._lock, _logged():
-                more = False  # also after an error: the next look tries again
+                more = False  # also after an error: the next check tries again
                 self._forget_deleted()
                 more = self._read_page()
 
@@ -136,7 +138,7 @@ class Archive:
             self._sessions = {s: text for s, text in self._sessions.items() if text.id in here}
 
     def _read_page(self) -> bool:
-        """Whether there may be more."""
+        """Read the next records. Returns whether there may be more."""
         if self._last < 0:
             self._last = self._log.first_within(self._most)
         last, texts = self._log.texts(self._last, PAGE)
@@ -152,7 +154,7 @@ class Archive:
         return more
 
     def _add(self, text: LoggedText) -> None:
-        """Add what the record says beyond the last one of its session, behind enough of it for a match."""
+        """Add the part of the record that its session's last record lacks, and enough tokens before it for a match."""
         before = self._sessions.pop(text.session, None)
         same = 0
         if before is not None and before.owner == text.owner:
@@ -167,8 +169,8 @@ class Archive:
             del self._sessions[next(iter(self._sessions))]
 
     def _make_room(self) -> None:
-        """Forget the oldest records, whoever's they are, until there are no more tokens and bytes than there may be. An
-        owner of whom nothing is left has no index either."""
+        """Forget the oldest records, of any owner, until tokens and bytes are within the limits. An owner without
+        records has no index either."""
         while len(self._known) > 1 and (self.tokens > self._most or self.nbytes > self._most_bytes):
             oldest = next(iter(self._known))
             owner = self._known.pop(oldest)
@@ -179,23 +181,23 @@ class Archive:
 
 
 class History:
-    """What a program drafts from beside a model: the running text of each answer and, where there is an archive, the
+    """The sources of history drafting in a program: the running text of each answer and, if there is an archive, the
     records."""
 
     def __init__(self, archive: Archive | None, matches: Matches | None = None) -> None:
         self.archive = archive
         self.matches = matches or Matches()
-        self._texts: list[RunningText] = []  # of no answer now
-        self._lent: list[RunningText] = []  # of those that are under way
+        self._texts: list[RunningText] = []  # not in use
+        self._lent: list[RunningText] = []  # of the answers under way
 
     def forget(self) -> None:
-        """Have nothing of the running texts, nor of records that were deleted."""
+        """Drop the running texts, and the records that were deleted."""
         self._texts, self._lent = [], []
         if self.archive is not None:
             self.archive.forget_deleted()
 
     def drafter(self, owner: str, temperature: float) -> HistoryDrafter:
-        """For one answer, until ``release``. ``owner`` sees only what was said to them."""
+        """The drafter of one answer, until ``release``. It uses only the records of ``owner``."""
         records = None
         if self.archive is not None:
             self.archive.forget_deleted()
@@ -205,15 +207,15 @@ class History:
         return HistoryDrafter(text, records, self.matches, temperature)
 
     def release(self, drafter: HistoryDrafter) -> None:
-        """Its answer is over; the next one may go on in its text."""
-        if drafter.text in self._lent:  # and was not to be forgotten meanwhile
+        """Take back the text of a finished answer; the next answer may continue in it."""
+        if drafter.text in self._lent:  # else ``forget`` has dropped it
             self._lent.remove(drafter.text)
             self._texts.append(drafter.text)
 
 
 @contextlib.contextmanager
 def _logged() -> Iterator[None]:
-    """The log cannot be read now: history goes on with what is known, and the next look tries again."""
+    """Log an error of reading the log. History continues with what is indexed, and the next check tries again."""
     try:
         yield
     except AdaptiveError as error:

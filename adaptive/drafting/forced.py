@@ -1,7 +1,7 @@
-"""A grammar as a drafter: where only one text may come next, its tokens are proposed without a forward.
+"""A grammar as a drafter: where only one text can come next, its tokens are proposed without a forward.
 
-Another way of cutting the same text into tokens may stand there too, so that the target still has its say: what is
-proposed is verified as point masses, and the answer is that of masked decoding alone.
+Other tokens may spell the same text, so the target still chooses: the proposal is verified as point masses, and the
+answer is the same as with masked decoding alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from adaptive.types import GRAMMAR
 
 
 class ForcedDrafter(WithoutForward):
-    """Proposes what the ``constraint`` of an answer leaves no choice about."""
+    """Proposes the tokens that the ``constraint`` of an answer forces."""
 
     name = GRAMMAR
 
@@ -23,14 +23,14 @@ class ForcedDrafter(WithoutForward):
         self._tokens: list[int] = []
 
     def look(self, most: int) -> int:
-        """How many tokens, at most so many, can only come next."""
+        """The number of tokens, at most ``most``, that are forced next."""
         self._tokens = self._constraint.forced(most)
         return len(self._tokens)
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """What ``look`` has found."""
+        """The tokens that ``look`` has found."""
         return Proposal(self.name, self._tokens[:length], None) if self._tokens else None
 
     def limit(self, committed: int) -> int:
-        """Any number: there is no cache."""
+        """The number of tokens found; there is no cache to limit it."""
         return len(self._tokens)

@@ -1,5 +1,5 @@
-"""A small model, or a head on the target's hidden states, as the drafter: token by token, a whole proposal in one call,
-or queued on a device (``queued.py``)."""
+"""The draft model, or a head on the target's hidden states, as the drafter: token by token, a whole proposal in one
+call, or queued on a device (``queued.py``)."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from adaptive.sampling import LogitsProcessor, Transform, Uniform, draw_on_devic
 from adaptive.tokens import Ids, argmax, as_array, as_tensor, join, known, likeliest
 from adaptive.types import MODEL, SamplingParams
 
-# Tokens of an answer for which passes are prepared at most. Those behind are computed as they come; more would take
-# memory for answers that are hardly ever so long.
+# Most tokens of an answer for which passes are prepared. Passes beyond are run unprepared; preparing more would take
+# memory for answers that are rarely that long.
 PREPARED = 8192
 
 
 def drafter_name(engine: Engine) -> str:
-    """What a draft is called in rounds, records and figures."""
+    """The name of a draft in rounds, records and figures."""
     return engine.name if isinstance(engine, ReadsFeatures) else MODEL
 
 
 def prepare(target: Sequence, drafter: Drafter | None, prompt: int, most: int, advise: Adviser | None) -> None:
-    """Before an answer of at most ``most`` tokens to so many of a prompt, in which ``advise`` is asked: have both
-    models prepare their passes."""
+    """Let both models prepare their passes, before an answer of at most ``most`` tokens to a prompt of ``prompt``
+    tokens, in which ``advise`` is called."""
     length = prompt + min(most, PREPARED)
     if isinstance(target, Prepares):
         target.prepare(length)
@@ -50,8 +50,8 @@ def prepare(target: Sequence, drafter: Drafter | None, prompt: int, most: int, a
 
 
 def warm_up(target: Engine, draft: Engine | None, params: SamplingParams, advise: Adviser | None) -> None:
-    """Have the passes of answers under these parameters prepared when the models have been loaded, so that not even the
-    first one waits for that."""
+    """Prepare the passes of answers with these parameters after the models were loaded, so that the first answer does
+    not wait for that either."""
     held, other = sequences(target, draft)
     drafter = None
     if draft is not None and other is not None:
@@ -61,7 +61,7 @@ def warm_up(target: Engine, draft: Engine | None, params: SamplingParams, advise
 
 
 class ModelDrafter:
-    """A small model or a head (``name``) drafts token by token, under the target's own sampling transforms."""
+    """A draft model or a head (``name``) that drafts token by token, with the target's own sampling transforms."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ModelDrafter:
         generator: torch.Generator,
         untrained: bool = False,
     ) -> None:
-        """``untrained``: a head drafts also before it has learned anything, to see what that takes."""
+        """``untrained``: a head drafts even before it was trained, so that its time can be measured."""
         self.sequence = sequence
         self.engine = engine
         self.head = engine if isinstance(engine, ReadsFeatures) and not untrained else None
@@ -85,39 +85,38 @@ class ModelDrafter:
         self.uniform = Uniform(generator)
         self._adjusts = processor.active
         self._vocab = min(engine.vocab_size, target_vocab)
-        # The engine's own way of making a whole proposal in one call, where it has one for this.
+        # The engine's way of making a whole proposal in one call, if it has one for these parameters.
         self._fused = None if processor.alters else sequence.fused
         self._mask = None if processor.constraint is None else processor.constraint.place
-        # Whoever makes proposals for several texts in one call, where the engine does.
+        # The engine that makes the proposals for several texts in one call, if it can.
         self._together = engine if self._fused is not None and isinstance(engine, ProposesTogether) else None
-        # Whether the device works through a queue while the program goes on. What a grammar allows is known to the
-        # program alone.
+        # Set if the engine runs a pass and the following choice as one recorded unit. ``queues``: the device works
+        # through a queue while the program continues. Not with a grammar, which only the program can evaluate.
         self._chooses = sequence if isinstance(sequence, Chooses) else None
         self.queues = engine.device.type == "cuda" and processor.constraint is None
 
     def limit(self, committed: int) -> int:
-        """The last drafted token is never fed back, so it may stand just past the context. Of a head that has not been
-        trained none."""
+        """The last drafted token is never fed back, so it may be one beyond the context. 0 for an untrained head."""
         if self.head is not None and not self.head.ready:
             return 0
         return max(0, self.engine.context_length - committed + 1)
 
     def catch_up(self, committed: int) -> int:
-        """Tokens that the next proposal feeds in its first forward, but for the last committed one."""
+        """The number of tokens that the next proposal feeds in its first forward, without the last committed one."""
         return committed - 1 - self.sequence.length
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """One forward per token; the first also feeds what was committed since the last proposal.
+        """One forward per token; the first one also feeds the tokens committed since the last proposal.
 
-        ``advise`` is asked when a distribution is known and nothing has been drawn from it yet.
+        ``advise`` is called when a distribution is known and nothing has been drawn from it yet.
         """
         return self.go_on(committed, [], length, advise)
 
     def go_on(
         self, committed: list[int], proposed: list[int], length: int, advise: Adviser | None = None
     ) -> Proposal | None:
-        """The same behind ``proposed`` tokens, which somebody else proposes to follow the committed ones: what comes
-        first is fed with these."""
+        """As ``propose``, behind ``proposed`` tokens of another drafter that follow the committed ones. The first
+        forward feeds them too."""
         held = len(committed)
         feed = self._unseen([*committed, *proposed] if proposed else committed)
         if self._fused is not None:
@@ -127,19 +126,19 @@ class ModelDrafter:
         return self._propose_by_token(held, proposed, feed, length, advise)
 
     def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
-        """As ``propose``, together with others where the engine can."""
+        """As ``propose``, in one call with the proposals of others if the engine supports that."""
         if self._fused is None or self._together is None:
             return self.propose(committed, length, advise)
         call = self._call(self._unseen(committed), length, advise)
         return self._made(call, (yield Wanted(self._together, self.sequence, self._fused, call)))
 
     def feed(self, committed: list[int], most: int) -> None:
-        """Feed at most so many of the tokens before the last one."""
+        """Feed at most ``most`` of the unseen tokens before the last one."""
         self.sequence.extend(self._unseen(committed[:-1])[:most], 0)
 
     def _unseen(self, committed: list[int]) -> list[int]:
-        """What the cache does not hold of the committed tokens. One that only the target knows is read as some other:
-        it can cost a guess, nothing else."""
+        """The committed tokens that the cache lacks. A token that only the target has is replaced by another one: that
+        can make a guess worse, nothing else."""
         unseen, known = committed[self.sequence.length :], self.engine.vocab_size
         return [min(token, known - 1) for token in unseen] if known < self.target_vocab else unseen
 
@@ -161,7 +160,7 @@ class ModelDrafter:
         return Proposal(self.name, tokens, probs) if tokens else None
 
     def prepare(self, length: int, advise: Adviser | None) -> None:
-        """As ``prepare`` of both."""
+        """As the function ``prepare``, for the draft."""
         if not isinstance(self.sequence, Prepares):
             return
         chooser = None
@@ -196,7 +195,7 @@ class ModelDrafter:
         return Proposal(self.name, choice.tokens[:count].clone(), probs, queued=queued)
 
     def _step(self, feed: Ids, choice: Choice, proposed: list[int], step: int) -> None:
-        """Queue the pass over ``feed`` and the choice behind it, after ``step`` others."""
+        """Queue the pass over ``feed`` and the choice after it; ``step`` steps are queued already."""
         if self._adjusts:
             logits = self.sequence.extend(feed, 1)[:, : self.target_vocab]
             choice(self.processor.apply(logits, as_tensor(join([proposed, choice.tokens[:step]]))))
@@ -243,8 +242,8 @@ class ModelDrafter:
         return Proposal(self.name, join(tokens), probs or None)
 
     def _draw(self, q: torch.Tensor, rows: Any, place: int) -> Ids:
-        """A token of q (1, vocab), ``rows`` for numpy, for a place of the text. Where q are no numbers any token: the
-        target will not have it."""
+        """A token of q (1, vocab) for a ``place`` of the text; ``rows`` is q for numpy. If q is NaN, any token: the
+        target will reject it."""
         seed = self.params.seed
         if seed is None:
             return draw_on_device(q, self.uniform) if rows is None else [pick(rows[0], self.uniform.next()) or 0]
@@ -254,9 +253,9 @@ class ModelDrafter:
         return known(race(q, seed, place))
 
     def reserve(self, length: int) -> None:
-        """Make room in the draft's cache."""
+        """Reserve room in the draft's cache."""
         self.sequence.reserve(min(length, self.engine.context_length))
 
     def rollback(self, length: int) -> None:
-        """Forget the drafts that did not stand."""
+        """Forget the rejected tokens."""
         self.sequence.rollback(length)

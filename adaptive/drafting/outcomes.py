@@ -1,13 +1,12 @@
 """Drafting chains ahead: behind every likely outcome of a verification, the likeliest first.
 
-While the target verifies a chain, what comes of it is that some of its tokens stand and another one follows. Such an
-outcome has a probability: a token stands as often as tokens of its confidence did (``control/confidence.py``), and
-where it does not, another of the draft's likely tokens comes. Behind each outcome the draft makes the chain that it
-would propose there, for several of them in one pass a token: they are a tree in its cache, of which the path that
-happened is kept.
+A verification of a chain accepts some of its tokens and adds another one: that is an outcome. Its probability follows
+from the calibrated confidence of the tokens (``control/confidence.py``) and, for a rejected token, from the draft's
+other likely tokens. Behind each outcome the draft makes the chain that it would propose there, several of them with one
+pass per token: they form a tree in its cache, of which the path that came true is kept.
 
-Nothing of that shows in the text. A chain is drawn from the distributions that go with it, before anybody knows whether
-it will be asked for, and which outcomes are drafted behind does not depend on what is drawn there.
+This does not change the text. A chain is drawn from the distributions that are handed over with it, before it is known
+whether it will be used, and the choice of outcomes does not depend on the tokens drawn behind them.
 """
 
 from __future__ import annotations
@@ -24,19 +23,20 @@ from adaptive.drafting.proposal import Proposal
 from adaptive.sampling import Transform
 from adaptive.tokens import as_array, as_list
 
-# Outcomes that are drafted behind in one pass; tokens that are looked at in one place. More in a pass take less time
-# each, and keep whoever wants the next proposal waiting for longer; fewer tokens miss more of what the target says.
+# Outcomes that are drafted behind in one pass, and tokens considered at one place. More outcomes per pass take less
+# time each, but the next proposal waits longer for the pass. With fewer tokens, more of the target's are missed.
 WIDTH, SIBLINGS = 16, 128
-# The probability of all outcomes together that are drafted behind, and tokens drafted behind one verification, at most.
-# More find the rarer ones, and take memory and time of the processors.
+# Total probability of the outcomes to draft behind, and most tokens drafted behind one verification. Too low: rarer
+# outcomes are missed. Too high: it takes memory and processor time.
 COVERED, NODES = 0.999, 1024
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """So many tokens of a chain ``stood`` and ``token`` came behind them: how likely that is, and what was drafted
-    behind it, of each token how sure the draft was and what it was drawn from. ``last``: the node in the draft's cache
-    behind which the next one comes; ``first``: that of ``token``."""
+    """The outcome that ``stood`` tokens of a chain are accepted and ``token`` follows, with its probability ``likely``.
+    Of each of the ``tokens`` drafted behind it: the draft's confidence (``sure``) and its distribution (``rows``).
+    ``first`` is the node of ``token`` in the draft's cache, -1 before it is there; ``last`` the node behind which the
+    next token comes."""
 
     stood: int
     token: int
@@ -49,30 +49,30 @@ class Outcome:
 
 
 class ChainAhead(ModelDrafter):
-    """A model that drafts chains, and ahead in ``step``s, of an engine that makes passes over trees."""
+    """A model that drafts chains, and ahead by ``step``. Its engine must make passes over trees."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._own = Transform(self.params)  # the verifier reads what the usual one gave
+        self._own = Transform(self.params)  # with its own buffer: the verifier reads that of ``transform``
         self._calibration = Calibration()
-        self._text: list[int] = []  # behind which the last proposal stands, and its tokens
+        self._text: list[int] = []  # the text before the last proposal, and the proposed tokens
         self._chain: list[int] = []
-        self._most = 0  # tokens that are drafted ahead behind an outcome
-        self._begun: int | None = None  # once outcomes are known, how many tokens of the text stand
-        self._bins: list[int] = []  # of the confidence in each token of the chain
+        self._most = 0  # tokens to draft ahead behind an outcome
+        self._begun: int | None = None  # tokens of the text that stand, once outcomes are known
+        self._bins: list[int] = []  # of the confidence of each token of the chain
         self._found: dict[tuple[int, int], Outcome] = {}
-        self._ahead: list[Outcome] = []  # those that nothing is drafted behind yet, the likeliest last
-        self._group: list[Outcome] = []  # those that are drafted behind now
+        self._ahead: list[Outcome] = []  # not drafted behind yet, the likeliest last
+        self._group: list[Outcome] = []  # being drafted behind now
         self._nodes = 0
 
     def expect(self, text: list[int], most: int) -> None:
-        """The target reads ``text``: what comes next is an outcome too, behind which ``most`` tokens are drafted."""
+        """Prepare drafting ahead while the target reads ``text``: ``most`` tokens behind each likely first token."""
         self._forget()
         self._text, self._chain, self._most = list(text), [], 0 if self._adjusts else most
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """As of a model, of which the beginning may be there. Nothing is drafted ahead where logits change with the
-        text: the verifier needs what changes them at the same time."""
+        """See ``ModelDrafter``; the beginning may be drafted already. Nothing is drafted ahead if the logits processor
+        is active, since the verifier uses that at the same time."""
         outcome = self._happened(committed)
         self._forget()
         if self._adjusts:
@@ -89,7 +89,7 @@ class ChainAhead(ModelDrafter):
         return Proposal(self.name, tokens, stacked(rows)) if tokens else None
 
     def _happened(self, committed: list[int]) -> Outcome | None:
-        """What came of the last proposal, if that was drafted behind; the cache keeps what is known of the text."""
+        """The last proposal's outcome, if it was drafted behind. The cache keeps the nodes that are in the text."""
         held = len(self._text)
         if self._begun is None or self.sequence.length != held or committed[:held] != self._text:
             return None
@@ -113,10 +113,10 @@ class ChainAhead(ModelDrafter):
         self._found, self._ahead, self._group = {}, [], []
 
     def step(self) -> bool:
-        """Draft one token more behind some outcomes, after finding out which there are; whether there is more to do."""
+        """Find the outcomes, or draft one token more behind some of them. Returns whether there is more to do."""
         if not self._most:
             return False
-        begun, self._begun = self._begun, None  # where this fails, nobody goes on with it
+        begun, self._begun = self._begun, None  # so that nothing is used after a failure
         if begun is None:
             if not self._begin():
                 return False
@@ -131,7 +131,7 @@ class ChainAhead(ModelDrafter):
         return count > 0
 
     def _begin(self) -> bool:
-        """Have the draft read what it has not, and find the outcomes. False where there is no room for them."""
+        """Let the draft read unseen tokens and find the outcomes. Returns False if there is no room for them."""
         text, chain = self._text, self._chain
         self._most = min(self._most, self.engine.context_length - len(text) - len(chain) - 1)
         if self._most < 1:
@@ -149,15 +149,15 @@ class ChainAhead(ModelDrafter):
         return True
 
     def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of logits (n, vocab), on the processor."""
+        """The distributions of logits (n, vocab), on the CPU."""
         logits = logits[:, : self.target_vocab]
         if self.params.greedy:
             return logits.float().softmax(-1).cpu()
         return self._own(logits).clone().cpu()
 
     def _outcomes(self, rows: torch.Tensor) -> list[Outcome]:
-        """The likeliest, in order, from the distributions (chain + 1, vocab) of the tokens of the chain and the one
-        behind it."""
+        """The likeliest outcomes, in order, from the distributions (chain + 1, vocab) of the chain's tokens and the
+        token after it."""
         chain, table = self._chain, self._calibration.table
         self._bins = [bin_of(sure) for sure in rows[: len(chain)].amax(-1).tolist()]
         found, there = list[Outcome](), 1.0
@@ -182,7 +182,7 @@ class ChainAhead(ModelDrafter):
         return found
 
     def _grow(self) -> None:
-        """One token more behind each outcome of the group."""
+        """Draft one token more behind each outcome of the group."""
         group, known = self._group, self.engine.vocab_size - 1
         if not group:
             return
@@ -210,7 +210,7 @@ class ChainAhead(ModelDrafter):
             one.rows.append(None if self.params.seeded else probs[index].clone())
 
     def catch_up(self, committed: int) -> int:
-        """What the cache will hold once the next proposal is asked for counts as held."""
+        """See ``ModelDrafter``. Tokens that the cache will hold at the next proposal count as held."""
         return committed - 1 - max(self.sequence.length, self._begun or 0)
 
     def feed(self, committed: list[int], most: int) -> None:
@@ -219,7 +219,7 @@ class ChainAhead(ModelDrafter):
         super().feed(committed, most)
 
     def rollback(self, length: int) -> None:
-        """What stands is seen when the next proposal is asked for."""
+        """Keep the outcomes while the text before the chain stands: ``propose`` finds out which came true."""
         if self._begun is not None and length >= len(self._text):
             self._begun = length
             return
@@ -229,7 +229,7 @@ class ChainAhead(ModelDrafter):
 
 
 class _Behind:
-    """An adviser who is asked about tokens behind so many others."""
+    """An adviser for tokens that come after ``before`` others of the same draft."""
 
     def __init__(self, advise: Adviser, before: int) -> None:
         self.advise, self.before = advise, before
@@ -239,7 +239,8 @@ class _Behind:
 
 
 def _used(outcome: Outcome, length: int, advise: Adviser | None) -> tuple[list[int], list[Any], bool]:
-    """What was drafted behind it, as far as the adviser lets it, and whether he ended it."""
+    """The tokens and distributions drafted behind an outcome, as far as the adviser accepts them, and whether the
+    adviser ended the draft."""
     most = min(length, len(outcome.tokens))
     if advise is None:
         return outcome.tokens[:most], outcome.rows[:most], False
@@ -252,12 +253,12 @@ def _used(outcome: Outcome, length: int, advise: Adviser | None) -> tuple[list[i
 
 
 def rows_of(proposal: Proposal) -> list[Any]:
-    """Its distributions, which outlast the next proposal."""
+    """Copies of a proposal's distributions, valid beyond the next proposal; None for each token if there are none."""
     if proposal.probs is None:
         return [None] * len(proposal.tokens)
     return [torch.as_tensor(row).clone() for row in proposal.probs]
 
 
 def stacked(rows: list[Any]) -> torch.Tensor | None:
-    """The distributions of a chain, None where nothing was drawn."""
+    """The distributions of a chain as one tensor; None if nothing was drawn."""
     return None if not rows or rows[0] is None else torch.stack(rows)

@@ -1,4 +1,4 @@
-"""What a drafter hands to verification."""
+"""The proposal that a drafter hands to verification."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from adaptive.types import GRAFT
 
 
 class Proposal(NamedTuple):
-    """K drafted tokens, a chain or a tree, and the very distributions they were drawn from, over the draft's
+    """K drafted tokens, a chain or a tree, and the exact distributions they were drawn from, over the draft's
     vocabulary.
 
-    ``probs`` is None where nothing was drawn: the likeliest tokens, or those of a drafter without chance. Where the
-    target samples, such a token is verified as drawn from a point mass. ``drafter`` says who drafted.
+    ``probs`` is None if nothing was drawn: the tokens are the likeliest ones, or those of a deterministic drafter. If
+    the target samples, such a token is verified as drawn from a point mass. ``drafter`` is the drafter's name.
 
     In a tree, token i follows token ``parents[i]``, which comes before it, or for -1 the last committed one. ``tokens``
-    are then listed, and ``probs`` are too: token i's is the distribution after its parent, from which those that were
-    drawn there come in their order and without replacement, or None where it was not drawn. A chain has no ``parents``.
+    and ``probs`` are then lists. Entry i of ``probs`` is the distribution after the parent of token i, from which the
+    drawn tokens there were drawn in order and without replacement, or None if token i was not drawn. A chain has no
+    ``parents``.
 
-    Of a chain that two drafters made, one behind the other, the first made ``first`` tokens; else that is 0.
+    In a chain of two drafters, one behind the other, the first one made ``first`` tokens; else ``first`` is 0.
 
-    Of one that is ``queued`` a device is still to find how many of its tokens count; the others are nobody's proposal.
+    If the proposal is ``queued``, the device has yet to compute how many of its tokens count; the others do not belong
+    to the proposal.
     """
 
     drafter: str
@@ -37,11 +39,11 @@ class Proposal(NamedTuple):
 
     @property
     def drafted(self) -> int:
-        """How many tokens there are; waits for a device that is still to find that."""
+        """The number of tokens; waits for the device if the proposal is queued."""
         return len(self.tokens) if self.queued is None else self.queued.drafted
 
     def closed(self) -> Proposal | None:
-        """The same without what does not count, once a device has found that; None where nothing does."""
+        """The proposal without tokens that do not count, after waiting for the device; None if none counts."""
         if self.queued is None:
             return self
         count = self.queued.drafted
@@ -49,8 +51,8 @@ class Proposal(NamedTuple):
         return Proposal(self.drafter, as_list(self.tokens[:count]), probs) if count else None
 
     def first_path(self) -> Proposal:
-        """Of a tree the chain of the first token that follows each, for who verifies chains only. It is a proposal as
-        exact as the tree: the first was drawn from the distribution itself."""
+        """The chain that follows a tree from first child to first child, for verification of chains only. It is as
+        exact as the tree, since a first child was drawn from the distribution itself."""
         if self.parents is None:
             return self
         path = [-1]
@@ -68,8 +70,8 @@ class Proposal(NamedTuple):
 
 
 def grafted(front: Proposal, back: Proposal) -> Proposal:
-    """The chain ``back`` behind the chain ``front``, of another drafter. Every token keeps what it was drawn from; that
-    is a point mass for one that was not, where others were."""
+    """The chain ``back`` behind the chain ``front`` of another drafter. Every token keeps the distribution it was drawn
+    from. If only one of the two was drawn, the tokens of the other get point masses."""
     chains = [as_list(front.tokens), as_list(back.tokens)]
     tokens, probs = chains[0] + chains[1], None
     drawn = [_stacked(one.probs) for one in (front, back)]
@@ -94,7 +96,7 @@ def _wide(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def point_masses(tokens: Ids, vocab: int) -> torch.Tensor:
-    """Distributions (K, vocab) that give each of K ``tokens`` everything. Verified against them, a token x stands with
-    probability p(x), else another is drawn from p without x, renormalised."""
+    """Distributions (K, vocab) that give each of K ``tokens`` all mass. Verified against them, a token x is accepted
+    with probability p(x); else another one is drawn from p without x, renormalised."""
     ids = as_tensor(tokens)
     return torch.zeros(len(ids), vocab, device=ids.device).scatter_(1, ids[:, None], 1.0)

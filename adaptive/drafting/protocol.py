@@ -1,14 +1,13 @@
-"""Who proposes the next tokens.
+"""The interface of a drafter, which proposes the next tokens.
 
-A drafter sees the committed text and returns a ``Proposal``. It keeps whatever state it needs and
-catches up by itself, so that a round without it (draft length 0) costs it nothing until it is asked.
+A drafter gets the committed text and returns a ``Proposal``. It keeps its own state and catches up with the text by
+itself, so a round without it (draft length 0) costs it nothing until the next proposal.
 
-A draft may end early on the drafter's own confidence, and the output stays exact if two things hold:
-whether a token is proposed is decided before it is drawn, and a token once drawn is proposed, with
-the q it was drawn from. Verification then meets, at every position that has a token, a sample of
-that q, whatever decided that there should be one; at the first position that has none, it draws from
-the target's own p. Dropping a token for being the unlikely one that was drawn would break this: what
-is proposed would no longer be distributed as q.
+A draft may end early by the drafter's own confidence. The output stays exact under two conditions: whether a token is
+proposed is decided before it is drawn, and a drawn token is always proposed, with the q it was drawn from. Then every
+position that has a token holds a sample of that q, however it was decided that there is one. At the first position
+without a token, verification draws from the target's own p. Dropping a token because an unlikely one was drawn would
+violate this: the proposed tokens would no longer be distributed as q.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ class Drafter(Protocol):
     name: str
 
     def limit(self, committed: int) -> int:
-        """The most tokens it can propose after ``committed`` tokens."""
+        """The most tokens that can be proposed after ``committed`` tokens."""
 
     def catch_up(self, committed: int) -> int:
-        """How many of ``committed`` tokens it has not seen, beyond the last one."""
+        """The number of ``committed`` tokens that the drafter has not seen, without the last one."""
 
     def feed(self, committed: list[int], most: int) -> None:
-        """See at most so many of the tokens that it has not seen, and propose nothing."""
+        """Read at most ``most`` of the unseen tokens, without a proposal."""
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """At most ``length`` (at least 1) tokens after ``committed``, fewer where ``advise`` says so; None for none."""
+        """At most ``length`` (at least 1) tokens after ``committed``; ``advise`` may end them early. None for none."""
 
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` committed and drafted tokens in all; as of a ``Sequence``."""
+        """Reserve room for ``length`` committed and drafted tokens in all, as in ``Sequence.reserve``."""
 
     def rollback(self, length: int) -> None:
-        """Tokens after the first ``length`` committed ones did not stand."""
+        """Forget the tokens after the first ``length`` ones, which were rejected."""
 
 
 class Wanted(NamedTuple):
-    """A proposal that a model is to make for a text, by itself (``fused``) or with those for others (``engine``)."""
+    """A proposal for a text that a model is to make, alone (``fused``) or together with others (``engine``)."""
 
     engine: ProposesTogether
     sequence: Sequence
@@ -54,44 +53,44 @@ class Wanted(NamedTuple):
     call: ProposalCall
 
 
-# A proposal in the making: it says what it wants of models, is sent that, and returns what it has come to.
+# A proposal in the making: a generator that yields the calls it needs, is sent their results, and returns the proposal.
 Making: TypeAlias = Generator[Wanted, Proposed, Proposal | None]
 
 
 class MadeTogether(Drafter, Protocol):
-    """A drafter whose proposals can be made together with those of others."""
+    """A drafter whose proposals can be made in one call with those of others."""
 
     def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
         """As ``propose``."""
 
 
 def made_together(drafter: Drafter | None) -> TypeGuard[MadeTogether]:
-    """Whether it is such a drafter. Asked in every round of every answer: ``isinstance`` of a protocol is slow."""
+    """Whether the drafter is of that kind. It is called in every round, and ``isinstance`` of a protocol is slow."""
     return hasattr(drafter, "making")
 
 
 @runtime_checkable
 class GoesOn(Drafter, Protocol):
-    """A drafter that can go on behind tokens that somebody else proposes."""
+    """A drafter that can continue behind tokens proposed by another drafter."""
 
     def go_on(
         self, committed: list[int], proposed: list[int], length: int, advise: Adviser | None = None
     ) -> Proposal | None:
-        """As ``propose``, behind ``committed`` and the ``proposed`` tokens."""
+        """As ``propose``, behind ``committed`` followed by ``proposed``."""
 
 
 class WithoutForward:
-    """What a drafter has no need of that takes no forward: it has no cache, and nothing to catch up with."""
+    """The methods that a drafter without forwards has no use for: it has no cache and nothing to catch up with."""
 
     def catch_up(self, committed: int) -> int:
-        """Nothing is fed to anybody."""
+        """0: nothing is fed."""
         return 0
 
     def feed(self, committed: list[int], most: int) -> None:
-        """As above."""
+        """Does nothing."""
 
     def reserve(self, length: int) -> None:
-        """Nothing to reserve."""
+        """Does nothing."""
 
     def rollback(self, length: int) -> None:
-        """What did not stand was never taken in."""
+        """Does nothing: rejected tokens were never taken in."""

@@ -1,14 +1,14 @@
-"""A proposal on a device that works through a queue, as CUDA does: it is chosen there, and ends there.
+"""Proposals on a device that works through a queue, such as CUDA: the device chooses the tokens and ends the proposal.
 
-A program that reads each token's confidence before it asks for the next one leaves the device with nothing to do in
-between. So whoever proposes (``model.py``) hands the device step after step; each chooses its token, and finds by the
-thresholds of the round whether the proposal goes on behind it (``Choice``). What it found is copied out as it goes, and
-looked at one step late, when the next step is queued already: the device never waits for the program, and goes at most
-one step further than a program would have gone that read each step before the next (``ON``).
+A program that reads each token's confidence before it asks for the next one leaves the device idle in between. So the
+drafter (``model.py``) queues step after step. Each step chooses its token, and decides by the thresholds of the round
+whether the proposal continues after it (``Choice``). Its result is copied to the host and read one step late, when the
+next step is queued already: the device never waits for the program, and computes at most ``ON`` steps more than a
+program would that reads each step before the next.
 
-How many tokens count is then known to the device, and the program learns it with the round's verdict (``Queued``).
+So the device determines how many tokens count, and the program learns that with the verdict of the round (``Queued``).
 Whether a token is proposed is decided from the distribution it is drawn from, before it is drawn, as ``protocol.py``
-demands. The same operations run on the processor, where tests hold them to the loop that reads every step.
+requires. The same operations run on the CPU, where tests compare them with the loop that reads every step.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from adaptive.sampling import Uniform, draw_at, transform_logits
 from adaptive.tokens import uploaded
 from adaptive.types import SamplingParams
 
-# Steps that are queued behind the one whose finding the program waits for. With none the device has nothing to do while
-# the program reads; more are computed in vain wherever a proposal ends early.
+# Steps that are queued after the one whose result the program waits for. 0: the device is idle while the program reads.
+# Higher: more steps are computed in vain whenever a proposal ends early.
 ON = 1
-# Tokens of a proposal for which a choice has room at least, and then by doubling.
+# Least room of a choice, in tokens; more in powers of 2.
 LEAST_ROOM = 32
-# Kinds of choices that are kept for an engine: sampling parameters that answers alternate between. Fewer are made, and
-# recorded, anew more often; each holds ``room`` distributions, some 20 MB at 150,000 tokens.
+# Kinds of choices kept for an engine, for answers with alternating sampling parameters. Too low: choices are made and
+# recorded again more often. Too high: memory, since each holds ``room`` distributions, some 20 MB at 150,000 tokens.
 KINDS = 4
-# What a step has found: nothing, where the proposal had ended before; else the bin of its confidence and the advice,
-# in one number.
+# The result of a step: NOT_ASKED if the proposal had ended before it, else the bin of its confidence times ADVICES plus
+# the advice.
 NOT_ASKED, ADVICES = -1, 3
 DROP, LAST, MORE = range(ADVICES)
 
 
 class Kind(NamedTuple):
-    """What the operations of a choice depend on, beside numbers that its tensors hold. ``vocab``: the draft's ids that
-    may be chosen; ``room``: the most tokens; ``edges``: of the bins of confidence, 0 where none is asked for."""
+    """Everything that the operations of a choice depend on, except numbers in its tensors. ``vocab``: ids of the draft
+    that may be chosen; ``room``: most tokens; ``edges``: between the bins of confidence, 0 without thresholds."""
 
     temperature: float
     top_k: int
@@ -54,12 +54,12 @@ class Kind(NamedTuple):
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the likeliest token is chosen."""
         return self.temperature == 0
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn by chance, and what from is kept."""
+        """Whether tokens are drawn by chance; their distributions are then kept."""
         return not self.greedy and not self.seeded
 
 
@@ -75,10 +75,10 @@ def kind_of(params: SamplingParams, vocab: int, length: int, thresholds: Thresho
 
 
 class Choice:
-    """Chooses the tokens of a proposal, one a call, from logits (1, at least vocab), and says which of them count.
+    """Chooses the tokens of a proposal, one per call, from logits (1, at least vocab), and decides which of them count.
 
-    All that it reads and writes lies in tensors of fixed places, and nothing waits for the device, so that a call can
-    be recorded with the pass before it (``engines/hf/graphs.py``). ``token`` (1,) is the last one.
+    It reads and writes only tensors at fixed addresses and never waits for the device, so a call can be recorded with
+    the pass before it (``engines/hf/graphs.py``). ``token`` (1,) is the last chosen one.
     """
 
     def __init__(self, kind: Kind, params: SamplingParams, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class Choice:
         self.token = torch.zeros(1, dtype=torch.long, device=device)
         self.tokens = torch.zeros(kind.room, dtype=torch.long, device=device)
         self.found = torch.zeros(kind.room, dtype=torch.long, device=device)
-        # The step under way (from 0), the tokens that count, and whether the proposal goes on.
+        # The current step (from 0), the number of tokens that count, and whether the proposal continues.
         self._state = torch.zeros(3, dtype=torch.long, device=device)
         self._at, self.count, self._open = (self._state[i : i + 1] for i in range(3))
         self._begin = uploaded([0, 0, 1], torch.long, device)
@@ -104,8 +104,8 @@ class Choice:
         seed: int | None = None,
         places: range = range(0),
     ) -> None:
-        """A proposal of tokens at ``places`` of the text begins. ``numbers`` (n, 1) are random ones below 1, one a
-        token, where tokens are drawn by chance; under a ``seed`` the noise is that of the places."""
+        """Start a proposal of tokens at ``places`` of the text. ``numbers`` (n, 1) are random numbers below 1, one per
+        token, if tokens are drawn by chance. With a ``seed``, the places determine the noise."""
         self.reset()
         if numbers is not None:
             self._numbers[: len(numbers)].copy_(numbers)
@@ -116,13 +116,13 @@ class Choice:
             self._take(thresholds)
 
     def reset(self) -> None:
-        """Nothing is chosen yet."""
+        """Forget the chosen tokens."""
         self._state.copy_(self._begin)
         self._reach.fill_(1.0)
         self.found.fill_(NOT_ASKED)
 
     def _take(self, given: Thresholds) -> None:
-        """Have the thresholds of this round; they are the same for several."""
+        """Copy the thresholds of this round to the device, unless they are those of the last one."""
         parts = given.edges, given.accepted, given.follow, given.drop_below, given.last_below
         known = tuple(part.tobytes() for part in parts)
         if known == self._known:
@@ -165,8 +165,8 @@ class Choice:
         return draw_at(q, self._numbers.index_select(0, self._at))
 
     def _ask(self, sure: torch.Tensor) -> None:
-        """Whether a token is proposed here, and whether it is the last one, by the largest probability (1,): as
-        ``control/stopping.py``."""
+        """Decide whether a token is proposed here and whether it is the last one, by the largest probability (1,), as
+        ``control/stopping.py`` does."""
         at, going = self._at, self._open == 1
         place = torch.bucketize(sure.double(), self._edges, right=True)
         reach = self._reach * self._accepted.index_select(0, place)
@@ -175,7 +175,7 @@ class Choice:
             0, at.clamp(max=len(self._last_below) - 1)
         )
         last |= at + 1 >= len(self._drop_below)
-        # ``torch.where`` of a number has the program wait while that is copied to the device.
+        # ``torch.where`` with a Python number would make the program wait while that is copied to the device.
         advice = (~dropped).long() * (MORE - last.long())
         self.found.index_copy_(0, at, (place * ADVICES + advice).masked_fill(~going, NOT_ASKED))
         self.count.add_((going & ~dropped).long())
@@ -183,7 +183,7 @@ class Choice:
         self._reach.copy_(torch.where(going, reach, self._reach))
 
     def outcome(self) -> tuple[torch.Tensor, ...]:
-        """What the calls so far have left, by which two ways of making them are compared."""
+        """Copies of the results of the calls so far, to compare two ways of making them."""
         return tuple(t.clone() for t in (self.tokens, self.found, self._state, self._reach, self.probs))
 
 
@@ -191,27 +191,26 @@ _CHOICES: weakref.WeakKeyDictionary[Engine, dict[Kind, Choice]] = weakref.WeakKe
 
 
 def choice_of(engine: Engine, kind: Kind, params: SamplingParams) -> Choice:
-    """The choice of this kind over an engine's logits; the same one each time, so that recordings stay in use. One
-    proposal at a time is made with it, and copied out of it before the next."""
+    """The choice of this kind for an engine's logits: the same object each time, so that recordings stay valid. It
+    makes one proposal at a time, whose results are copied before the next one."""
     known = _CHOICES.setdefault(engine, {})
     choice = known.pop(kind, None) or Choice(kind, params, engine.device)
-    while len(known) >= KINDS:  # the one that was not used for longest
+    while len(known) >= KINDS:  # drop the least recently used one
         del known[next(iter(known))]
     known[kind] = choice
     return choice
 
 
 class Queued:
-    """A proposal that a device is still to compute: what ``choice`` finds is copied out after every step.
+    """A proposal that the device has yet to compute. The result of each step of ``choice`` is copied to the host.
 
-    ``drafted`` is how many of its tokens count, and waits for the device where that has not been copied yet; behind a
-    verdict nothing is waited for. ``thresholds`` are told then what was asked, and of the random numbers (``uniform``)
-    as many are taken.
+    ``drafted`` is the number of tokens that count. It waits for the device if that was not copied yet; after a verdict
+    it never waits. It then reports the bins to ``thresholds`` and consumes as many random numbers (``uniform``).
     """
 
     def __init__(self, choice: Choice, thresholds: Thresholds | None, uniform: Uniform) -> None:
         self._choice, self._thresholds, self._uniform = choice, thresholds, uniform
-        self.count: torch.Tensor | None = None  # () int64, on the device; None as long as steps are queued
+        self.count: torch.Tensor | None = None  # () int64, on the device; None while steps are being queued
         self._steps = 0
         self._drafted: int | None = None
         device = choice.token.device
@@ -219,7 +218,7 @@ class Queued:
         self._events = [_event(device)] if device.type == "cuda" else []
 
     def stepped(self) -> None:
-        """A step has been queued."""
+        """Note that a step was queued."""
         at = self._steps
         self._steps += 1
         if self._thresholds is not None:
@@ -228,7 +227,7 @@ class Queued:
             self._events.append(_event(self._choice.token.device))
 
     def goes_on(self) -> bool:
-        """Whether to queue another step: what the last step but ``ON`` has found, which is waited for."""
+        """Whether to queue another step, by the result of the step ``ON`` before the last one. Waits for it."""
         at = self._steps - ON - 1
         if self._thresholds is None or at < 0:
             return True
@@ -237,14 +236,14 @@ class Queued:
         return int(self._found[at]) % ADVICES == MORE and int(self._found[at]) != NOT_ASKED
 
     def close(self) -> int:
-        """All steps are queued: how many tokens there are at most."""
+        """Note that all steps are queued. Returns the most tokens that may count."""
         self.count = self._choice.count[0].clone()
         if self._thresholds is None:
             return self._finished([LAST] * self._steps)
         return self._steps if self.goes_on() else self._finished(self._found[: self._steps - ON].tolist())
 
     def _finished(self, found: Sequence[int]) -> int:
-        """Take in what all steps found that asked."""
+        """Evaluate the results of all steps."""
         asked = [one for one in found if one != NOT_ASKED]
         self._drafted = len(asked) - (bool(asked) and asked[-1] % ADVICES == DROP)
         if self._thresholds is not None:
@@ -264,8 +263,8 @@ class Queued:
         return self._drafted
 
     def split(self, draft_s: float, verify_s: float) -> tuple[float, float]:
-        """What a round took by the program's clock, in seconds of drafting and of the rest as the device spent them.
-        Behind a verdict."""
+        """Divide a round's seconds by the program's clock into seconds of drafting and of the rest, as the device spent
+        them. Call it after the verdict."""
         if not self._events:
             return draft_s, verify_s
         drafting = min(self._events[0].elapsed_time(self._events[-1]) / 1000, draft_s + verify_s)

@@ -1,11 +1,11 @@
-"""Texts of token ids, and what followed the longest suffix of one in them: the index of history drafting.
+"""The index of history drafting: texts of token ids, and the tokens that followed the longest suffix of a context.
 
-In: texts, each with an id; the tokens of one may come one after the other, and be taken back. Out: for a context, the
-tokens that followed its longest suffixes before, and for each of them a bin: how long the match was, and how far
-matches agreed.
+In: texts, each with an id. The tokens of one may be appended step by step, and taken back. Out: for a context, the
+tokens that followed its longest suffixes before, and for each token a bin: the length of the match and the agreement of
+the matches.
 
-``suffixes`` gives the compiled index (``native/suffixes.h``), which serves ten million tokens, or where it was not
-built the plain one of this module, which says in short what both do.
+``suffixes`` returns the compiled index (``native/suffixes.h``), which handles ten million tokens, or, if that was not
+built, the plain one of this module, which defines the behaviour of both.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from adaptive.compiled import fingerprint
 from adaptive.control.matches import LENGTHS
 
 NATIVE = Path(__file__).parent / "native"
-# Tokens of context by which texts are found, the most first. Fewer than two are followed by anything; between two
-# orders the matches that were found at the lower one are compared up to LONGEST.
+# Tokens of context by which matches are found, the most first. Fewer than two are followed by anything. Matches found
+# with one of these numbers are compared by up to LONGEST tokens.
 ORDERS = (16, 8, 4, 2)
-# Tokens that two contexts are compared by at most: nearly all matches of so many go on as before.
+# Most tokens by which two contexts are compared: nearly all matches of that length continue as before.
 LONGEST = 32
-# Tokens that are proposed at most; matches that are looked at, the latest, and places that turn out to be none. More
-# take longer, and older ones hardly change what is said.
+# Most tokens of a continuation, most matches used (the latest), and most places checked that turn out not to match.
+# Higher: lookups take longer, and older matches hardly change the result.
 AHEAD, MATCHES, FAILURES = 16, 16, 64
-# Lengths of a match from which another bin begins.
+# Lengths of a match at which the next bin begins.
 LENGTH_EDGES = (4, 6, 8, 12, 16, 24, 32)
-# Probability that all tokens so far are accepted, below which a continuation ends: what is behind is never worth more.
+# A continuation ends when the probability that all its tokens are accepted falls below this: no further token pays.
 LEAST_REACH = 0.01
 NO_TOKEN = -1
 
 
 class Continuation(NamedTuple):
-    """What followed: tokens, and of each the bin (agreement * LENGTHS + length)."""
+    """Tokens that followed, and the bin of each (agreement * LENGTHS + length)."""
 
     tokens: list[int]
     bins: list[int]
@@ -60,33 +60,33 @@ class Expected(NamedTuple):
 
 
 class Suffixes(Protocol):
-    """The index. May be used by several threads at once."""
+    """The index. Several threads may use it at once."""
 
     def begin(self, id: int) -> None:
-        """A text begins, which what is appended belongs to."""
+        """Start a new last text with this id."""
 
     def append(self, tokens: list[int]) -> None:
-        """The last text goes on."""
+        """Append tokens to the last text."""
 
     def add(self, id: int, tokens: npt.NDArray[np.int32]) -> None:
-        """A whole text. Where there is no room, the oldest texts go."""
+        """Add a whole text. If there is no room, the oldest texts are removed."""
 
     def take_back(self, count: int) -> None:
-        """Take the last ``count`` tokens of the last text back."""
+        """Remove the last ``count`` tokens of the last text."""
 
     def remove(self, ids: list[int]) -> int:
-        """Forget the texts with these ids: their tokens are overwritten."""
+        """Remove the texts with these ids, overwriting their tokens. Returns the number of removed texts."""
 
     def follow(self, context: list[int], grows: bool = False) -> Continuation:
-        """What followed the longest suffix of ``context`` that was met before; nothing while another thread changes the
-        index. ``grows``: the context is the last text itself, which goes on with what is proposed."""
+        """The tokens that followed the longest suffix of ``context`` in the index; nothing while another thread uses
+        the index. ``grows``: the context is the end of the last text, to which the found tokens are appended."""
 
     def follow_end(self, of: Suffixes, table: array[float]) -> Expected:
-        """As ``follow``, of the end of the last text of ``of``; where that is this index, the text grows. ``table`` is
-        by bin the probability that a token is accepted, given that those before it were."""
+        """As ``follow``, for the end of the last text of ``of``; if that is this index, the text grows. ``table`` is,
+        by bin, the probability that a token is accepted, given that those before it were."""
 
     def __len__(self) -> int:
-        """Tokens held."""
+        """The number of tokens held."""
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +123,7 @@ class PlainFollower:
 
 @cache
 def compiled() -> Any:
-    """The compiled module; None where it was not built, or from other sources than those beside it."""
+    """The compiled module; None if it was not built, or was built from other sources than those beside it."""
     try:
         module = importlib.import_module("adaptive.drafting.native.suffixes")
     except ImportError:
@@ -148,13 +148,13 @@ def follower(text: Suffixes, sources: Sequence[tuple[Suffixes, array[float]]]) -
 
 
 def length_bin(length: int) -> int:
-    """The bin of a length of match."""
+    """The bin of a match's length."""
     return bisect.bisect_right(LENGTH_EDGES, length)
 
 
 def agreement_bin(agreeing: int, matches: int) -> int:
-    """The bin of how many of so many matches say the same: most of them say another thing, not all say it, there is
-    only one, all of two or three, all of more."""
+    """The bin of ``agreeing`` out of ``matches`` matches that have the same next token: 0 if fewer than half, 1 if not
+    all, 2 if there is only one match, 3 for all of two or three, 4 for all of more."""
     if matches == 1:
         return 2
     if agreeing == matches:
@@ -176,18 +176,18 @@ class _Match:
 
 
 class PlainSuffixes:
-    """The index in Python, with a dictionary from context to positions: what the compiled one is held to."""
+    """The index in Python, with a dictionary from context to positions. It is the reference for the compiled one."""
 
     def __init__(self, most: int = 0) -> None:
         self._most = most
         self._lock = threading.RLock()
-        self._tokens: list[int] = []  # all texts, each behind a NO_TOKEN
+        self._tokens: list[int] = []  # all texts, each after a NO_TOKEN
         self._texts: list[_Text] = []
         self._places: dict[tuple[int, ...], list[int]] = {}
         self._held = 0
 
     def begin(self, id: int) -> None:
-        """See ``Suffixes``; so for all of these."""
+        """See ``Suffixes``, as for the other methods."""
         with self._lock:
             self._tokens.append(NO_TOKEN)
             self._texts.append(_Text(id, len(self._tokens), len(self._tokens)))
@@ -231,7 +231,7 @@ class PlainSuffixes:
         return len(removed)
 
     def _begin_anew(self) -> None:
-        """Without the places of what was removed."""
+        """Rebuild the index without the places of removed texts."""
         kept = [(text.id, self._tokens[text.first : text.end]) for text in self._texts]
         self._tokens, self._texts, self._places, self._held = [], [], {}, 0
         for number, tokens in kept:
@@ -257,7 +257,7 @@ class PlainSuffixes:
         return Expected(tokens[:count], bins[:count], reach[:count])
 
     def _matches(self, context: list[int]) -> list[_Match]:
-        """The latest places where the longest of the orders is found."""
+        """The latest places that match at the highest order that has any."""
         found: list[_Match] = []
         for order in ORDERS:
             failures = 0
@@ -279,24 +279,24 @@ class PlainSuffixes:
 
     @property
     def nbytes(self) -> int:
-        """About: objects of Python."""
+        """An estimate, for Python objects."""
         return 500 * len(self._tokens)
 
     def _contexts(self) -> list[tuple[int, ...]]:
-        """The contexts of the position that comes next, within its text."""
+        """The contexts of the next position, within its text."""
         first = self._texts[-1].first
         return [tuple(self._tokens[-order:]) for order in ORDERS if len(self._tokens) - first >= order]
 
     def _same(self, context: Sequence[int], place: int) -> int:
-        """Tokens before ``place`` that are the last of ``context``."""
+        """The number of tokens before ``place`` that equal the last ones of ``context``."""
         same = 0
         while same < len(context) and self._tokens[place - 1 - same] == context[-1 - same]:
             same += 1
         return same
 
     def _vote(self, matches: list[_Match], grows: bool) -> Continuation:
-        """Token by token what most of the longest matches say, the latest where as many say another; who said another
-        is out."""
+        """The continuation, token by token: the token of most of the longest matches, or, in a tie, of the latest of
+        these. Matches with another token are dropped."""
         found = Continuation([], [])
         while len(found.tokens) < AHEAD:
             said = [(match, self._token(match.position + len(found.tokens), grows, found.tokens)) for match in matches]
@@ -305,7 +305,7 @@ class PlainSuffixes:
                 break
             longest = max(match.length for match, _ in said)
             votes = [token for match, token in said if match.length == longest]
-            best = max(votes, key=votes.count)  # the first of several, which is the latest
+            best = max(votes, key=votes.count)  # in a tie the first, which is the latest
             matches = [match for match, token in said if token == best]
             agreement = agreement_bin(len(matches), len(said))
             found.bins.append(agreement * LENGTHS + length_bin(longest + len(found.tokens)))

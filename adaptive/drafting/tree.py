@@ -1,9 +1,9 @@
-"""A small model drafts a tree: the texts that it finds likeliest, best first, to be verified in one pass.
+"""A draft model that drafts a tree: the texts that it finds likeliest, best first, to be verified in one pass.
 
-The tree's nodes are the texts of highest probability under the draft, and none of them is drawn. Where the target
-samples, each is therefore verified as a point mass: what the target draws after a node is followed where it is a node
-too. That goes as deep as the target's own choices stay within the tree, and is exact under every sampling parameter (as
-in SpecExec: Svirschevski et al. 2024).
+The nodes are the texts of highest probability under the draft; none is drawn. So if the target samples, each is
+verified as a point mass: a token that the target draws after a node is followed if it is a node too. Verification goes
+as deep as the target's own choices stay within the tree, and is exact with all sampling parameters (as in SpecExec:
+Svirschevski et al. 2024).
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from adaptive.drafting.proposal import Proposal
 from adaptive.sampling import transform_logits
 from adaptive.types import TREE
 
-# Nodes of one depth that the draft is asked about in one pass, and the deepest that are asked about. More of either
-# finds likelier trees of many nodes, and takes longer.
+# Nodes of one depth that one pass of the draft extends, and the greatest depth that is extended. Higher: large trees
+# become likelier, and take longer.
 WIDTH, DEPTH = 16, 16
 
 
 class TreeDrafter(ModelDrafter):
-    """Drafts trees of as many nodes as it is asked for, of an engine that makes passes over trees."""
+    """Drafts trees of the requested number of nodes. Its engine must make passes over trees."""
 
     width, depth = WIDTH, DEPTH
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """``length`` (at least 1) nodes: one pass of the draft a level, the first also over what was committed since
-        the last proposal. A chain, as of the model, where the target's logits are changed by the text before them."""
+        """A tree of ``length`` (at least 1) nodes: one pass of the draft per level, the first also over the tokens
+        committed since the last proposal. A chain, as of ``ModelDrafter``, if the logits processor is active."""
         if self._adjusts:
             return super().propose(committed, length, advise)
         return self._grown(committed, length).proposal()
 
     def _grown(self, committed: list[int], length: int, known: Tree | None = None) -> Tree:
-        """The best nodes behind the text, of which a part may be ``known``."""
+        """The tree of the best nodes after the text, part of which may be ``known``."""
         tree, unseen = known or Tree(length), self._unseen(committed)
         if known is None:
             logits = self.sequence.extend(unseen, 1)
@@ -49,13 +49,13 @@ class TreeDrafter(ModelDrafter):
         return tree
 
     def _ask(self, tree: Tree, nodes: torch.Tensor, most: int) -> None:
-        """Have the draft say what follows these nodes, in one pass."""
+        """Let the draft compute what follows these nodes, in one pass."""
         fed, parents = tree.asked(nodes)
         logits = self.sequence.extend(tree.tokens[fed].tolist(), len(nodes), parents)
         tree.add(nodes, *self._likeliest(logits, most), tree.scores[nodes])
 
     def _likeliest(self, logits: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row the log-probabilities (rows, k) and ids of the ``most`` likeliest tokens, likeliest first."""
+        """For each row the log-probabilities (rows, k) and ids of the ``most`` likeliest tokens, likeliest first."""
         logits = logits[:, : self.target_vocab].float()
         if not self.params.greedy:
             logits = transform_logits(logits, self.params)
@@ -64,19 +64,19 @@ class TreeDrafter(ModelDrafter):
 
 
 class Tree:
-    """The best ``most`` texts found so far, as nodes: a token, its parent among all that were found, its depth from 1,
-    and the log-probability of the path. What falls out of the best stays numbered."""
+    """The best ``most`` texts found so far, as nodes: a token, its parent (an index over all found nodes), its depth
+    from 1, and the log-probability of its path. Nodes that are no longer among the best keep their index."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.tokens = self.parents = self.depths = torch.empty(0, dtype=torch.long)
         self.scores = torch.empty(0)
-        self.known = torch.empty(0, dtype=torch.bool)  # whether the draft was asked what follows
+        self.known = torch.empty(0, dtype=torch.bool)  # whether the draft has computed what follows
         self.best = torch.empty(0, dtype=torch.long)  # nodes, likeliest first
-        self.number: dict[int, int] = {-1: -1}  # by node, which it is of those that the draft's cache holds
+        self.number: dict[int, int] = {-1: -1}  # the number in the draft's cache, by node
 
     def add(self, parents: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor) -> None:
-        """The likeliest tokens (rows, k) after each of ``parents`` (rows,), whose paths have the log-probability
+        """Add the likeliest tokens (rows, k) after each of ``parents`` (rows,), whose paths have the log-probability
         ``before``."""
         first, count = len(self.tokens), tokens.shape[1]
         own = parents.repeat_interleave(count)
@@ -94,17 +94,17 @@ class Tree:
         self.best = found[ranked]
 
     def widen(self, most: int) -> None:
-        """Have so many among the best, of all that were found."""
+        """Increase the number of best nodes to ``most``, from all that were found."""
         if self.most < most:
             self.most = most
             self.best = self.scores.sort(descending=True, stable=True).indices[:most]
 
     def unasked(self, deepest: int, width: int) -> torch.Tensor:
-        """The likeliest of the best nodes, in order, that the draft was not asked about, down to a depth."""
+        """The likeliest best nodes that the draft has not extended, up to a depth, in order of index."""
         return self.best[~self.known[self.best] & (self.depths[self.best] <= deepest)][:width].sort().values
 
     def path(self, tokens: list[int]) -> list[int]:
-        """The nodes that these tokens lead to, as far as there are such."""
+        """The nodes along these tokens, as far as they exist."""
         found, at = list[int](), -1
         for token in tokens:
             nodes = ((self.parents == at) & (self.tokens == token)).nonzero()
@@ -115,7 +115,8 @@ class Tree:
         return found
 
     def behind(self, node: int, most: int) -> Tree | None:
-        """What follows a node, as a tree of its own of which nothing is in the cache; None where nobody knows."""
+        """The nodes after a node as a tree of its own, none of which is in the cache; None if the node was not
+        extended."""
         if not self.known[node]:
             return None
         inside, root = torch.zeros(len(self.tokens) + 1, dtype=torch.bool), node
@@ -135,14 +136,14 @@ class Tree:
         return tree
 
     def to_expand(self, level: int, width: int) -> torch.Tensor:
-        """The likeliest of the best nodes of a depth, in order, that may have children among the best."""
+        """The likeliest best nodes of a depth that may have children among the best, in order of index."""
         least = self.scores[self.best[-1]] if len(self.best) == self.most else -torch.inf
         here = (self.depths[self.best] == level) & (self.scores[self.best] > least) & ~self.known[self.best]
         return self.best[here][:width].sort().values
 
     def asked(self, nodes: torch.Tensor) -> tuple[list[int], list[int]]:
-        """What the cache is to be given to ask about these, themselves last and in order: nodes, which are now
-        numbered, and the numbers of their parents."""
+        """The nodes to feed so that the cache holds these ``nodes``, which come last and in order, and the numbers of
+        their parents in the cache. The fed nodes get their numbers here."""
         missing = set[int]()
         for node in nodes.tolist():
             above = int(self.parents[node])
@@ -157,7 +158,7 @@ class Tree:
         return fed, parents
 
     def proposal(self) -> Proposal | None:
-        """The best nodes, parents first. A parent is at least as likely as its child and was found before it."""
+        """The best nodes, parents first: a parent is at least as likely as its child and was found before it."""
         kept = self.best.sort().values.tolist()
         if not kept:
             return None

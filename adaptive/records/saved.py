@@ -37,7 +37,7 @@ DRAWS = 1000
 MOST = 1000
 # Draws computed at once. This bounds the memory: AT_ONCE times the number of answers are held.
 AT_ONCE = 50
-# Seconds and names of the units, largest first. A unit is used for two or more of it.
+# Seconds and names of the units, largest first. A unit is used if an end of the interval is two units or more.
 UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 Numbers = npt.NDArray[np.float64]
@@ -45,9 +45,8 @@ Numbers = npt.NDArray[np.float64]
 
 class Spent(NamedTuple):
     """Tokens, rounds and times of one answer: its ``tokens`` without the first and their ``seconds``; its ``rounds``
-    and
-    their ``rounds_s``; the number of ``plain`` rounds that did not follow a drafting round (one token each) and their
-    ``plain_s``."""
+    and their ``rounds_s``; the number of ``plain`` rounds that did not follow a drafting round (one token each) and
+    their ``plain_s``."""
 
     id: int
     tokens: int
@@ -62,8 +61,8 @@ class Spent(NamedTuple):
 class Saved:
     """``seconds`` is how much longer plain decoding would have taken (negative if drafting lost time), with the 95%
     interval from ``low`` to ``high``. ``drafted`` is the number of answers that drafted, ``answers`` the number of
-    those
-    that could be compared: the others have no plain rounds near them from a time when the machine was equally fast."""
+    those that could be compared: the others have no plain rounds near them from a time when the machine was equally
+    fast."""
 
     seconds: float
     low: float

@@ -1,6 +1,6 @@
-"""Figures of speculative decoding from its rounds: the one place where they are computed.
+"""Computes the figures of speculative decoding from its rounds.
 
-``generate --json``, ``history`` and the dashboard all call this, so that they cannot disagree.
+``generate --json``, ``history`` and the dashboard all use these functions, so that their figures agree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from adaptive.types import Round
 
 @dataclass(frozen=True, order=True)
 class RoundCount:
-    """How many rounds drafted and accepted exactly this many tokens: all the figures need."""
+    """The number of rounds that drafted and accepted exactly this many tokens; all figures derive from these counts."""
 
     drafted: int
     accepted: int
@@ -44,7 +44,7 @@ class SpeculativeStats:
 class PositionAcceptance:
     """Acceptance of the draft's ``position``-th token (from 1), given that all before it were accepted.
 
-    ``observed`` counts rounds in which it was drafted and everything before it accepted: after the
+    ``observed`` counts rounds in which it was drafted and all tokens before it were accepted: after the
     first rejection a token is unobserved, not rejected.
     """
 
@@ -54,7 +54,7 @@ class PositionAcceptance:
 
     @property
     def acceptance(self) -> float | None:
-        """Conditional acceptance, 0 to 1; None where the position was never observed."""
+        """Conditional acceptance, 0 to 1; None if the position was never observed."""
         return self.accepted / self.observed if self.observed else None
 
 
@@ -62,7 +62,7 @@ class PositionAcceptance:
 class JudgedTokens:
     """Drafted tokens that the target judged, and how many of them it accepted.
 
-    A round judges its accepted tokens and the first rejected one; what was drafted behind that is unobserved.
+    A round judges its accepted tokens and the first rejected one; the tokens drafted behind that are unobserved.
     """
 
     accepted: int
@@ -70,7 +70,7 @@ class JudgedTokens:
 
 
 def judged_tokens(counts: Iterable[RoundCount]) -> JudgedTokens:
-    """Of rounds together; 0 of 0 where nothing was drafted."""
+    """The judged tokens of all these rounds; 0 of 0 if nothing was drafted."""
     drafting = [c for c in counts if c.drafted]
     return JudgedTokens(
         accepted=sum(c.accepted * c.rounds for c in drafting),
@@ -85,7 +85,7 @@ def speculative_stats(rounds: Iterable[Round]) -> SpeculativeStats:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What one drafter did: rounds that it drafted in, tokens that it drafted, and those of them that were accepted."""
+    """The work of one drafter: rounds in which it drafted, tokens that it drafted, and how many were accepted."""
 
     rounds: int
     drafted: int
@@ -93,7 +93,7 @@ class Drafted:
 
 
 def by_drafter(rounds: Iterable[Round]) -> dict[str, Drafted]:
-    """Apart by who drafted, in the order in which they first did."""
+    """The work of each drafter, in the order in which they first drafted."""
     found: dict[str, Drafted] = {}
     for r in rounds:
         for part in r.parts if r.drafted else ():
@@ -103,19 +103,19 @@ def by_drafter(rounds: Iterable[Round]) -> dict[str, Drafted]:
 
 
 def learned_rounds(rounds: Iterable[Round]) -> list[Round]:
-    """``rounds`` as the drafter that learns had them, and plain ones (``Round.learned``): what may be said of an
-    adapter."""
+    """``rounds`` reduced to the trained drafter's tokens, with plain rounds (``Round.learned``): the rounds by which an
+    adapter may be judged."""
     return [own for r in rounds if (own := r.learned) is not None]
 
 
 def count_rounds(rounds: Iterable[Round]) -> tuple[RoundCount, ...]:
-    """``rounds`` summed up by how much they drafted and accepted."""
+    """``rounds`` counted by their numbers of drafted and accepted tokens."""
     counts = Counter((r.drafted, r.accepted) for r in rounds)
     return tuple(sorted(RoundCount(drafted, accepted, n) for (drafted, accepted), n in counts.items()))
 
 
 def stats_of_counts(counts: Iterable[RoundCount]) -> SpeculativeStats:
-    """The figures of rounds that are already summed up (the same pair may occur several times)."""
+    """The figures of counted rounds (the same pair of drafted and accepted may occur several times)."""
     speculative = [c for c in counts if c.drafted > 0]
     steps = sum(c.rounds for c in speculative)
     drafted = sum(c.drafted * c.rounds for c in speculative)
@@ -136,8 +136,8 @@ def stats_of_counts(counts: Iterable[RoundCount]) -> SpeculativeStats:
 def tokens_per_round(counts: Iterable[RoundCount]) -> float | None:
     """Tokens that a pass of the target yields, over **all** rounds, plain ones included: 1 + accepted / rounds.
 
-    The headline figure everywhere (tokens a round); None without a round. ``mean_acceptance_length`` leaves the
-    rounds out that drafted nothing, and so says how good a draft is and not what it brought.
+    The main figure everywhere (tokens a round); None without a round. ``mean_acceptance_length`` leaves out
+    rounds that drafted nothing, so it shows how good a draft is and not how much it gained.
     """
     rounds = accepted = 0
     for c in counts:
@@ -147,7 +147,7 @@ def tokens_per_round(counts: Iterable[RoundCount]) -> float | None:
 
 
 def in_words(counts: Iterable[RoundCount]) -> str:
-    """Tokens a round and acceptance with its n, as one answer or several are reported everywhere."""
+    """Tokens a round, and acceptance with its number of tokens: the sentence used everywhere for answers."""
     known = tuple(counts)
     stats, tokens = stats_of_counts(known), tokens_per_round(known)
     if tokens is None:
@@ -161,7 +161,7 @@ def in_words(counts: Iterable[RoundCount]) -> str:
 
 
 def acceptance_by_position(counts: Iterable[RoundCount]) -> tuple[PositionAcceptance, ...]:
-    """Conditional acceptance of every draft position, first to the longest draft."""
+    """Conditional acceptance of every draft position, up to the longest draft."""
     rounds = [c for c in counts if c.drafted > 0]
     longest = max((c.drafted for c in rounds), default=0)
     return tuple(
@@ -175,7 +175,7 @@ def acceptance_by_position(counts: Iterable[RoundCount]) -> tuple[PositionAccept
 
 
 def rounds_by_length(counts: Iterable[RoundCount]) -> tuple[int, ...]:
-    """How many rounds drafted exactly 0, 1, 2, … tokens, up to the longest draft."""
+    """The number of rounds that drafted exactly 0, 1, 2, … tokens, up to the longest draft."""
     found: Counter[int] = Counter()
     for c in counts:
         found[c.drafted] += c.rounds

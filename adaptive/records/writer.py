@@ -1,8 +1,8 @@
-"""Writes generations to the log on a thread of its own, off the path of the tokens.
+"""Writes generations to the log on its own thread, so that decoding does not wait for the disk.
 
-A generation goes in by ``write`` and is one transaction: wholly in the log or not at all. What
-``flush`` has acknowledged survives ``kill -9``; what was only handed over may still be in memory, so
-a front end calls ``flush`` before it tells anybody that a generation is done.
+``write`` takes a generation, which becomes one transaction: it is wholly in the log or not at all. A generation
+that ``flush`` has acknowledged survives ``kill -9``; before that it may still be in memory. So
+a front end calls ``flush`` before it reports that a generation is done.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from adaptive.types import Generation
 
 logger = logging.getLogger("adaptive.records")
 
-# Bytes of generations held in memory while the disk does not take them: some 600 of 500 tokens with supervision (100
-# kB each), or several thousand without. Lower loses records in a short outage, higher takes memory from the models.
+# Bytes of generations held in memory while the disk does not accept them: some 600 of 500 tokens with supervision (100
+# kB each), or several thousand without. Too low: a short outage loses records. Too high: it takes the models' memory.
 MEMORY_BYTES = 64 << 20
 
-# Bytes that a generation takes beside its arrays and texts: objects, and a tuple for each round.
+# Bytes that a generation takes besides its arrays and texts: objects, and a tuple for each round.
 OBJECTS_BYTES, ROUND_BYTES = 2048, 200
 
-# Seconds between two tries after a failure. Lower wakes a full disk for nothing, higher leaves
-# records in memory (where a crash loses them) for longer than needed.
+# Seconds between two tries after a failure. Too low: useless tries on a full disk. Too high: records stay
+# in memory, where a crash loses them, for longer than needed.
 RETRY_S = 5.0
 
-# Longest wait of ``write`` for room, in seconds, when the disk is slow but has not failed. A person
-# notices more; a healthy disk makes room within milliseconds.
+# Longest wait of ``write`` for room, in seconds, when the disk is slow but has not failed. A user
+# notices a longer one; a healthy disk makes room within milliseconds.
 ROOM_S = 5.0
 
-# Errors of SQLite that say the generation itself is wrong: another try cannot help.
+# Errors of SQLite that mean that the generation itself is wrong, so that another try cannot succeed.
 PERMANENT = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
 
 
@@ -72,24 +72,24 @@ class WriterState:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A generation that is not in the log yet, and the target's features of it, if they are to be kept."""
+    """A generation that is not in the log yet, and the target's features of it if they are to be kept."""
 
     generation: Generation
     features: Features | None = None
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes of memory both take."""
+        """Approximate bytes of memory of both."""
         return size_of(self.generation) + (0 if self.features is None else self.features.nbytes)
 
 
 class LogWriter:
-    """The one writer of this process. Safe to call from several threads; also a context manager.
+    """The only writer of this process. Safe to call from several threads; also a context manager.
 
-    When the memory for what waits is full, ``write`` waits up to ROOM_S, unless the disk is failing; then the oldest
-    waiting generations lose their features and their supervision (counted in ``stripped``), and when none has any left,
-    the oldest one is given up (``lost``). Features go to ``spool``, where one is given; that they could not be written
-    is no failure of the log.
+    When the memory for waiting generations is full, ``write`` waits up to ROOM_S, unless the disk is failing. Then the
+    oldest waiting generations lose their features and their supervision (counted in ``stripped``), and when none has
+    any left, the oldest generation is dropped (``lost``). Features go to ``spool``, if given; a failure to write them
+    is not a failure of the log.
     """
 
     def __init__(
@@ -103,16 +103,16 @@ class LogWriter:
         spool: FeatureSpool | None = None,
     ) -> None:
         """Open (or create) the log at ``path``; new ids are above ``after``. A damaged log is replaced (``recover``).
-        What ``keep`` does not keep is deleted now and as records come.
+        Records beyond the limits of ``keep`` are deleted now and while records are written.
 
-        A full disk is no reason to stop: what is written waits in memory. Raises AdaptiveError where the log
+        With a full disk the writer still starts, and generations wait in memory. Raises AdaptiveError if the log
         cannot be opened for another reason.
         """
         self.path = path
         self.on_stored: Callable[[], None] = _nobody  # called on the writer's thread, after a record is in the log
         self.lost = self.stripped = 0
         self._memory = memory_bytes
-        self._held = 0  # bytes of what waits
+        self._held = 0  # bytes of the waiting generations
         self._retry_s = retry_s
         self._newest = after
         self._keep = keep
@@ -120,7 +120,7 @@ class LogWriter:
         self._looked = -math.inf  # when ``keep`` was last enforced
         self._pending: deque[Waiting] = deque()
         self._changed = threading.Condition()
-        self._handed = self._settled = 0  # generations given to write(), and committed or given up
+        self._handed = self._settled = 0  # generations given to write(), and those committed or dropped
         self._attempt = self._failed_attempt = 0
         self._urged = self._closing = False
         self._failure: str | None = None
@@ -133,13 +133,13 @@ class LogWriter:
             self._failure = str(error)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a daemon thread dies with the program, its queue must not
+        atexit.register(self.close)  # a daemon thread ends with the program, but its queue must be written
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with logging, on one line for a front end to show, or None.
+        """The problem with logging, as one line for a front end to show, or None.
 
-        It goes away when a later try succeeds; a loss stays, since it cannot be mended.
+        It is cleared when a later try succeeds; a loss stays, since it cannot be repaired.
         """
         with self._changed:
             if self._failure is not None:
@@ -155,12 +155,12 @@ class LogWriter:
 
     @property
     def state(self) -> WriterState:
-        """In figures, what ``problem`` says in words."""
+        """The content of ``problem`` as figures."""
         with self._changed:
             return WriterState(self._failure is None, self._handed - self._settled, self.stripped, self.lost)
 
     def write(self, generation: Generation, features: Features | None = None) -> None:
-        """Hand over ``generation``; returns at once while there is room (see the class)."""
+        """Queue ``generation``; returns at once while there is room (see the class)."""
         waiting = Waiting(generation, features if self._spool is not None else None)
         with self._changed:
             if self._closing:
@@ -174,10 +174,10 @@ class LogWriter:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything handed over so far is committed; what had failed is tried again now.
+        """Wait until everything written so far is committed; failed generations are tried again now.
 
-        Returns True when it is in the log, False when a try failed, something was lost, or after
-        ``timeout_s`` seconds; ``problem`` then says why.
+        Returns True if it is in the log, False if a try failed, something was lost, or
+        ``timeout_s`` seconds passed; ``problem`` then has the reason.
         """
         with self._changed:
             ticket, attempt, lost = self._handed, self._attempt, self.lost
@@ -185,7 +185,7 @@ class LogWriter:
             self._changed.notify_all()
 
             def answered() -> bool:
-                # A try that was under way before the call says nothing about the disk of now.
+                # A try that began before the call does not show the state of the disk now.
                 return self._settled >= ticket or self._failed_attempt > attempt or not self._thread.is_alive()
 
             self._changed.wait_for(answered, timeout_s)
@@ -193,17 +193,17 @@ class LogWriter:
 
     @property
     def handed(self) -> int:
-        """How many generations were handed over so far, for ``settled``."""
+        """The number of generations given to ``write`` so far, for ``settled``."""
         with self._changed:
             return self._handed
 
     def settled(self, handed: int) -> bool:
-        """Whether so many are in the log (or were given up), or the disk fails, so that nobody is to wait for it."""
+        """Whether the first ``handed`` generations are committed or dropped, or the disk fails: no reason to wait."""
         with self._changed:
             return self._settled >= handed or self._failure is not None
 
     def close(self) -> bool:
-        """Write what waits, one last try each, and close. True when everything is in the log."""
+        """Write the waiting generations, with one last try each, and close. True if everything is in the log."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -221,7 +221,7 @@ class LogWriter:
         return not self._pending or self._held + size <= self._memory or self._failure is not None
 
     def _shrink(self) -> None:
-        """Drop features and supervision before text, and of both the oldest first. Called with the lock held."""
+        """Drop features and supervision before text, the oldest first. Called with the lock held."""
         for place, waiting in enumerate(self._pending):
             if self._held <= self._memory:
                 return
@@ -244,7 +244,7 @@ class LogWriter:
                 permanent = str(error)
             except (AdaptiveError, sqlite3.Error, OSError, MemoryError) as error:
                 failure = str(error) or type(error).__name__
-            except Exception as error:  # nothing may kill this thread: the generations behind this one count
+            except Exception as error:  # nothing may end this thread, since other generations wait
                 permanent = f"{type(error).__name__}: {error}"
             if failure is not None or permanent is not None:
                 self._drop_connection()
@@ -280,13 +280,13 @@ class LogWriter:
                 try:
                     tokens = tokens_hash(waiting.generation.prompt, waiting.generation.output)
                     self._spool.write(number, tokens, waiting.features)
-                except OSError as error:  # they are for training alone
+                except OSError as error:  # features serve training only
                     logger.warning("the features of record %d cannot be kept: %s", number, error)
         self._newest = max(self._newest, number)
         self.on_stored()
 
     def _enforce(self) -> None:
-        """Delete what is not to stay, now and then. What hinders it, a full disk or a reader, is met again later."""
+        """Apply ``keep``, at most every LOOK_S seconds. After a failure (full disk, reader) it is tried again then."""
         if self._keep is None or self._connection is None or time.monotonic() - self._looked < LOOK_S:
             return
         self._looked = time.monotonic()
@@ -300,7 +300,7 @@ class LogWriter:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Remove the features of what is no longer in the log."""
+        """Remove the features of records that are no longer in the log."""
         if self._spool is None or self._connection is None:
             return
         try:
@@ -309,7 +309,7 @@ class LogWriter:
             logger.warning("the features of deleted records cannot be removed now: %s", error)
 
     def _conclude(self, waiting: Waiting, failure: str | None, permanent: str | None) -> bool:
-        """Book the outcome of one try. False when a closing writer must stop although something waits."""
+        """Record the outcome of one try. False if a closing writer must stop although generations wait."""
         with self._changed:
             self._failure = failure
             if failure is None:
@@ -343,7 +343,7 @@ class LogWriter:
                 continue_ids(self._connection, self._newest)
 
     def _begin_anew(self) -> None:
-        """The file we hold is no longer the one at ``path``: SQLite would write on into it, wherever it is."""
+        """Replace the open file, which is no longer at ``path``: SQLite would continue to write to the moved file."""
         self._drop_connection()
         self._place = None
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -369,7 +369,7 @@ def _nobody() -> None:
 
 
 def size_of(generation: Generation) -> int:
-    """About how many bytes of memory a generation takes."""
+    """Approximate bytes of memory of a generation."""
     made = generation.supervision
     arrays = 0 if made is None else made.ids.nbytes + made.logprobs.nbytes
     texts = [generation.text, generation.prompt_text, *(message.content for message in generation.messages)]

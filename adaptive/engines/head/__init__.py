@@ -1,1 +1,1 @@
-"""A head: a small draft on the target's own hidden states, grown here."""
+"""Heads: small drafts that read the target's hidden states, either grown here or trained elsewhere."""

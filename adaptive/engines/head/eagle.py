@@ -1,13 +1,14 @@
-"""EAGLE-3 heads: checkpoints as the speculators library and as SpecForge write them.
+"""EAGLE-3 heads, from checkpoints of the speculators library and of SpecForge.
 
-Row i reads token x_i and, of token i - 1, the target's hidden states before some of its layers, which one linear layer
-makes one feature of; or the feature that the row before made. The first layer reads both side by side, so that its
-projections are twice as wide, and adds to the feature alone. Few tokens have logits, the others none (-inf): ::
+Row i reads token x_i and a feature f_(i-1) of token i - 1. One linear layer makes this feature from the target's hidden
+states before some of its layers; where the target has none yet, the output of row i - 1 is the feature. The head's
+first layer reads token and feature side by side, so its projections are twice as wide, and its residual is the feature
+alone. Only the tokens of a draft vocabulary have logits, all others -inf: ::
 
     h_i = layer([input_norm(embed(x_i)), hidden_norm(f_(i-1))]) + f_(i-1),    logits_i = projection(norm(h_i))[d2t]
 
-What is between brackets, and where each of it was read, stands in docs/notes/2026-11-foreign-heads.md. In: the folder
-of a head, and its target. Out: a module.
+docs/notes/2026-11-foreign-heads.md has the variants and their sources. In: the folder of a head, and its target. Out: a
+module.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
     from adaptive.engines.head.parts import Parts
 
-# Types of layers that are known; others of these checkpoints' writers are built otherwise.
+# Supported layer types. The other types of speculators and SpecForge have a different structure.
 LAYERS = ("llama", "qwen3")
-# What training needs and drafting does not, and what is computed here.
+# Prefixes of tensors that are ignored: those that only training needs, and rotary tables, which are computed here.
 LEFT_OUT = ("t2d", "verifier_", "rotary_emb.", "layers.0.self_attn.rotary_emb.")
 
-# Where a head's module has the layers that a file names without it.
+# The module prefix of a head's layers, which the names in a file lack.
 INSIDE = "body.model."
 
 Tensors = dict[str, torch.Tensor]
@@ -45,11 +46,12 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """What a head's ``config.json`` says, whoever wrote it. ``layer`` is the config of its layers, ``vocab_size`` the
-    target's, ``draft_vocab_size`` how many tokens have logits. ``taps`` are the layers of the target before which its
-    hidden states are read, None for the usual three; ``target_width`` is how wide they are. ``norm_before_residual``:
-    what is added to is the feature behind its norm; ``norm_before_fc``: the target's states have a norm; ``fc_norm``:
-    they have one each; ``norm_output``: what the next row reads is behind the final norm.
+    """A head's ``config.json``, in one form for both formats. ``layer``: the config of the head's layers;
+    ``vocab_size``: the target's; ``draft_vocab_size``: the number of tokens with logits. ``taps``: the target's layers
+    before which its hidden states are read, None for the usual three; ``target_width``: the width of these states.
+    ``norm_before_residual``: the first layer's residual is the feature after ``hidden_norm``. ``norm_before_fc``: one
+    norm over all states before ``fc``; ``fc_norm``: a norm for each state. ``norm_output``: the next row reads the
+    output of the final norm.
     """
 
     layer: Any
@@ -63,12 +65,12 @@ class EagleConfig:
     norm_output: bool = False
 
     def taps_of(self, layers: int) -> tuple[int, ...]:
-        """The layers of a target of so many before which its hidden states are read."""
+        """The layers before which the hidden states of a target with ``layers`` layers are read."""
         return self.taps or (2, layers // 2, layers - 3)
 
 
 def read_eagle(folder: Path) -> EagleConfig:
-    """A head's config. Raises AdaptiveError where it is none that is known here."""
+    """A head's config. Raises AdaptiveError if it is not supported."""
     from transformers import CONFIG_MAPPING
 
     raw = raw_config(folder)
@@ -85,7 +87,7 @@ def read_eagle(folder: Path) -> EagleConfig:
             raise ValueError("it reads one hidden state only, as EAGLE-1 did")
         taps = raw.get("eagle_aux_hidden_state_layer_ids")
         outputs = eagle.get("eagle_aux_hidden_state_layer_ids")
-        if taps is None and outputs is not None:  # SpecForge names the layers whose outputs they are
+        if taps is None and outputs is not None:  # SpecForge names the layers before these states, not after them
             taps = [int(number) + 1 for number in outputs]
         for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "eagle_config", "auto_map"):
             layer.pop(name, None)
@@ -104,12 +106,12 @@ def read_eagle(folder: Path) -> EagleConfig:
             bool(raw.get("fc_norm", False)),
             bool(raw.get("norm_output", False)),
         )
-    except Exception as error:  # transformers says what is wrong with a config in many ways
+    except Exception as error:  # transformers raises many kinds of errors for a bad config
         raise AdaptiveError(f"the EAGLE-3 head in {folder} cannot be used: {first_line(error)}") from error
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """A head's tensors, by one name whoever wrote them. Raises AdaptiveError."""
+    """A head's tensors, with the same names for both formats. Raises AdaptiveError if they cannot be read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise AdaptiveError(f"{folder} holds no weights: there is no *.safetensors file in it")
@@ -129,13 +131,14 @@ def read_tensors(folder: Path) -> Tensors:
 
 
 class Eagle3Head(ForeignHead):
-    """See above. ``body`` is a causal language model of the layers' class, whose forward is not used."""
+    """An EAGLE-3 head as a module. ``body`` is a causal language model with the head's layers; its own forward is not
+    used."""
 
     kind = HeadKind.EAGLE3
 
     def __init__(self, target: Parts, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """The head in ``folder`` on a ``target``, of which embedding and projection are shared, on their device and in
-        ``dtype`` (the embedding's). Raises AdaptiveError where it is damaged, or is for another target."""
+        """Read the head in ``folder``. It shares the embedding and the projection of ``target`` and their device;
+        ``dtype`` None means the embedding's. Raises AdaptiveError if it is damaged or made for another target."""
         super().__init__()
         said = read_eagle(folder)
         self.width = int(said.layer.hidden_size)
@@ -163,11 +166,12 @@ class Eagle3Head(ForeignHead):
         if len(d2t) != said.draft_vocab_size or int(ids.min()) < 0 or int(ids.max()) >= said.vocab_size:
             raise AdaptiveError(f"the EAGLE-3 head in {folder} names tokens (d2t) that its target does not have")
         self.to(embedding.device)
-        self.ids: torch.Tensor  # (draft vocabulary,): which tokens have logits
+        self.ids: torch.Tensor  # (draft vocabulary,): the target's ids of the tokens with logits
         self.register_buffer("ids", ids.to(embedding.device), persistent=False)
 
     def _take(self, tensors: Tensors, embedding: torch.Tensor, projection: torch.Tensor, folder: Path) -> None:
-        """Have the weights of the file; what a head shares with its target is not in it. Raises AdaptiveError."""
+        """Copy the tensors of the file into the modules. A missing embedding, or a missing projection of the right
+        shape, is the target's. Raises AdaptiveError if the tensors do not fit."""
         layers = {f"layers.{name}": t for name, t in self.body.model.layers.state_dict(keep_vars=True).items()}
         own = {"hidden_norm." + name: t for name, t in self.hidden_norm.state_dict(keep_vars=True).items()}
         wanted = {**layers, **{f"layers.0.{name}": tensor for name, tensor in own.items()}}
@@ -198,7 +202,7 @@ class Eagle3Head(ForeignHead):
 
     @property
     def vocab_size(self) -> int:
-        """The target's; see ``HeadModule``."""
+        """The target's vocabulary size; see ``HeadModule``."""
         return self._vocab
 
     @property
@@ -206,7 +210,7 @@ class Eagle3Head(ForeignHead):
         return self.fc
 
     def of_target(self, features: torch.Tensor) -> torch.Tensor:
-        """One feature (..., width) of the target's hidden states (..., reads), side by side."""
+        """One feature (..., width) from the target's hidden states (..., reads), which are side by side."""
         states = self.input_norm(features.to(self.dtype))
         if len(self.fc_norm):
             parts = zip(self.fc_norm, states.chunk(len(self.fc_norm), dim=-1), strict=True)
@@ -222,7 +226,7 @@ class Eagle3Head(ForeignHead):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        """Hidden states (B, T, width), before the final norm, or as the config has it behind; see ``HeadModule``."""
+        """Hidden states (B, T, width), before the final norm, or after it with ``norm_output``; see ``HeadModule``."""
         from transformers.masking_utils import create_causal_mask
 
         decoder = self.body.model
@@ -245,7 +249,7 @@ class Eagle3Head(ForeignHead):
         return said
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits (..., vocab) of hidden states (..., width), -inf outside of the draft vocabulary."""
+        """Logits (..., vocab) of hidden states (..., width), -inf outside the draft vocabulary."""
         few: torch.Tensor = self.body.lm_head(hidden if self._normed else self.body.model.norm(hidden))
         return spread(few, self.ids, self._vocab)
 
@@ -256,7 +260,7 @@ class Eagle3Head(ForeignHead):
 
 
 def _body(said: EagleConfig, tensors: Tensors, dtype: torch.dtype) -> Any:
-    """A causal language model of the head's layers, of which the first reads twice as much."""
+    """A causal language model with the head's layers; the attention projections of the first are twice as wide."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -276,7 +280,7 @@ def _body(said: EagleConfig, tensors: Tensors, dtype: torch.dtype) -> Any:
 def _check_target(
     said: EagleConfig, tensors: Tensors, target: Any, embedding: torch.Size, taps: tuple[int, ...], folder: Path
 ) -> None:
-    """Raise AdaptiveError unless the head is for a target of this text config and this ``embedding`` (vocab, width)."""
+    """Raise AdaptiveError unless the head fits a target with this text config and this ``embedding`` (vocab, width)."""
 
     def differs(what: str, one: object, other: object) -> AdaptiveError:
         return AdaptiveError(

@@ -1,11 +1,12 @@
-"""A head as an engine: a draft whose sequences read the hidden states of the target's.
+"""A head as an engine: a draft whose sequences read the hidden states of the target's sequences.
 
-Row i of a head reads token i and the feature of token i - 1: the target's hidden state where the target's sequence
-holds that token, else the head's own, which its cache keeps. What was computed from its own is forgotten at a rollback,
-and computed again from the target's once that has come. Of a head that came from elsewhere a text's first token has no
-row: it is held by knowing that there is one. Where our kernels run the layer of a grown head a pass is one native call,
-and so is a whole proposal; elsewhere transformers' own forward of the layer does the arithmetic. Of a head with a draft
-vocabulary (``vocabulary.py``) a whole proposal chooses among its tokens; a pass gives logits of all, -inf outside.
+Row i of a head reads token i and the feature of token i - 1. The feature is the target's hidden state if the target's
+sequence holds that token, else the head's own hidden state, which the head's cache keeps. A rollback drops rows that
+were computed from the head's own features; they are computed again once the target's features exist. In a head that
+was trained elsewhere, the first token of a text has no row, and the sequence only counts it. If our kernels support
+the layer of a grown head, a pass or a whole proposal is one native call; otherwise transformers' forward of the layer
+is used. With a draft vocabulary (``vocabulary.py``), a whole proposal chooses among its tokens, and a pass returns
+logits of all tokens, -inf outside the vocabulary.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from adaptive.tokens import Ids, Rows, as_tensor, moved
 
 
 class HeadSequence:
-    """A head's cache of one text, bound to the sequence of the ``target``, which keeps features; without one it reads
-    its own features alone."""
+    """A head's cache of one text. It reads features from ``target``, a sequence that keeps them; with None it reads
+    only its own features."""
 
     def __init__(self, engine: HeadEngine, target: Sequence | None) -> None:
         self.engine = engine
@@ -64,14 +65,14 @@ class HeadSequence:
             self.cache = engine.cpu_forward.cache(features=True)
         else:
             self.cache = RollbackCache(engine.head.config, keeps=True)
-        self._skipped = 0  # tokens at the beginning that have no row
-        self._exact = 0  # tokens at the beginning that were computed from the target's features
-        self._read: torch.Tensor | None = None  # features that a native call reads
+        self._skipped = 0  # leading tokens without a row
+        self._exact = 0  # leading tokens that were computed from the target's features
+        self._read: torch.Tensor | None = None  # keeps the features alive that a native call reads
         self._logits, self._few, self._probs = Rows(engine.vocab_size), Rows(0), Rows(0)
 
     @property
     def fused(self) -> HeadSequence | None:
-        """Itself where passes are one call."""
+        """This sequence if a pass is one native call."""
         return None if self.engine.cpu_forward is None else self
 
     @property
@@ -81,12 +82,12 @@ class HeadSequence:
 
     @property
     def memory(self) -> Memory:
-        """What the cache takes, its own features among it."""
+        """The memory of the cache, including its own features."""
         return self.cache.memory
 
     @property
     def _known(self) -> int:
-        """Tokens whose features the target holds."""
+        """The number of leading tokens whose features the target holds."""
         return 0 if self.target is None else self.target.length
 
     def reserve(self, length: int) -> None:
@@ -94,7 +95,7 @@ class HeadSequence:
         reserve(self.cache, min(length, self.engine.context_length))
 
     def prepare(self, length: int, chooser: Chooser | None = None) -> None:
-        """Have passes recorded where they are; see the protocol."""
+        """Record passes if the engine records them; see the protocol."""
         if isinstance(self.cache, RollbackCache):
             self.engine.passes.ready(self.cache, min(length, self.engine.context_length), chooser)
 
@@ -110,8 +111,8 @@ class HeadSequence:
         chooser(self.extend(tokens, 1))
 
     def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
-        """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol. A token whose feature is
-        to be that of another of the n, computed here, has a pass of its own."""
+        """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol. A token that reads the
+        head's own feature of another of the n tokens gets a separate pass."""
         if parents is not None:
             raise no_trees("a head")
         if len(tokens) and self.length < self.engine.head.begins:
@@ -127,7 +128,8 @@ class HeadSequence:
         return torch.cat(found)
 
     def _begin(self, tokens: Ids, rows: int) -> torch.Tensor:
-        """``extend`` where the first token has no row, and its logits say nothing."""
+        """``extend`` for an empty sequence of a head whose first token has no row; the logits of that token are
+        zeros."""
         self._skipped = self._exact = 1
         rest = tokens[1:]
         logits = torch.zeros(0, self.engine.vocab_size, device=self.engine.device)
@@ -136,12 +138,12 @@ class HeadSequence:
         return logits if rows <= len(rest) else torch.cat([logits.new_zeros(1, self.engine.vocab_size), logits])
 
     def keep(self, path: list[int]) -> None:
-        """There is no tree; see the protocol."""
+        """Accept only the empty path, because a head has no trees; see the protocol."""
         NO_TREE.check(path)
 
     @property
     def _together(self) -> int:
-        """Tokens that one pass may append: those whose feature is known before it."""
+        """How many tokens one pass may append: those whose feature is available before the pass, at least 1."""
         return max(1, self._known + 1 - self.length)
 
     def _extend(self, tokens: Ids, rows: int) -> torch.Tensor:
@@ -167,7 +169,7 @@ class HeadSequence:
         return logits.fill_(-torch.inf).index_copy_(1, ids, few)
 
     def propose(self, call: ProposalCall) -> Proposed:
-        """A whole proposal; see ``FusedCalls``."""
+        """Make a whole proposal; see ``FusedCalls``."""
         forward = self.engine.cpu_forward
         assert forward is not None
         assert isinstance(self.cache, CpuCache)
@@ -182,15 +184,15 @@ class HeadSequence:
         return proposed
 
     def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
-        """A pass, and then the acceptance rule; see ``FusedCalls``."""
+        """Run a pass, then the acceptance rule; see ``FusedCalls``."""
         assert self.engine.cpu_forward is not None
         logits = self.extend([*call.fed, *call.drafted], len(call.drafted) + 1)
         held = self.length - len(call.drafted)
         return judged(self.engine.cpu_forward.sampling, logits, held, call), logits
 
     def _given(self, start: int) -> Given:
-        """The target's features for a native call that begins at ``start``, which reads none before the last token's
-        there."""
+        """The target's features for a native call that begins at token ``start``. The call reads no feature before that
+        of token ``start`` - 1."""
         target, known = self.target, self._known
         if isinstance(target, TransformersSequence) and isinstance(target.cache, CpuCache):
             return Given(target.cache.hidden_address, known)
@@ -210,7 +212,7 @@ class HeadSequence:
         return passes(tokens, self._before(self.length, len(tokens)), rows, self.cache)
 
     def _before(self, start: int, count: int) -> torch.Tensor:
-        """What tokens ``start`` on read: the features (count, width) of those before each."""
+        """The features (count, width) that ``count`` tokens from ``start`` on read: those of the tokens before each."""
         parts, first, end = [], max(0, start - 1), start + count - 1
         border = max(first, min(self._known, end))
         if not start:
@@ -222,12 +224,12 @@ class HeadSequence:
         return torch.cat(parts)
 
     def _passed(self, start: int) -> None:
-        """Tokens from ``start`` on have been computed."""
+        """Update ``_exact`` after a pass that began at token ``start``."""
         if self._exact == start:
             self._exact = min(self.length, self._known + 1)
 
     def features(self, begin: int, end: int) -> torch.Tensor:
-        """The head's own hidden states (end - begin, width), zeros for a token that has no row; see the protocol."""
+        """The head's own hidden states (end - begin, width), zeros for a token without a row; see the protocol."""
         if not 0 <= begin <= end <= self.length:
             raise ValueError(f"features {begin} to {end} of a text of {self.length} tokens")
         first, last = max(0, begin - self._skipped), max(0, end - self._skipped)
@@ -237,15 +239,15 @@ class HeadSequence:
         return found if len(found) == end - begin else torch.cat([found.new_zeros(1, found.shape[1]), found])
 
     def rollback(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens, and what was computed from the head's own features."""
+        """Drop all tokens after the first ``length``, and those that were computed from the head's own features."""
         length = min(length, self._exact)
         self._skipped = min(self._skipped, length)
         self.cache.rollback(length - self._skipped)
         self._exact = self.length
 
     def copy_prefix(self, other: Sequence, length: int) -> None:
-        """Hold the first ``length`` tokens of another sequence, less what was computed from its own features; see the
-        protocol."""
+        """Replace the contents by the first ``length`` tokens of another sequence, without those that were computed
+        from its own features; see the protocol."""
         assert isinstance(other, HeadSequence)
         length = min(length, other._exact)
         self.cache.rollback(0)
@@ -258,11 +260,11 @@ class HeadSequence:
 
 
 class HeadEngine:
-    """A head on a loaded ``target``, whose embedding and projection it shares, on the target's device.
+    """A head on a loaded ``target``. It shares the target's embedding and projection and runs on the target's device.
 
-    ``grown`` is one that is made here: it does not draft (``ready``) before weights have been trained for it. One that
-    came from elsewhere takes LoRA adapters, which are merged into its weights. ``cpu_forward`` computes its layer where
-    the kernels do, ``passes`` elsewhere; ``int8`` asks for int8 linear layers of the kernels.
+    ``grown``: the head is made here and drafts (``ready``) only after weights have been trained for it. A head that was
+    trained elsewhere takes LoRA adapters, which are merged into its weights. ``cpu_forward`` computes the layer if the
+    kernels support it, otherwise ``passes`` does. ``int8`` requests int8 linear layers of the kernels.
     """
 
     undraftable: str | None = None
@@ -281,7 +283,7 @@ class HeadEngine:
         self.end_tokens: frozenset[int] = frozenset()
         self.sampling = FALLBACK_SAMPLING
         self.cpu_forward: CpuForward | None = None
-        self._shared: tuple[Packed, ...] = ()  # the target's linear layers, its projection among them
+        self._shared: tuple[Packed, ...] = ()  # the target's packed linear layers, including its projection
         if isinstance(head, Head):
             self._shared = () if target.cpu_forward is None else target.cpu_forward.plan.linears
             self.cpu_forward = (_forward(head, True, ()) if int8 else None) or _forward(head, False, self._shared)
@@ -289,27 +291,28 @@ class HeadEngine:
         self.weights = "int8" if rounded else str(head.dtype).removeprefix("torch.")
         self.passes = HeadPasses(head, self.context_length)
         self._merged = MergedAdapter(head) if isinstance(head, ForeignHead) else None
-        self._first: dict[str, torch.Tensor] | None = None  # its weights before others were taken over
+        self._first: dict[str, torch.Tensor] | None = None  # the head's weights before the first ``swap_adapter``
 
     @property
     def threads(self) -> ThreadChoice | None:
-        """Of our own forward; transformers' uses all that torch was given."""
+        """The thread choice of our own forward; None for transformers' forward, which uses all of torch's threads."""
         return None if self.cpu_forward is None else self.cpu_forward.threads
 
     def extend_together(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
-        """One after the other, since a text's tokens may take several passes; see the protocol."""
+        """Extend one after the other, because the tokens of one text may need several passes; see the protocol."""
         return one_after_another(calls, self.passes.recorded is not None)
 
     def sequence(self, features: bool = False) -> HeadSequence:
-        """A new empty sequence of its own; it always keeps its features."""
+        """A new empty sequence without a target; it always keeps its features."""
         return HeadSequence(self, None)
 
     def sequence_of(self, target: Sequence) -> HeadSequence:
-        """A new empty sequence over the text of ``target``; see ``ReadsFeatures``."""
+        """A new empty sequence for the text of ``target``; see ``ReadsFeatures``."""
         return HeadSequence(self, target)
 
     def apply_adapter(self, folder: Path | None) -> None:
-        """Take over the weights of the head in ``folder``, or those that it came with for None; see the protocol."""
+        """Use the weights of the head in ``folder``, or the original ones for None. A head that was trained elsewhere
+        takes a LoRA adapter in ``folder`` instead. See the protocol."""
         for _ in self.swap_adapter(folder):
             pass
 
@@ -326,7 +329,7 @@ class HeadEngine:
             self._first = {name: tensor.to("cpu", copy=True) for name, tensor in head.own().items()}
         try:
             yield from self._take(head, self._first if tensors is None else tensors)
-        except BaseException as error:  # out of memory, or interrupted: never leave half a head
+        except BaseException as error:  # out of memory, or interrupted: never leave a mixture of two heads
             for _ in self._take(head, self._first):
                 pass
             self.ready = not self.grown
@@ -339,12 +342,13 @@ class HeadEngine:
         among = head.ids
         head.put(tensors)
         if head.ids is not among and self.passes.recorded is not None:
-            self.passes.recorded.changed()  # they read the projection to other tokens
+            self.passes.recorded.changed()  # recordings read the projection to the old draft vocabulary
         yield
         if self.cpu_forward is None:
             return
         projection = self.cpu_forward.plan.lm_head
-        # That to a draft vocabulary is the head's own, and is packed anew where it is another; the whole one stays.
+        # The projection to a draft vocabulary belongs to the head and is packed again if the vocabulary changes. The
+        # projection to all tokens is the target's and stays.
         stays = self.cpu_forward.plan.ids is head.ids
         linears = tuple(one for one in self.cpu_forward.plan.linears if stays or one is not projection)
         for linear in linears:
@@ -357,20 +361,21 @@ class HeadEngine:
 
 
 def _forward(head: Head, int8: bool, packed: Iterable[Packed]) -> CpuForward | None:
-    """Our forward of a head where a pass is one native call, else None."""
+    """Our forward of a head if a pass is one native call, else None."""
     plan = _plan(head, int8, packed)
-    # One with a recurrent state is computed by transformers' forward of its layer.
+    # A layer with a recurrent state is left to transformers' forward.
     return None if plan is None or plan.delta is not None or not fits(plan) else CpuForward(plan)
 
 
 @torch.inference_mode()
 def _plan(head: Head, int8: bool, packed: Iterable[Packed]) -> Plan | None:
-    """A head's layer and what stands before it. Weights that are ``packed`` already are not packed again."""
+    """The plan of a head's layer and the modules before it; None if the layer is not supported. Weights that are in
+    ``packed`` already are not packed again."""
     packed = tuple(packed)
     body = read_plan(head.body, int8, packed)
     if body is None:
         return None
-    # What a decoder multiplies an embedding by (Granite), it multiplies what a head hands it by.
+    # A decoder that scales its embeddings (Granite) scales the output of ``fuse`` by the same factor.
     factor, embed = body.embed.multiplier, Embedding(head.body.get_input_embeddings(), body.dtype)
     found = (one for one in packed if isinstance(one, PackedLinear) and one.modules == (head.fuse,))
     linear = next(found, None) or of_module(head.fuse, int8, factor)

@@ -1,4 +1,4 @@
-"""What heads that came from elsewhere have in common: a text's first token has no row, and they learn by LoRA."""
+"""The base of heads that were trained elsewhere: the first token of a text has no row, and they learn by LoRA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaptive.engines.head.kinds import HeadKind
 
 
 class ForeignHead(nn.Module, ABC):
-    """A head that somebody trained for the target; see ``HeadModule``."""
+    """A head that was trained elsewhere for the target; see ``HeadModule``."""
 
     kind: HeadKind
     config: Any
@@ -20,7 +20,7 @@ class ForeignHead(nn.Module, ABC):
     reads: int
     body: Any
     begins = 1
-    base_model_prefix = ""  # PEFT takes what has a config of transformers for a model of its, and asks for it
+    base_model_prefix = ""  # PEFT reads it from any module with a transformers config
 
     @property
     @abstractmethod
@@ -40,7 +40,7 @@ class ForeignHead(nn.Module, ABC):
     @property
     @abstractmethod
     def _fusing(self) -> nn.Linear:
-        """What makes one of several things that a row reads."""
+        """The linear layer that combines the inputs of a row."""
 
     @abstractmethod
     def of_target(self, features: torch.Tensor) -> torch.Tensor:
@@ -52,4 +52,4 @@ class ForeignHead(nn.Module, ABC):
 
     @abstractmethod
     def get_output_embeddings(self) -> nn.Module:
-        """The vocabulary projection, which takes no adapter: ``trainers.lora`` asks so of any model."""
+        """The vocabulary projection, which takes no adapter; ``trainers.lora`` calls this on every model."""

@@ -1,4 +1,4 @@
-"""Which heads there are, told by a checkpoint's files without reading its weights, and what an engine asks of one."""
+"""The kinds of heads, recognised by a checkpoint's files without reading weights, and a head module's interface."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import Cache
 
-# Model types whose own head is known to draft here as transformers computes it (tests/test_mtp.py). A type that is not
-# among them is taken for one without.
+# Model types whose multi-token head is tested to give the same results here as in transformers (tests/test_mtp.py). Any
+# other type is treated as one without such a head.
 HAVE_MTP = frozenset(
     {
         "deepseek_v3",
@@ -29,12 +29,12 @@ HAVE_MTP = frozenset(
 )
 
 
-# Ends of names of weights that are packed in a way in which a head's are not read.
+# Endings of the names of packed weights, which cannot be read for a head.
 PACKED = (".qweight", ".weight_packed", ".weight.absmax", ".SCB", "_blocks")
 
 
 class HeadKind(Enum):
-    """Where a head comes from. The value is what rounds and records call it."""
+    """The origin of a head. The value is its name in rounds and records."""
 
     GROWN = "head"
     MTP = "mtp"
@@ -42,7 +42,7 @@ class HeadKind(Enum):
 
     @property
     def words(self) -> str:
-        """What it is, for people."""
+        """A description for users."""
         return WORDS[self]
 
 
@@ -56,11 +56,11 @@ WORDS = {
 class HeadModule(Protocol):
     """A head on a loaded target, whose tensors it shares.
 
-    A row reads a token and the feature of the token before it, and predicts the token after it; its own hidden state
-    is the feature that the next row reads where the target has none yet. ``config`` is by which a cache for it is
-    made, ``width`` how many numbers its own feature has, ``reads`` how many the target's that it is made from,
-    ``body`` the module that has its weights, ``vocab_size`` what its logits are over. ``begins``: 0 where a text's
-    first token has a row too, which then reads zeros, else 1.
+    A row reads a token and the feature of the token before it, and predicts the token after it. Its hidden state is the
+    feature for the next row as long as the target has none. ``config``: the config for the head's cache. ``width``: the
+    size of the head's own feature; ``reads``: the size of the target's features that it is made from. ``body``: the
+    module with the weights. ``vocab_size``: the width of the logits. ``begins``: 0 if the first token of a text has a
+    row too, which then reads zeros as its feature; 1 if it has none.
     """
 
     kind: HeadKind
@@ -76,14 +76,14 @@ class HeadModule(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of the computation."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """In what it computes."""
+        """The dtype of the computation."""
 
     def of_target(self, features: torch.Tensor) -> torch.Tensor:
-        """What rows read of the target's features (..., reads): (..., width)."""
+        """The features (..., width) for rows, made from the target's features (..., reads)."""
 
     def __call__(
         self,
@@ -95,18 +95,18 @@ class HeadModule(Protocol):
     ) -> torch.Tensor:
         """Hidden states (B, T, width) of rows with tokens (B, T), features (B, T, width) and positions (B, T).
 
-        ``attention_mask`` (B, 1, T, keys), which is added to the scores; without one rows see all rows before them.
+        ``attention_mask`` (B, 1, T, keys) is added to the scores; without one, rows attend to all rows before them.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (..., vocab_size) of hidden states (..., width)."""
 
     def eval(self) -> Any:
-        """As it is to draft."""
+        """Switch to evaluation mode; see ``nn.Module.eval``."""
 
 
 def head_kind(folder: Path) -> HeadKind | None:
-    """What kind of head a checkpoint is that is no model by itself; None for a model."""
+    """The kind of head in a checkpoint that is not a model by itself; None for a model."""
     config = raw_config(folder)
     if isinstance(config.get("head"), dict):
         return HeadKind.GROWN
@@ -118,7 +118,7 @@ def head_kind(folder: Path) -> HeadKind | None:
 
 
 def raw_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's ``config.json`` as it stands there; nothing where it cannot be read."""
+    """The unprocessed ``config.json`` of a checkpoint; empty if it cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -127,9 +127,9 @@ def raw_config(folder: Path) -> dict[str, Any]:
 
 
 def mtp_weights(folder: Path) -> re.Pattern[str] | None:
-    """The names of the first multi-token layer's weights in the target's checkpoint in ``folder``; None where there is
-    none that is known here, or it is packed in four bits. Published checkpoints number it behind the model's layers, or
-    have it under ``mtp``."""
+    """A pattern for the names of the first multi-token layer's weights in the target's checkpoint in ``folder``; None
+    if there is no such layer, its model type is not supported, or its weights are packed. Published checkpoints number
+    the layer after the model's layers, or name it ``mtp``."""
     config = raw_config(folder)
     if config.get("model_type") not in HAVE_MTP:
         return None

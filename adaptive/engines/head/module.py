@@ -1,13 +1,13 @@
-"""A head: one decoder layer that reads the target's hidden states and predicts what the target says next.
+"""A grown head: one decoder layer that reads the target's hidden states and predicts the target's next token.
 
 Row i reads token x_i and the feature f_(i-1), the target's hidden state at token i - 1 after its last layer and before
-its final norm (zeros for i = 0), and predicts x_(i+1). Its own hidden state, taken at the same place, is the feature of
-the next row while it drafts: ::
+its final norm (zeros for i = 0), and predicts x_(i+1). While the head drafts, its own hidden state h_i, before the
+final norm, is the feature of the next row: ::
 
     h_i = layer(fuse([token_norm(embed(x_i)), feature_norm(f_(i-1))])),    logits_i = projection(norm(h_i))
 
 Embedding, final norm and projection are the target's, shared with it and frozen. With a draft vocabulary
-(``vocabulary.py``) the projection is a copy of the target's rows for these tokens, and others have no logits (-inf).
+(``vocabulary.py``) the projection is a copy of the target's rows for these tokens, and all other logits are -inf.
 In: ``Parts`` of a target. Out: a module, and its own tensors as a folder with ``config.json`` and
 ``model.safetensors``.
 """
@@ -35,25 +35,26 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-# Raised with whatever a head of an earlier version would compute otherwise.
+# Increased with every change by which a head of an earlier version would give other results.
 FORMAT = 1
-# Which hidden state of the target is read: behind the last layer, before the final norm.
+# The hidden state of the target that is read: after the last layer, before the final norm.
 FEATURES = "last"
-# The tensor in its file that lists the draft vocabulary, of a head that has one.
+# The name of the tensor with the draft vocabulary in a head's file.
 VOCABULARY = "vocabulary"
 
 
 class Head(nn.Module):
-    """``body`` is a causal language model of the target's own class with one layer; ``body.forward`` is not used, but
-    who knows how to run the target can run it. ``width`` is the target's hidden size, ``target_layers`` how many layers
-    that has. ``ids`` (N,) are the draft vocabulary, None for all of the target's tokens."""
+    """A grown head as a module. ``body``: a causal language model of the target's class with one layer; its forward is
+    not used, but code that supports the target's class can run the layer. ``width``: the target's hidden size;
+    ``target_layers``: the target's number of layers. ``ids`` (N,): the draft vocabulary, None for all of the target's
+    tokens."""
 
     kind = HeadKind.GROWN
     begins = 0
 
     def __init__(self, parts: Parts, dtype: torch.dtype | None = None) -> None:
-        """A head that starts from the target's last layer, in ``dtype`` (the target's embedding's), on the parts'
-        device. Raises AdaptiveError where none can be made of this kind of target."""
+        """A head that starts as the target's last layer, on the device of ``parts``; ``dtype`` None means the
+        embedding's. Raises AdaptiveError if no head can be made for this kind of target."""
         super().__init__()
         dtype = dtype or parts.dtype
         device = parts.embedding["weight"].device
@@ -77,19 +78,19 @@ class Head(nn.Module):
         self.token_norm = nn.RMSNorm(self.width, eps=eps, dtype=dtype, device=device)
         self.feature_norm = nn.RMSNorm(self.width, eps=eps, dtype=dtype, device=device)
         self.fuse = nn.Linear(2 * self.width, self.width, bias=False, dtype=dtype, device=device)
-        self.came_from: Path | None = None  # the folder that it was read from
-        self.fresh = True  # as ``reset`` leaves it
+        self.came_from: Path | None = None  # the folder from which the head was read
+        self.fresh = True  # unchanged since ``reset``
         self._first = parts.layer
         self.reset()
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, dtype: torch.dtype | None = None) -> Head:
-        """A head on a loaded target, whose tensors it shares where ``dtype`` is theirs."""
+        """A head on a loaded target. It shares the target's tensors if ``dtype`` is the same."""
         return cls(parts_of_model(target), dtype)
 
     @classmethod
     def read(cls, folder: Path, parts: Parts, dtype: torch.dtype | None = None) -> Head:
-        """The head in ``folder``. Raises AdaptiveError where it does not fit the target."""
+        """The head in ``folder``. Raises AdaptiveError if it does not fit the target."""
         head = cls(parts, dtype)
         head.load(folder)
         head.came_from = folder
@@ -103,21 +104,21 @@ class Head(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Of its logits: the target's."""
+        """The width of the logits: the target's vocabulary size."""
         return len(self._whole["weight"])
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of the computation."""
         return torch.device(str(self.fuse.weight.device))
 
     @property
     def dtype(self) -> torch.dtype:
-        """In what it computes."""
+        """The dtype of the computation."""
         return self.fuse.weight.dtype
 
     def of_target(self, features: torch.Tensor) -> torch.Tensor:
-        """What rows read of the target's features: these."""
+        """The features for rows: the target's features, unchanged."""
         return features
 
     def forward(
@@ -130,7 +131,7 @@ class Head(nn.Module):
     ) -> torch.Tensor:
         """Hidden states (B, T, width), before the final norm, of rows with tokens (B, T) and features (B, T, width).
 
-        ``position_ids`` (B, T); ``attention_mask`` (B, T) of padding, or (B, 1, T, keys) that is added to the scores.
+        ``position_ids`` (B, T); ``attention_mask`` is a padding mask (B, T), or (B, 1, T, keys) added to the scores.
         """
         x = self.fused(tokens, features)
         found: list[torch.Tensor] = []
@@ -149,13 +150,13 @@ class Head(nn.Module):
         return found[0]
 
     def fused(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """What the layer reads: (B, T, width)."""
+        """The layer's input (B, T, width)."""
         embedded = self.token_norm(self.body.get_input_embeddings()(tokens))
         fused: torch.Tensor = self.fuse(torch.cat([embedded, self.feature_norm(features.to(embedded.dtype))], dim=-1))
         return fused
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits (..., vocab) of hidden states (..., width), -inf outside of the draft vocabulary."""
+        """Logits (..., vocab) of hidden states (..., width), -inf outside the draft vocabulary."""
         logits: torch.Tensor = self.body.get_output_embeddings()(decoder_of(self.body).norm(hidden))
         cap = getattr(self.config, "final_logit_softcapping", None)
         logits = logits if not cap else cap * torch.tanh(logits / cap)
@@ -163,8 +164,8 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def draft_among(self, ids: torch.Tensor | None) -> None:
-        """From now on have logits of the tokens ``ids`` (N,) int64, increasing, or with None of all. Raises
-        AdaptiveError, changing nothing, where these are none of its target's."""
+        """Set the draft vocabulary to ``ids`` (N,) int64, strictly increasing; None for all of the target's tokens.
+        Raises AdaptiveError, with the head unchanged, if ``ids`` are not tokens of the target in that form."""
         if ids is not None:
             check_ids(ids, self.vocab_size)
             ids = ids.to(self.device, copy=True)
@@ -178,11 +179,12 @@ class Head(nn.Module):
         self.ids = ids
 
     def reset(self) -> None:
-        """As it starts: the target's last layer, and the feature alone; all of the target's tokens."""
+        """Return to the initial state: the layer is the target's last, ``fuse`` passes on the feature alone, and there
+        is no draft vocabulary."""
         self.draft_among(None)
         if self._first:
             self.layer.load_state_dict(self._first)
-        else:  # a target whose weights are quantised: the layer waits for a head's own weights
+        else:  # a target with quantised weights: the layer is zero until a head's own weights are loaded
             for parameter in self.layer.parameters():
                 nn.init.zeros_(parameter)
         nn.init.ones_(self.token_norm.weight)
@@ -193,14 +195,14 @@ class Head(nn.Module):
         self.fresh = True
 
     def own(self) -> dict[str, torch.Tensor]:
-        """Its own tensors, by their names in a file; they share its memory."""
+        """The head's own tensors, by their names in a file; they share the module's memory."""
         tensors = {f"layer.{name}": tensor for name, tensor in self.layer.state_dict().items()}
         for name in ("token_norm", "feature_norm", "fuse"):
             tensors[f"{name}.weight"] = getattr(self, name).weight.detach()
         return tensors if self.ids is None else tensors | {VOCABULARY: self.ids}
 
     def put(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over tensors as from ``own``. Raises AdaptiveError where names or shapes are others."""
+        """Copy tensors as from ``own`` into the module. Raises AdaptiveError if names or shapes differ."""
         self.check(tensors)
         self.draft_among(tensors.get(VOCABULARY))
         with torch.no_grad():
@@ -209,7 +211,7 @@ class Head(nn.Module):
         self.fresh = False
 
     def check(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Raise AdaptiveError where ``put`` would."""
+        """Raise AdaptiveError if ``put`` would."""
         own = self.own()
         own.pop(VOCABULARY, None)
         for name, tensor in own.items():
@@ -226,16 +228,16 @@ class Head(nn.Module):
             raise AdaptiveError(f"the head has a tensor {surplus}, for which this target has no place")
 
     def write(self, folder: Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` (its own tensors, 0600) into ``folder``."""
+        """Write ``config.json`` and ``model.safetensors`` (the head's own tensors) into ``folder``, with mode 0600."""
         write_head(self.config, self.own(), folder)
 
     def load(self, folder: Path) -> None:
-        """Take over the weights in ``folder``. Raises AdaptiveError, leaving its own as they are, where they do not
-        fit."""
+        """Load the weights in ``folder``. Raises AdaptiveError, with the head unchanged, if they do not fit."""
         self.put(self.fitting(folder))
 
     def fitting(self, folder: Path) -> dict[str, torch.Tensor]:
-        """The tensors in ``folder``, for ``put``. Raises AdaptiveError where they do not fit, or are no numbers."""
+        """The tensors in ``folder``, for ``put``. Raises AdaptiveError if they do not fit or have values that are not
+        finite."""
         config = read_config(folder)
         check_config(config, self.config, folder)
         try:
@@ -258,7 +260,7 @@ class Head(nn.Module):
         return tensors
 
     def _give_sizes(self) -> None:
-        """Modules that were made for a small vocabulary know the real one."""
+        """Set the vocabulary size in modules and configs, which were created for a vocabulary of one token."""
         embedding: Any = self.body.get_input_embeddings()
         projection: Any = self.body.get_output_embeddings()
         embedding.num_embeddings = embedding.weight.shape[0]
@@ -270,7 +272,7 @@ class Head(nn.Module):
 
 
 def head_config(target: Any) -> Any:
-    """The config of a head on a target of this text config: its own, of the last layer alone."""
+    """The config of a head for a target with this text config: a copy for the last layer alone."""
     layers = int(target.num_hidden_layers)
     config = copy.deepcopy(
         target.per_layer_config[layers - 1] if getattr(target, "is_heterogeneous", False) else target
@@ -285,7 +287,7 @@ def head_config(target: Any) -> Any:
 
 
 def unsuitable(target: Any) -> str | None:
-    """Why no head can be grown on a target of this text config, in a sentence; None where one can."""
+    """The reason, as a sentence, why no head can be grown on a target with this text config; None if one can."""
     try:
         with torch.device("meta"):
             decoder_of(_body(head_config(target), torch.float32))
@@ -295,7 +297,7 @@ def unsuitable(target: Any) -> str | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A head's ``config.json``. Raises AdaptiveError where there is none that this version reads."""
+    """A head's ``config.json``. Raises AdaptiveError if it is missing or this version does not support it."""
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         block = config["head"]
@@ -312,7 +314,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: dict[str, Any], target: Any, folder: Path) -> None:
-    """Raise AdaptiveError unless a head's ``config`` is of the kind of ``target``, a text config."""
+    """Raise AdaptiveError unless a head's ``config`` fits ``target``, a text config."""
     for name in ("model_type", "hidden_size", "vocab_size"):
         if config.get(name) != getattr(target, name):
             raise AdaptiveError(
@@ -333,7 +335,8 @@ def write_head(config: Any, tensors: dict[str, torch.Tensor], folder: Path) -> N
 
 
 def _body(config: Any, dtype: torch.dtype) -> Any:
-    """A causal language model of one layer with a vocabulary of one token, in whose place the target's is put."""
+    """A causal language model with one layer and a vocabulary of one token; the caller puts in the target's embedding,
+    norm and projection."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 

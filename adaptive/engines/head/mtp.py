@@ -1,13 +1,13 @@
-"""The multi-token head inside a target's checkpoint, computed by transformers' own module for it (``MtpModel``).
+"""The multi-token head inside a target's checkpoint, computed by transformers' module for it (``MtpModel``).
 
-Row i reads token x_i and the target's hidden state at token i - 1 **behind** its final norm, so that the first token of
-a text has no row; it predicts x_(i+1) through the target's own projection. Its own hidden state, behind the norm that
-the head has of its own, is what the next row reads while it drafts: ::
+Row i reads token x_i and the feature f_(i-1), the target's hidden state at token i - 1 **after** its final norm. It
+predicts x_(i+1) through the target's projection. The first token of a text has no token before it, hence no row. While
+the head drafts, its own hidden state h_i, after the head's own norm, is the feature of the next row: ::
 
     h_i = post_norm(layer(eh_proj([enorm(embed(x_i)), hnorm(f_(i-1))]))),    logits_i = projection(h_i)
 
-Of a checkpoint with several such layers the first one drafts, over and over: it was trained on what the target gives,
-and its hidden state stands for the target's. In: a loaded target and its folder. Out: a module.
+If a checkpoint has several such layers, only the first is used, for every step of a proposal: it was trained on the
+target's hidden states, and its own hidden state replaces them. In: a loaded target and its folder. Out: a module.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 class MtpHead(ForeignHead):
-    """See above; ``body`` is transformers' ``MtpModel`` with one layer."""
+    """A multi-token head as a module. ``body`` is transformers' ``MtpModel`` with one layer."""
 
     kind = HeadKind.MTP
 
     def __init__(self, target: PreTrainedModel, folder: Path) -> None:
-        """The head in the checkpoint of ``target`` in ``folder``, on the target's device and in its dtype. Raises
-        AdaptiveError where there is none, or one that is not known here."""
+        """Load the head from the checkpoint of ``target`` in ``folder``, on the target's device and in its dtype.
+        Raises AdaptiveError if there is none or it is not supported."""
         super().__init__()
         norm = final_norm(target)
         pattern = mtp_weights(folder)
@@ -72,7 +72,7 @@ class MtpHead(ForeignHead):
         return found
 
     def of_target(self, features: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states (..., width) behind its final norm."""
+        """The target's hidden states (..., width) after its final norm."""
         found: torch.Tensor = self.norm(features.to(self.dtype))
         return found
 
@@ -92,7 +92,7 @@ class MtpHead(ForeignHead):
 
     @contextmanager
     def _masked(self, mask: torch.Tensor | None) -> Iterator[None]:
-        """Meanwhile transformers' module, which makes its masks itself, has this one."""
+        """Make transformers' module use ``mask`` inside the context, instead of the mask that it makes itself."""
         if mask is not None:
             self.body.create_masks_for_mtp_layer = lambda *_, **__: {"attention_mask": mask}
         try:
@@ -112,8 +112,8 @@ class MtpHead(ForeignHead):
 
 
 def target_of_parts(parts: Parts) -> PreTrainedModel:
-    """A target in float32 for its own head alone, with embedding, final norm and projection; its layers have no
-    weights. Raises AdaptiveError where it is built in another way."""
+    """A target in float32 that serves its head alone: it has embedding, final norm and projection, and its layers have
+    no weights. Raises AdaptiveError if the model has another structure."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -126,13 +126,13 @@ def target_of_parts(parts: Parts) -> PreTrainedModel:
     ):
         for name, tensor in tensors.items():
             setattr(module, name, nn.Parameter(tensor.float(), requires_grad=False))
-    decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)  # whose tables are no weights
+    decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)  # its tables are computed, not read
     made: PreTrainedModel = target.eval()
     return made
 
 
 def _loaded(target: PreTrainedModel, folder: Path, pattern: re.Pattern[str]) -> Any:
-    """transformers' module with the weights whose names match. Raises AdaptiveError."""
+    """transformers' module with the weights whose names match. Raises AdaptiveError if it cannot be loaded."""
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError as error:
@@ -144,21 +144,20 @@ def _loaded(target: PreTrainedModel, folder: Path, pattern: re.Pattern[str]) -> 
     try:
         with _readable(folder, pattern) as readable, _described(target, readable, pattern):
             body = MtpModel.from_pretrained(target, device_map={"": device}).eval()
-    except Exception as error:  # whatever a damaged or unknown checkpoint makes transformers say
+    except Exception as error:  # transformers raises many kinds of errors for a damaged or unknown checkpoint
         raise AdaptiveError(
             f"the multi-token head in {folder} cannot be loaded ({first_line(error)}); name another draft, or "
             "--draft none"
         ) from error
-    for parameter in body.parameters():  # of a quantised checkpoint they may come in the file's own numbers
+    for parameter in body.parameters():  # from a quantised checkpoint they may keep the file's dtype
         parameter.data = parameter.data.to(target.get_input_embeddings().weight.dtype)
     return body
 
 
 @contextmanager
 def _readable(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
-    """A folder with the layer's weights as ``MtpModel`` reads them: the checkpoint's, or where they have eight bits,
-    one with the numbers that they stand for. On a target that keeps its eight bits it would take them without scales.
-    """
+    """A folder with the layer's weights in a form that ``MtpModel`` reads: the checkpoint's, or for fp8 weights a
+    temporary one with the dequantised weights. For a target that keeps fp8, ``MtpModel`` would ignore the scales."""
     with opened(folder) as files:
         mine = [(file, name) for file in files for name in file.keys() if pattern.search(name)]  # noqa: SIM118
         if not any(file.get_slice(name).get_dtype().startswith("F8") for file, name in mine):
@@ -174,8 +173,8 @@ def _readable(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
 
 @contextmanager
 def _described(target: PreTrainedModel, folder: Path, pattern: re.Pattern[str]) -> Iterator[None]:
-    """Meanwhile the target says what ``MtpModel`` asks of it, which some configs leave out: that there is one such
-    layer, of which kind, where its checkpoint lies, and which of its weights are the layer's."""
+    """Inside the context, give the target the attributes that ``MtpModel`` reads and some configs lack: that there is
+    one multi-token layer, its kind, the checkpoint's folder, and the pattern of the layer's weights."""
     config, ignored = target.config, target._keys_to_ignore_on_load_unexpected
     said = copy.copy(config)
     said.num_mtp_layers = 1
@@ -183,7 +182,7 @@ def _described(target: PreTrainedModel, folder: Path, pattern: re.Pattern[str]) 
     for name in ("layer_types", "mlp_layer_types"):
         kinds = getattr(config, name, None)
         if kinds is not None and getattr(config, f"mtp_{name}", None) is None:
-            # As the model's own last layer, but for attention: published heads attend to all that they read.
+            # Like the model's last layer, except for attention: published heads attend to all tokens.
             setattr(said, f"mtp_{name}", ["full_attention" if name == "layer_types" else kinds[-1]])
     target.config = said
     target._keys_to_ignore_on_load_unexpected = [pattern.pattern]

@@ -1,6 +1,7 @@
-"""What a head takes from its target: embedding, final norm, vocabulary projection, and the last layer to start from.
+"""The tensors that a head takes from its target: embedding, final norm, vocabulary projection, and the last layer as
+the initial state.
 
-In: a loaded target, or its folder, of which only these tensors are read. Out: ``Parts``.
+In: a loaded target, or its folder, from which only these tensors are read. Out: ``Parts``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Parts:
-    """``config`` is the target's text config. Tensors by their names in the module they belong to; ``embedding`` has
-    ``weight`` (vocab, width). ``layer`` is the target's last one, empty where its weights are packed in fewer than
-    eight bits."""
+    """A target's tensors, each by its name in its module, and its text ``config``. ``embedding`` has ``weight`` (vocab,
+    width). ``layer`` is the target's last layer; it is empty if its weights are quantised, except for weights of eight
+    bits that are read from a folder."""
 
     config: Any
     embedding: Tensors
@@ -39,12 +40,12 @@ class Parts:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embedding."""
+        """The dtype of the embedding."""
         return self.embedding["weight"].dtype
 
 
 def parts_of_model(target: PreTrainedModel) -> Parts:
-    """The parts of a loaded target, sharing its memory. Raises AdaptiveError where a head does not fit its kind."""
+    """The parts of a loaded target; they share its memory. Raises AdaptiveError if its structure is not supported."""
     decoder = decoder_of(target)
     embedding, projection = target.get_input_embeddings(), target.get_output_embeddings()
     layer = dict(decoder.layers[-1].state_dict())
@@ -60,15 +61,15 @@ def parts_of_model(target: PreTrainedModel) -> Parts:
 
 
 def shared_of_model(target: PreTrainedModel) -> Parts:
-    """Embedding and projection of a loaded target, sharing its memory: what an EAGLE-3 head has of it."""
+    """The parts for an EAGLE-3 head: embedding and projection of a loaded target; they share its memory."""
     embedding, projection = target.get_input_embeddings(), target.get_output_embeddings()
     return Parts(target.config.get_text_config(), dict(embedding.state_dict()), {}, dict(projection.state_dict()))
 
 
 def parts_of_folder(folder: Path, trust_remote_code: bool = False) -> Parts:
-    """The parts of the target whose checkpoint is in ``folder``; nothing else of its weights is read.
+    """The parts of the target whose checkpoint is in ``folder``; its other weights are not read.
 
-    Raises AdaptiveError where it cannot be read or a head does not fit its kind.
+    Raises AdaptiveError if the checkpoint cannot be read or its structure is not supported.
     """
     with _parts(folder, trust_remote_code) as (config, where, names):
         embedding, norm, projection, layer = (
@@ -80,7 +81,7 @@ def parts_of_folder(folder: Path, trust_remote_code: bool = False) -> Parts:
 
 
 def parts_bytes(folder: Path, trust_remote_code: bool = False) -> int:
-    """Bytes of the parts in float32, without reading them. Raises AdaptiveError as ``parts_of_folder``."""
+    """Bytes of the parts in float32, from their shapes alone. Raises AdaptiveError like ``parts_of_folder``."""
     with _parts(folder, trust_remote_code) as (_, where, names):
         shapes = [where[name].get_slice(name).get_shape() for part in names for name in part.values()]
     return 4 * sum(int(math.prod(shape)) for shape in shapes)
@@ -88,8 +89,9 @@ def parts_bytes(folder: Path, trust_remote_code: bool = False) -> int:
 
 @contextmanager
 def _parts(folder: Path, trust_remote_code: bool) -> Iterator[tuple[Any, dict[str, Any], list[dict[str, str]]]]:
-    """The target's text config; which open file has which tensor; and by their names in a module the tensors of
-    embedding, norm, projection (none where it is the embedding) and last layer. Raises AdaptiveError."""
+    """Yields the target's text config, the open file of each tensor, and four dicts from a tensor's name in its module
+    to its name in the file: embedding, norm, projection (empty if it is the embedding) and last layer. Raises
+    AdaptiveError like ``parts_of_folder``."""
     from transformers import AutoConfig
 
     try:
@@ -112,9 +114,9 @@ def _parts(folder: Path, trust_remote_code: bool) -> Iterator[tuple[Any, dict[st
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The part of a causal language model that has the ``layers`` and, behind them, the ``norm``.
+    """The part of a causal language model that has ``embed_tokens``, ``layers`` and the ``norm`` after them.
 
-    Raises AdaptiveError for a model built otherwise, of whose layers no head can be made.
+    Raises AdaptiveError for a model with another structure or with scaled logits, for which no head can be made.
     """
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     if not all(hasattr(decoder, name) for name in ("layers", "norm", "embed_tokens")):
@@ -127,7 +129,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[list[Any]]:
-    """The safetensors files of a checkpoint, those that its index names where it has one."""
+    """Opens the safetensors files of a checkpoint: those in its index, or all if it has no index."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -140,7 +142,7 @@ def opened(folder: Path) -> Iterator[list[Any]]:
 
 
 def _prefix(names: Mapping[str, Any], folder: Path) -> str:
-    """What stands before ``embed_tokens`` of the text model, whose layers and norm carry it too."""
+    """The common prefix of the names of the text model's ``embed_tokens``, layers and norm."""
     for name in names:
         prefix = name.removesuffix("embed_tokens.weight")
         layered = any(other.startswith(f"{prefix}layers.0.") for other in names)

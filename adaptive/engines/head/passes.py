@@ -1,4 +1,4 @@
-"""A head's passes by transformers' own forward of its layer, recorded as CUDA graphs where that is wanted."""
+"""A head's passes by transformers' forward of its layer, recorded as CUDA graphs on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaptive.engines.protocol import Chooser
 
 
 class HeadPasses:
-    """The passes of one ``head``, over all of its caches, which keep their features."""
+    """The passes of one ``head`` over any of its caches, which keep features."""
 
     adapter = None
 
@@ -23,7 +23,7 @@ class HeadPasses:
         self.vocab_size = head.vocab_size
         self.device = head.device
         self.recorded: RecordedPasses | None = None
-        # What recorded passes read; and what the next pass does.
+        # The features that recorded passes read, at a fixed address; and those that the next pass reads.
         self._place = torch.zeros(SIZES[-1], head.width, dtype=head.dtype, device=head.device)
         self._read = self._place
 
@@ -32,8 +32,8 @@ class HeadPasses:
         self.recorded = RecordedPasses(self)
 
     def __call__(self, tokens: torch.Tensor, features: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
-        """Append tokens (n,) that read ``features`` (n, width); logits (rows, vocab) of the last ones, which may be
-        overwritten by the next pass."""
+        """Append tokens (n,) that read ``features`` (n, width). Returns logits (rows, vocab) of the last ones, which
+        the next pass may overwrite."""
         logits = self._replayed(tokens, features, rows, cache)
         if logits is not None:
             return logits
@@ -41,7 +41,8 @@ class HeadPasses:
         return self.eager(tokens, rows, cache)
 
     def choose(self, tokens: torch.Tensor, features: torch.Tensor, cache: RollbackCache, chooser: Chooser) -> bool:
-        """The same with the ``chooser`` behind it, where that has been recorded; False where nothing was done."""
+        """Append tokens (n,) and run ``chooser`` on the logits of the last, if that has been recorded. Returns False
+        if nothing was done."""
         return self._replayed(tokens, features, 1, cache, chooser) is not None
 
     def _replayed(
@@ -59,13 +60,13 @@ class HeadPasses:
         return self.recorded(tokens, rows, cache, chooser)
 
     def ready(self, cache: RollbackCache, length: int, chooser: Chooser | None = None) -> None:
-        """Have passes recorded, where they are; see ``hf/graphs.py``."""
+        """Record the missing passes if passes are recorded; see ``RecordedPasses.ready``."""
         if self.recorded is not None:
             self._read = self._place
             self.recorded.ready(cache, length, chooser)
 
     def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
-        """Append tokens (n,) to the cache; logits (rows, vocab) of the last ones."""
+        """Append tokens (n,) to the cache. Returns logits (rows, vocab) of the last ones."""
         start, count = cache.length, len(tokens)
         cache.ensure_capacity(start + count)
         places = torch.arange(start, start + count, device=tokens.device)
@@ -73,11 +74,11 @@ class HeadPasses:
         return self.head.logits(hidden[count - rows :])
 
     def run(self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache) -> torch.Tensor:
-        """The forward of tokens (n,) at ``places`` (n,), which may be recorded; logits (n, vocab)."""
+        """The forward of tokens (n,) at ``places`` (n,), in a form that can be recorded. Returns logits (n, vocab)."""
         return self.head.logits(self._hidden(tokens, places, cache))
 
     def _hidden(self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache) -> torch.Tensor:
-        """Hidden states (n, width), which the cache takes, too."""
+        """Hidden states (n, width), which are also stored in the cache."""
         read = self._read[None, : len(tokens)]
         positions = places[None] + self.head.begins
         hidden: torch.Tensor = self.head(tokens[None], read, positions, past_key_values=cache)

@@ -1,7 +1,7 @@
-"""An EAGLE-3 head written as the speculators library writes them, which vLLM reads.
+"""Exports an EAGLE-3 head in the format of the speculators library, which vLLM reads.
 
-In: the folder of a head of either format, its target, and what it has learned. Out: a folder with ``config.json`` and
-``model.safetensors``.
+In: the folder of a head in either format, its target, and an optional LoRA adapter. Out: a folder with ``config.json``
+and ``model.safetensors``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from adaptive.engines.head.kinds import raw_config
 from adaptive.engines.hf.lora import read_lora
 from adaptive.errors import AdaptiveError
 
-# Drafted tokens that vLLM takes where it is told nothing.
+# The exported draft length, which vLLM uses unless it is configured otherwise.
 TOKENS = 3
-# What of a SpecForge config is not the layer's.
+# The keys of a SpecForge config that do not belong to the layer's config.
 NOT_THE_LAYERS = (
     "architectures", "auto_map", "draft_vocab_size", "dtype", "eagle_aux_hidden_state_layer_ids", "eagle_config",
     "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "target_hidden_size", "torch_dtype",
@@ -29,8 +29,9 @@ NOT_THE_LAYERS = (
 
 
 def write_speculators(head: Path, target: Path, name: str, destination: Path, adapter: Path | None = None) -> None:
-    """Write the EAGLE-3 head in ``head``, with a LoRA ``adapter`` merged into it, into the folder ``destination``; its
-    target is in ``target`` and called ``name``. Raises AdaptiveError where it cannot be read or written."""
+    """Write the EAGLE-3 head in ``head``, with an optional LoRA ``adapter`` merged into it, into the folder
+    ``destination``. Its target is in the folder ``target`` and is called ``name``. Raises AdaptiveError if a file
+    cannot be read or written."""
     said, tensors, raw, whole = read_eagle(head), read_tensors(head), raw_config(head), raw_config(target)
     for module, delta in ({} if adapter is None else read_lora(adapter)).items():
         weight = f"{module.removeprefix(INSIDE)}.weight"

@@ -1,7 +1,8 @@
-"""The tokens that a head can say, where they are not all of its target's: its draft vocabulary.
+"""A head's draft vocabulary: the tokens that it can propose, if they are not all of the target's tokens.
 
-Projecting to all tokens is most of a head's step on a target with many, and most of them are never said. A head with a
-draft vocabulary has logits of its tokens alone; any other has q = 0, and the target says it by itself.
+With a large vocabulary, the projection to all tokens takes most of a head's step, and most tokens are never generated.
+A head with a draft vocabulary computes logits only for its tokens. Every other token has the draft probability q = 0,
+so that only the target can produce it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from adaptive.errors import AdaptiveError
 
 
 def spread(few: torch.Tensor, ids: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Logits (..., vocab) of logits ``few`` (..., N) of the tokens ``ids`` (N,): -inf for all others."""
+    """Logits (..., vocab) from the logits ``few`` (..., N) of the tokens ``ids`` (N,); -inf for all others."""
     logits = few.new_full((*few.shape[:-1], vocab), -torch.inf)
     return logits.index_copy_(-1, ids, few)
 
 
 def check_ids(ids: torch.Tensor, vocab: int) -> None:
-    """Raise AdaptiveError unless ``ids`` are a draft vocabulary of a target with ``vocab`` tokens: (N,) int64,
+    """Raise AdaptiveError unless ``ids`` are a draft vocabulary of a target with ``vocab`` tokens: (N,) int64, strictly
     increasing, at least one."""
     if ids.ndim != 1 or ids.dtype != torch.long or not len(ids):
         raise AdaptiveError(f"its draft vocabulary is no list of token ids, but {tuple(ids.shape)} of {ids.dtype}")

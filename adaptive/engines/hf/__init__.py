@@ -1,1 +1,1 @@
-"""Checkpoints of transformers: its own forward over a cache of ours, LoRA in place, CUDA graphs."""
+"""Engines for transformers' checkpoints: its own forward with our cache, LoRA merged in place, CUDA graphs."""

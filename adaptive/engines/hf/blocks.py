@@ -1,7 +1,7 @@
-"""Which linear layers bitsandbytes can hold in four bits (nf4), known from a checkpoint's config alone.
+"""Decides from a checkpoint's config which linear layers bitsandbytes can hold in four bits (nf4).
 
-In: a config. Out: the layers that do not fit and stay as they are. Without this they fail inside of the library at the
-first pass, on a processor whose kernels it packs the weights for, and are computed slowly on others.
+In: a config. Out: the modules to leave unquantised. A layer of the wrong size would fail inside the library at the
+first pass, on processors for whose kernels the library packs weights, and would be slow on others.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# Inputs that share one scale, and outputs that are packed together: a layer has to be whole blocks of both.
+# Inputs that share one scale, and outputs that are packed together. A layer's sides must be multiples of these.
 INPUTS, OUTPUTS = 64, 32
 
 
 @dataclass(frozen=True)
 class Fit:
-    """``skip`` are the modules that are not to be quantised: those that do not fit, and those that never are, such as
-    the vocabulary projection. ``misfits`` of the other ``layers`` do not fit."""
+    """``skip``: the modules to leave unquantised, which are those that do not fit and those that are never quantised,
+    such as the vocabulary projection. ``layers``: the number of linear layers without the latter; ``misfits`` of them
+    do not fit."""
 
     skip: tuple[str, ...]
     layers: int
@@ -24,13 +25,13 @@ class Fit:
 
     @property
     def text(self) -> str:
-        """How many fit, in words."""
+        """How many layers fit, as text for users."""
         fit = f"{self.layers - self.misfits} of {self.layers} linear layers fit"
         return f"{fit} bitsandbytes' blocks of {INPUTS} inputs and {OUTPUTS} outputs"
 
 
 def nf4_fit(config: Any, loader: Any, trust_remote_code: bool = False) -> Fit:
-    """The layers of the model that ``loader`` (an Auto class of transformers) makes of ``config``, without weights."""
+    """The fit of the model that ``loader`` (an Auto class of transformers) makes from ``config``, without weights."""
     import torch
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import get_keys_to_not_convert

@@ -1,10 +1,9 @@
-"""A key-value cache that rolls back by forgetting: one buffer a layer, and a length.
+"""A KV cache for transformers' forward that rolls back by assigning its length: two buffers per layer.
 
-transformers' dynamic cache grows by concatenation (a copy of everything at every token) and its
-static cache attends over its whole capacity. This one writes in place into a reserved buffer and
-hands attention a view of the part in use, so a step costs its own tokens and a rollback costs an
-assignment. Layers with a sliding window keep their past too: the mask, not the cache, is the window,
-because a rolled-back token may bring an older one back into sight. Layers with a recurrent state are in
+transformers' dynamic cache grows by concatenation (a copy of everything at every token) and its static cache attends
+over its whole capacity. This one writes in place into reserved buffers and gives attention a view of the used part. So
+a step costs only its own tokens, and a rollback is an assignment. Layers with a sliding window keep all keys, and only
+the mask applies the window: a rollback moves the window back over older keys. Layers with a recurrent state are in
 ``recurrent.py``.
 """
 
@@ -26,13 +25,14 @@ from adaptive.engines.protocol import Memory
 from adaptive.errors import AdaptiveError
 from adaptive.tokens import uploaded
 
-# Tokens. Smaller grows (and copies) more often, larger wastes memory on short chats.
+# Tokens of which the capacity is a multiple. Too low: the cache grows (and copies) more often. Too high: short chats
+# waste memory.
 GROWTH = 512
 
 
 class Recording:
-    """How a pass that is recorded sees a cache: ``size`` tokens from the place that ``start`` () holds, and the
-    first ``keys`` places."""
+    """The places in a cache that a recorded pass uses. It writes ``size`` tokens from the place in ``start``, a tensor
+    without dimensions, and reads the first ``keys`` places."""
 
     def __init__(self, start: torch.Tensor, size: int, keys: int) -> None:
         self.start, self.keys = start, keys
@@ -45,23 +45,23 @@ class Recording:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Where a cache's keys and values lie: those of each layer, (batch, heads, capacity, head size) each, and the
-    hidden states (capacity, width) where they are kept."""
+    """The buffers of a cache: keys and values of each layer, (batch, heads, capacity, head size) each, and the hidden
+    states (capacity, width) if they are kept."""
 
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     hidden: torch.Tensor | None
 
     @property
     def capacity(self) -> int:
-        """Tokens that each of them holds."""
+        """Tokens for which every buffer has room."""
         return min(keys.shape[2] for keys, _ in self.layers)
 
     def suits(self, cache: RollbackCache) -> bool:
-        """Whether they hold what the cache holds."""
+        """Whether they include hidden states exactly if the cache keeps these."""
         return (self.hidden is not None) == cache.keeps
 
     def copied(self, capacity: int) -> Buffers:
-        """The same for fewer tokens, elsewhere."""
+        """A copy of the first ``capacity`` places in new buffers."""
         layers = tuple((keys[:, :, :capacity].clone(), values[:, :, :capacity].clone()) for keys, values in self.layers)
         return Buffers(layers, None if self.hidden is None else self.hidden[:capacity].clone())
 
@@ -69,8 +69,8 @@ class Buffers:
 class RollbackLayer(CacheLayerMixin):
     """Keys and values of one layer, each (batch, heads, capacity, head size), used up to ``length``.
 
-    ``kind`` is what the model calls such a layer. Under a ``recording`` the length is the recording's, a tensor, as in
-    transformers' static cache.
+    ``kind`` is the layer type in the model's config. With a ``recording``, the length is a tensor of the recording, as
+    in transformers' static cache.
     """
 
     is_croppable = True
@@ -88,36 +88,36 @@ class RollbackLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         try:
             self.keys, self.values = (_buffer(states, self.capacity) for states in (key_states, value_states))
-        except RuntimeError:  # no memory: what was reserved is not there
+        except RuntimeError:  # no memory: nothing is reserved
             self.capacity = 0
             raise
         self.is_initialized = True
 
     def grown(self, capacity: int) -> list[torch.Tensor]:
-        """Larger buffers for ``use``; none where the first states are still to come."""
+        """Larger buffers for ``use``; an empty list before the first states."""
         return [_buffer(old, capacity) for old in (self.keys, self.values) if old is not None]
 
     def use(self, buffers: list[torch.Tensor], capacity: int) -> None:
-        """Go over to ``grown`` buffers; what is held stays."""
+        """Copy the contents into the ``grown`` buffers and use these from now on."""
         if buffers:
             assert self.keys is not None
             assert self.values is not None
             for new, old in zip(buffers, (self.keys, self.values), strict=True):
-                new[:, :, : old.shape[2]] = old  # all of it: a tree may lie behind what is held
+                new[:, :, : old.shape[2]] = old  # the whole buffer, because a tree may follow the held tokens
             self.keys, self.values = buffers
         self.capacity = capacity
 
     def lie_in(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold what is held in these buffers."""
+        """Copy the contents into these buffers, as far as they fit, and use them from now on."""
         for new, old in ((keys, self.keys), (values, self.values)):
             if old is not None:
                 held = min(new.shape[2], old.shape[2])
-                new[:, :, :held] = old[:, :, :held]  # all of it: a tree may lie behind what is held
+                new[:, :, :held] = old[:, :, :held]  # not only ``length``, because a tree may follow the held tokens
         self.keys, self.values, self.capacity = keys, values, keys.shape[2]
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def copy_prefix(self, other: RollbackLayer, length: int) -> None:
-        """Hold the first ``length`` tokens of ``other``; the capacity suffices."""
+        """Replace the contents by the first ``length`` tokens of ``other``; the capacity must suffice."""
         if other.keys is None or other.values is None:
             return
         if not self.is_initialized:
@@ -131,7 +131,7 @@ class RollbackLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new states after the ones held and return views of all of them."""
+        """Write the new states after the held ones and return views of all of them."""
         if self.recording is not None:
             places, keys = self.recording.places(), self.recording.keys
             for buffer, states in ((self.keys, key_states), (self.values, value_states)):
@@ -139,7 +139,7 @@ class RollbackLayer(CacheLayerMixin):
                 buffer.index_copy_(2, places, states)
             return self.keys[:, :, :keys], self.values[:, :, :keys]  # type: ignore[index]
         end = self.length + key_states.shape[-2]
-        if end > self.capacity:  # a pass that nobody reserved for
+        if end > self.capacity:  # a pass without a reservation
             capacity = -(-end // GROWTH) * GROWTH
             self.use(self.grown(capacity), capacity)
         views = self.write(self.length, key_states, value_states)
@@ -149,7 +149,8 @@ class RollbackLayer(CacheLayerMixin):
     def write(
         self, begin: int, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the states of tokens ``begin`` on, for which there is capacity, and return views of all up to them."""
+        """Write the states of tokens from ``begin`` on, and return views of all tokens up to the last of them. The
+        capacity must suffice."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -160,31 +161,31 @@ class RollbackLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that the mask of the next step covers."""
+        """Length and offset of the keys that the mask of the next pass covers."""
         return self.length + query_length if self.recording is None else self.recording.keys, 0
 
     def get_seq_length(self) -> Any:
-        """Tokens held."""
+        """Tokens held; a tensor with a recording."""
         return self.length if self.recording is None else self.recording.start
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether shapes and addresses are the same at every step."""
+        """Whether shapes and addresses are the same in every pass."""
         return self.recording is not None
 
     def get_max_length(self) -> int:
-        """No limit of its own."""
+        """-1: no limit."""
         return -1
 
 
 def _buffer(states: torch.Tensor, capacity: int) -> torch.Tensor:
     batch, heads, _, size = states.shape
-    # Zeros, not garbage: a recorded pass multiplies what a mask hides, and garbage may be nan.
+    # Zeros, not uninitialised memory: a recorded pass multiplies masked values too, and NaN times 0 is NaN.
     return states.new_zeros((batch, heads, capacity, size))
 
 
 class HybridLayer(RecurrentLayer, RollbackLayer):  # type: ignore[misc]
-    """A layer that has both attention and a recurrent state."""
+    """A layer with both attention and a recurrent state."""
 
     is_croppable = False  # type: ignore[misc]
 
@@ -193,7 +194,7 @@ class HybridLayer(RecurrentLayer, RollbackLayer):  # type: ignore[misc]
         RecurrentLayer.__init__(self, count)
 
     def lazy_initialization(self, *args: Any, **kwargs: object) -> None:
-        """Of the keys and values."""
+        """Allocate the keys and values; see ``RollbackLayer``."""
         RollbackLayer.lazy_initialization(self, *args)
 
 
@@ -202,8 +203,8 @@ RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """What each layer of a model of this (text) config holds, in transformers' words; ``dummy`` for nothing of its own,
-    as where it reuses another layer's keys."""
+    """transformers' type of each layer of a model with this text config. ``dummy`` is a layer without its own cache,
+    for example one that reuses another layer's keys."""
     return get_layer_types_and_kwargs(config)[0]
 
 
@@ -219,8 +220,8 @@ def _layer(kind: str, states: int) -> RollbackLayer | RecurrentLayer | DummyLaye
 
 
 class RollbackCache(Cache):
-    """A layer of ours for each of the model's, of ``ATTENTION`` or ``RECURRENT`` kinds or none, all of one length; with
-    ``keeps`` the hidden states of its tokens too, in the model's dtype."""
+    """The cache of one text: a cache layer for each model layer, which may be of ``ATTENTION`` or ``RECURRENT`` kinds
+    or ``dummy``. With ``keeps`` also the hidden states of its tokens, in the model's dtype."""
 
     layers: list[Any]
 
@@ -232,8 +233,8 @@ class RollbackCache(Cache):
         states = [state for layer in layers if isinstance(layer, RecurrentLayer) for state in layer.states.values()]
         self.states = States(states) if states else None
         self.keeps = keeps
-        self._hidden: torch.Tensor | None = None  # (capacity, width), from the first pass on
-        self._room = 0  # tokens that were reserved for
+        self._hidden: torch.Tensor | None = None  # (capacity, width); None before the first pass
+        self._room = 0  # reserved tokens
 
     @property
     def length(self) -> int:
@@ -244,23 +245,24 @@ class RollbackCache(Cache):
         return self.states.length
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The last inputs of a layer's convolution; None where the text begins."""
+        """The last inputs of a layer's convolution; None at the beginning of a text."""
         state: State = self.layers[layer_idx].states[state_idx]
         current_pass().state = state
         return state.window()
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """A layer's state; None where the text begins. It belongs to the cache: see ``State.own``."""
+        """A layer's recurrent state; None at the beginning of a text. Do not write into it: see ``State.own``."""
         state: State = self.layers[layer_idx].states[state_idx]
         current_pass().state = state
         return state.recurrent
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether a text has begun."""
+        """Whether any tokens are held."""
         return self.length > 0
 
     def reserve(self, length: int) -> None:
-        """Have capacity for ``length`` tokens in every layer. Memory may be short: then every layer stays as it was."""
+        """Reserve capacity for ``length`` tokens in every layer. If there is not enough memory, raises torch's error,
+        with every layer unchanged."""
         capacity = -(-length // GROWTH) * GROWTH
         small = [layer for layer in self._attention if layer.capacity < capacity]
         grown = [layer.grown(capacity) for layer in small]
@@ -271,7 +273,8 @@ class RollbackCache(Cache):
         self._room = max(self._room, capacity)
 
     def _grown(self, capacity: int) -> torch.Tensor | None:
-        """Room for the hidden states of so many tokens, with those that are held."""
+        """A buffer for the hidden states of ``capacity`` tokens, with the present contents; None before the first
+        pass."""
         old = self._hidden
         if old is None or len(old) >= capacity:
             return old
@@ -280,7 +283,7 @@ class RollbackCache(Cache):
         return new
 
     def keep(self, hidden: torch.Tensor) -> None:
-        """Hold the hidden states (1, n, width) of the n tokens of the pass under way, whose keys are held already."""
+        """Store the hidden states (1, n, width) of the n tokens of the present pass, whose keys are stored already."""
         recording = self._attention[0].recording if self._attention else None
         if recording is None:
             self.hold(self.length - hidden.shape[1], hidden[0])
@@ -288,42 +291,43 @@ class RollbackCache(Cache):
             self._hidden_room(hidden).index_copy_(0, recording.places(), hidden[0])
 
     def hold(self, begin: int, hidden: torch.Tensor) -> None:
-        """Hold the hidden states (n, width) of tokens ``begin`` on."""
+        """Store the hidden states (n, width) of n tokens from ``begin`` on."""
         self._hidden_room(hidden)[begin : begin + len(hidden)] = hidden
 
     def _hidden_room(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Where hidden states (..., width) like these are held, (capacity, width)."""
+        """The buffer (capacity, width) for hidden states; allocated like ``hidden`` (..., width) at the first call."""
         if self._hidden is None:
             self._hidden = hidden.new_zeros(self.capacity, hidden.shape[-1])
         return self._hidden
 
     def features(self, begin: int, end: int) -> torch.Tensor:
-        """The hidden states (end - begin, width) of these tokens, where they are kept."""
+        """A view of the hidden states (end - begin, width) of these tokens, which must be kept."""
         assert self._hidden is not None
         return self._hidden[begin:end]
 
     def ensure_capacity(self, length: int) -> None:
-        """``reserve`` for a pass that nobody reserved for: half as much again, so that few passes copy."""
+        """``reserve`` for a pass without a reservation: at least half as much again, so that few passes copy."""
         if length > self.capacity:
             self.reserve(max(length, self.capacity * 3 // 2))
 
     @property
     def capacity(self) -> int:
-        """Tokens that the buffers of every layer hold."""
+        """Tokens for which every layer has room."""
         return min((layer.capacity for layer in self._attention), default=self._room)
 
     def buffers(self) -> Buffers:
-        """Where it lies; behind its first pass."""
+        """The cache's present buffers. Call it after the first pass."""
         layers = ((layer.keys, layer.values) for layer in self._attention)
         return Buffers(tuple((k, v) for k, v in layers if k is not None and v is not None), self._hidden)
 
     def lies_in(self, buffers: Buffers) -> bool:
-        """Whether it lies there: it has not grown out of any of them."""
+        """Whether the cache uses these buffers, and has not replaced any of them by a larger one."""
         pairs = zip(self._attention, buffers.layers, strict=True)
         return self._hidden is buffers.hidden and all(layer.keys is keys for layer, (keys, _) in pairs)
 
     def lie_in(self, buffers: Buffers) -> None:
-        """Hold what is held there from now on; they are large enough, and nobody else's."""
+        """Copy the contents into these buffers and use them from now on. They must be large enough, and no other cache
+        may use them."""
         for layer, (keys, values) in zip(self._attention, buffers.layers, strict=True):
             layer.lie_in(keys, values)
         if buffers.hidden is not None and self._hidden is not None:
@@ -332,13 +336,13 @@ class RollbackCache(Cache):
         self._hidden = buffers.hidden
 
     def advance(self, count: int) -> None:
-        """``count`` tokens have been written by a recorded or a joint pass."""
+        """Count ``count`` more tokens as held, which a recorded, joint or tree pass has written."""
         for layer in self._attention:
             layer.length += count
 
     @contextmanager
     def written_as(self, recording: Recording) -> Iterator[None]:
-        """Passes inside write and see the cache in this way."""
+        """Inside the context, passes read and write the cache as ``recording`` defines."""
         for layer in self._attention:
             layer.recording = recording
         try:
@@ -348,8 +352,8 @@ class RollbackCache(Cache):
                 layer.recording = None
 
     def rollback(self, length: int) -> None:
-        """Forget all tokens after the first ``length``, and those that an interrupted forward left in
-        some layers only. Recurrent states may not reach back so far: ``length`` then says how many are held."""
+        """Drop all tokens after the first ``length``, and those that an interrupted forward has written in some layers
+        only. Recurrent states may have to go back further; ``self.length`` is then the number of held tokens."""
         length = min([length, *(layer.length for layer in self._attention)])
         if self.states is not None:
             length = self.states.rollback(min(length, self.states.done))
@@ -358,7 +362,7 @@ class RollbackCache(Cache):
 
     @torch.inference_mode()
     def keep_path(self, path: list[int]) -> None:
-        """Hold the nodes ``path`` of a tree, which lies behind what is held, and nothing else of it."""
+        """Append the nodes ``path`` of the tree that was written after the held tokens, and drop the others."""
         begin, moved = self.length, next((i for i, node in enumerate(path) if node != i), len(path))
         buffers = [(t, 2) for layer in self._attention for t in (layer.keys, layer.values)]
         if self.keeps:
@@ -371,7 +375,8 @@ class RollbackCache(Cache):
 
     @torch.inference_mode()
     def copy_prefix(self, other: RollbackCache, length: int) -> None:
-        """Hold the first ``length`` tokens of ``other``, or fewer as after a rollback; the capacity suffices."""
+        """Replace the contents by the first ``length`` tokens of ``other``, or by fewer, as after a rollback. The
+        capacity must suffice."""
         if self.states is not None and other.states is not None:
             length = self.states.copy(other.states, length)
         for layer, source in zip(self._attention, other._attention, strict=True):
@@ -383,14 +388,14 @@ class RollbackCache(Cache):
 
     @property
     def memory(self) -> Memory:
-        """Of all buffers, and of states with the inputs that are kept for going back."""
+        """The memory of all buffers, and of recurrent states with the inputs that are kept for rollbacks."""
         keys = sum(t.nbytes for layer in self._attention for t in (layer.keys, layer.values) if t is not None)
         states, checkpoints = (0, 0) if self.states is None else self.states.nbytes
         return Memory(keys, states, checkpoints, 0 if self._hidden is None else self._hidden.nbytes)
 
 
 def reserve(cache: CpuCache | RollbackCache, length: int) -> None:
-    """Have capacity for ``length`` tokens. Raises AdaptiveError where there is no memory for them."""
+    """Reserve capacity for ``length`` tokens. Raises AdaptiveError if there is not enough memory."""
     try:
         cache.reserve(length)
     except (RuntimeError, MemoryError) as error:

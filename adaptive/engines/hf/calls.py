@@ -1,11 +1,12 @@
-"""The functions by which models of transformers update a recurrent state, seen as they are called.
+"""Intercepts the functions by which transformers' models update a recurrent state, so that updates can be repeated.
 
-A model's cache is handed the state after a pass, which says nothing of the states within it. So the functions of its
-modelling module are wrapped once: within a pass of ours, each call tells the ``State`` that the layer has just asked
-for with what it can be computed again, for fewer tokens. Outside of one they are what they were.
+A model gives its cache only the state after a whole pass, but a rollback needs a state within the pass. So the
+functions in the model's modelling module are wrapped once. Within a pass of ours, each call is passed on to the
+``State`` that the layer read last, with all that is needed to repeat it for fewer tokens. Outside such a pass, the
+functions work as before.
 
-Within a pass that continues a text, functions that transformers means for whole prompts are also kept to what single
-steps compute: see ``_scan_chunks`` and ``_scan_selectively``.
+Within a pass that continues a text, functions that transformers intends for whole prompts are also changed to give the
+results of single steps: see ``_scan_chunks`` and ``_scan_selectively``.
 """
 
 from __future__ import annotations
@@ -23,34 +24,34 @@ import torch
 from torch import nn
 
 Function = Callable[..., Any]
-# Tokens of a pass for which the update runs token by token, as it does in single steps. The chunked form takes some
-# hundred operations for 64 tokens at a time, however few there are.
+# The longest pass for which the update runs token by token, as in single steps. The chunked form needs some hundred
+# operations per chunk of 64 tokens, even for a few tokens.
 FEW = 16
 
 
 class State(Protocol):
-    """What is told: see ``recurrent.py``."""
+    """The receiver of the calls: see ``recurrent.py``."""
 
     length: int
     kernel: int
     recurrent: torch.Tensor | None
 
     def convolve(self, inputs: torch.Tensor, kernel: int | None) -> torch.Tensor:
-        """Take the inputs (batch, width, n) of a convolution."""
+        """Append the inputs (batch, width, n) of a convolution."""
 
     def call(self, call: Call) -> None:
-        """``call`` computes the next state from this one."""
+        """Announce ``call``, which computes the next state from the present one."""
 
     def own(self) -> torch.Tensor:
-        """The recurrent state, for a function that writes into it."""
+        """The recurrent state in memory that a function may write into."""
 
     def recur(self, state: torch.Tensor | None) -> None:
-        """The pass's last state; None where it was written into ``own()``."""
+        """Set the state after the pass; None if it was written into ``own()``."""
 
 
 class Pass(threading.local):
-    """The pass under way on this thread: its number of tokens, 0 outside of one; whether it ``verifies``, so that
-    tokens after its first may be taken back; the state that was last asked for."""
+    """The present pass of this thread. ``count``: its tokens, 0 outside a pass. ``verifies``: whether tokens after its
+    first may be rolled back. ``state``: the state that a layer read last."""
 
     count = 0
     verifies = False
@@ -61,13 +62,13 @@ _PASS = Pass()
 
 
 def current_pass() -> Pass:
-    """See above."""
+    """The present pass of this thread."""
     return _PASS
 
 
 @contextmanager
 def recurrent_pass(count: int, verifies: bool) -> Iterator[None]:
-    """A pass of ``count`` tokens; what it calls is told to the states it asks for."""
+    """Inside the context, calls belong to a pass of ``count`` tokens and are passed on to the states that it reads."""
     _PASS.count, _PASS.verifies, _PASS.state = count, verifies, None
     try:
         yield
@@ -77,8 +78,8 @@ def recurrent_pass(count: int, verifies: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Given:
-    """What a function was called with, by the names of transformers' own one. The first ``places`` go by place: kernels
-    of other packages, which may stand in for it, have other names for them."""
+    """The arguments of a call, by parameter names of transformers' function. The first ``places`` are passed by
+    position, because kernels of other packages that may replace the function use other names for them."""
 
     values: dict[str, Any]
     places: int
@@ -87,23 +88,23 @@ class Given:
         return self.values.get(name)
 
     def but(self, **changed: Any) -> Given:
-        """The same with some of it changed."""
+        """The same arguments with some values changed."""
         return Given({**self.values, **changed}, self.places)
 
     def to(self, function: Function) -> Any:
-        """Call it."""
+        """Call ``function`` with the arguments."""
         items = list(self.values.items())
         return function(*(value for _, value in items[: self.places]), **dict(items[self.places :]))
 
     def dims(self, names: tuple[str, ...], dim: int) -> dict[str, int]:
-        """Those of the ``names`` that are tensors, with the dimension in which their tokens lie."""
+        """Those of ``names`` whose values are tensors, each with ``dim``, the dimension of the tokens."""
         return {name: dim for name in names if isinstance(self[name], torch.Tensor)}
 
 
 @dataclass(frozen=True)
 class Call:
-    """An update by the tokens from ``start`` on. ``run(state, given)`` gives the state after them; ``dims`` says in
-    which dimension of what was given the tokens lie."""
+    """A state update by ``count`` tokens from ``start`` on. ``run(state, given)`` returns the state after them.
+    ``dims``: for each argument with tokens, the dimension of the tokens."""
 
     start: int
     count: int
@@ -112,28 +113,29 @@ class Call:
     dims: dict[str, int]
 
     def first(self, count: int) -> Call:
-        """The same of its first tokens only, at most ``count``."""
+        """The same update by at most the first ``count`` of its tokens."""
         if count >= self.count:
             return self
         cut = {name: self.given[name].narrow(dim, 0, count) for name, dim in self.dims.items()}
         return Call(self.start, count, self.run, self.given.but(**cut), self.dims)
 
     def after(self, state: torch.Tensor | None) -> torch.Tensor:
-        """The state after its tokens, from the one before; that one stays as it is."""
+        """The state after the tokens, computed from the ``state`` before them, which is not changed."""
         return self.run(state, self.given)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """What takes memory."""
+        """The tensors that are kept, for counting memory."""
         yield from (self.given[name] for name in self.dims)
 
 
 def _start(state: State) -> int:
-    """The first token of the pass under way, whose convolution has run."""
+    """The number of the present pass's first token; the pass's convolution has already run."""
     return state.length - _PASS.count
 
 
 def _delta(state: State, function: Function, given: Given, siblings: dict[str, Function]) -> Any:
-    """A delta rule over tokens (batch, n, heads, ...): a chunked one, or a loop over the tokens."""
+    """A delta rule over tokens (batch, n, heads, ...), in chunks or as a loop over the tokens. A short pass that
+    continues a text takes the loop."""
     if _PASS.count <= FEW and given["initial_state"] is not None:
         function = siblings.get(function.__name__.replace("chunk", "recurrent"), function)
 
@@ -147,11 +149,12 @@ def _delta(state: State, function: Function, given: Given, siblings: dict[str, F
 
 
 def _scan_chunks(state: State, function: Function, given: Given, siblings: dict[str, Function]) -> Any:
-    """A state space dual over tokens (batch, n, heads, ...), in chunks that it fills up with zeros."""
+    """A state space dual (Mamba 2) over tokens (batch, n, heads, ...), in chunks that are padded with zeros. A pass
+    that continues a text takes smaller chunks, and no ``dt_limit`` unless it is a prompt's."""
     if given["initial_states"] is not None:
         least = max(FEW, 1 << (_PASS.count - 1).bit_length())
         given = given.but(chunk_size=min(given["chunk_size"], least))
-        # Single steps have no such limit in transformers; a prompt has, which comes in longer passes.
+        # In transformers this limit applies to prompts, which come in longer passes, but not to single steps.
         if (_PASS.verifies or _PASS.count < FEW) and given["dt_limit"] is not None:
             given = given.but(dt_limit=(0.0, float("inf")))
 
@@ -165,7 +168,7 @@ def _scan_chunks(state: State, function: Function, given: Given, siblings: dict[
 
 
 def _update(state: State, function: Function, given: Given, siblings: dict[str, Function]) -> Any:
-    """One token, into the state itself."""
+    """A single step, which writes into the state."""
     if given["state"] is not state.recurrent:
         raise NotImplementedError("a recurrent state that is updated in parts")
 
@@ -182,8 +185,8 @@ def _update(state: State, function: Function, given: Given, siblings: dict[str, 
 
 
 def _scan_selectively(state: State, function: Function, given: Given, siblings: dict[str, Function]) -> Any:
-    """A selective scan over tokens (batch, width, n). transformers' begins from an empty state whatever there was; what
-    continues a text goes token by token instead."""
+    """A selective scan (Mamba) over tokens (batch, width, n). transformers' function always begins with an empty state,
+    so a pass that continues a text runs single steps instead."""
     step = siblings.get("mamba_selective_state_update")
     if step is None:
         raise NotImplementedError("a selective scan without a single step")
@@ -209,7 +212,8 @@ def _scan_selectively(state: State, function: Function, given: Given, siblings: 
 
 
 def _convolve_one(state: State, function: Function, given: Given, siblings: dict[str, Function]) -> Any:
-    """A convolution's step, into what it holds: which is a copy here, and the input is kept beside it."""
+    """A single step of a convolution, which writes into its window. Here that is a copy, and the state takes the
+    input."""
     out = given.but(conv_state=given["conv_state"].clone()).to(function)
     state.convolve(given["hidden_states"], state.kernel)
     return out
@@ -230,7 +234,8 @@ WRAPPERS: dict[str, Wrapper] = {
 
 
 def watch(model: nn.Module) -> None:
-    """Wrap the functions that the modelling modules of this model name so; once for all models of a module."""
+    """Wrap the functions in ``WRAPPERS`` in the model's modelling modules. A second call for the same module changes
+    nothing."""
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = vars(sys.modules[name])
         plain = {key: namespace[key] for key in WRAPPERS if key in namespace}

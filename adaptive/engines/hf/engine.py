@@ -1,4 +1,4 @@
-"""Any causal language model of transformers as an engine."""
+"""Any causal language model of transformers as an engine, on our CPU forward or on the model's own."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from adaptive.engines.threads import ThreadChoice
 from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Ids, Rows, as_tensor, moved
 
-# Tokens scored in one forward of a long prompt. Larger needs more memory for attention scores and
-# leaves a person waiting longer between two looks at ctrl-C; smaller reads the weights more often.
+# Tokens in one pass of a long prompt. Too high: attention scores need more memory, and ctrl-C takes effect later. Too
+# low: the weights are read more often.
 PREFILL_CHUNK = 512
 
 
 class TransformersSequence:
-    """One text in a cache: our CPU forward's, or one that the model's own forward writes."""
+    """One text in a cache: that of our CPU forward, or ours for the model's own forward."""
 
     def __init__(self, engine: TransformersEngine, features: bool = False) -> None:
         self.engine = engine
@@ -63,12 +63,12 @@ class TransformersSequence:
         else:
             self.cache = RollbackCache(engine.model.config.get_text_config(), features)
         self._keeps = features
-        self.tree = NO_TREE  # whose nodes lie behind the cache's tokens
+        self.tree = NO_TREE  # its nodes are stored after the cache's tokens
         self._logits, self._probs = Rows(engine.vocab_size), Rows(0)
 
     @property
     def fused(self) -> TransformersSequence | None:
-        """Itself where passes are one call."""
+        """This sequence if a pass is one native call."""
         return self if self.engine.cpu_forward is not None and self.engine.cpu_forward.fused else None
 
     @property
@@ -78,7 +78,7 @@ class TransformersSequence:
 
     @property
     def memory(self) -> Memory:
-        """What the cache takes."""
+        """The memory of the cache."""
         return self.cache.memory
 
     def reserve(self, length: int) -> None:
@@ -86,7 +86,7 @@ class TransformersSequence:
         reserve(self.cache, min(length, self.engine.context_length))
 
     def prepare(self, length: int, chooser: Chooser | None = None) -> None:
-        """Have passes recorded where they are; see the protocol."""
+        """Record passes if the engine records them; see the protocol."""
         if self.engine.recorded is not None and isinstance(self.cache, RollbackCache):
             self.engine.recorded.ready(self.cache, min(length, self.engine.context_length), chooser)
 
@@ -118,7 +118,7 @@ class TransformersSequence:
         return self._extend(tokens, rows)
 
     def _remembered(self, count: int, rows: int) -> int:
-        """Of so many tokens, behind how many recurrent states are to be remembered; 0 for nowhere."""
+        """After how many of the ``count`` tokens of a pass the recurrent states are to be kept; 0 for no checkpoint."""
         return 0 if self.cache.states is None or not rows else max(0, count - max(rows, REMEMBER_BEFORE))
 
     @torch.inference_mode()
@@ -131,7 +131,7 @@ class TransformersSequence:
 
     @torch.inference_mode()
     def extend_at_once(self, tokens: Ids, rows: int) -> torch.Tensor:
-        """``extend`` in one pass of the model's own forward, however many tokens they are."""
+        """``extend`` in one pass of the model's own forward, for any number of tokens."""
         assert isinstance(self.cache, RollbackCache)
         return self.engine.eager(moved(as_tensor(tokens), self.engine.device), rows, self.cache)
 
@@ -149,18 +149,19 @@ class TransformersSequence:
         return logits
 
     def keep(self, path: list[int]) -> None:
-        """Append a path of the tree, and forget the rest of it; see the protocol."""
+        """Append a path of the tree and drop the other nodes; see the protocol."""
         self.tree.check(path)
         self.cache.keep_path(path)
         self.tree = NO_TREE
 
     def propose(self, call: ProposalCall) -> Proposed:
-        """A whole proposal; see ``FusedCalls``."""
+        """Make a whole proposal; see ``FusedCalls``."""
         assert self.engine.cpu_forward is not None
         return self.engine.cpu_forward.propose(*self.draft(call))
 
     def draft(self, call: ProposalCall) -> cpu_joint.Draft:
-        """A proposal that our own forward is to make."""
+        """The arguments of our forward for a proposal. If recurrent states are to be kept within the tokens to feed,
+        feeds all but the last first."""
         self.tree = NO_TREE
         assert isinstance(self.cache, CpuCache)
         if self._probs.width != call.vocab:
@@ -171,7 +172,7 @@ class TransformersSequence:
         return cpu_joint.Draft(call, self._probs, self.cache)
 
     def verify(self, call: VerificationCall) -> tuple[Judgement, torch.Tensor]:
-        """A pass with its acceptance rule; see ``FusedCalls``."""
+        """Run a pass and the acceptance rule; see ``FusedCalls``."""
         self.tree = NO_TREE
         count, forward = len(call.drafted), self.engine.cpu_forward
         assert forward is not None
@@ -192,24 +193,25 @@ class TransformersSequence:
         return self.cache.features(begin, end).float()
 
     def rollback(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens."""
+        """Drop all tokens after the first ``length``; see the protocol."""
         self.tree = NO_TREE
         self.cache.rollback(length)
 
     def copy_prefix(self, other: Sequence, length: int) -> None:
-        """Hold the first ``length`` tokens of another sequence; see the protocol."""
+        """Replace the contents by the first ``length`` tokens of another sequence; see the protocol."""
         assert isinstance(other, TransformersSequence)
         self.rollback(0)
         self.reserve(length)
-        self.cache.copy_prefix(other.cache, length)  # type: ignore[arg-type]  # one engine's caches are of one kind
+        self.cache.copy_prefix(other.cache, length)  # type: ignore[arg-type]  # both caches are of the same kind
 
 
 class TransformersEngine:
     """A loaded ``PreTrainedModel``.
 
-    ``cpu_forward`` computes what its forward computes, faster, on a CPU and where the architecture is known; elsewhere
-    the model's own forward does the arithmetic over a cache of ours. ``int8`` asks for int8 linear layers, which only
-    ``cpu_forward`` has, on some processors; ``weights`` says what came of it. ``forward`` is one that was made already.
+    ``cpu_forward`` computes the same as the model's own forward, but faster. It runs on the CPU for supported
+    architectures; otherwise the model's own forward is used, with our cache. ``int8`` requests int8 linear layers,
+    which only ``cpu_forward`` has, on some processors; ``weights`` is the format that was chosen. ``forward`` is an
+    existing CPU forward to use.
     """
 
     name = "transformers"
@@ -244,17 +246,17 @@ class TransformersEngine:
         if self.recurrent and self.cpu_forward is None:
             watch(model)
         self._joint_logits = Rows(self.vocab_size)
-        self._proved: bool | None = None  # whether the model's own forward makes joint passes; None before it is tried
+        self._proved: bool | None = None  # whether the model's own forward can make joint passes; None before the test
         self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]
 
     @property
     def threads(self) -> ThreadChoice | None:
-        """Of our own forward; the model's uses all that torch was given."""
+        """The thread choice of our own forward; None for the model's, which uses all of torch's threads."""
         return None if self.cpu_forward is None else self.cpu_forward.threads
 
     def check(self) -> None:
-        """Try whether the model's own forward uses our cache, and where it is not known to be of attention alone,
-        whether its passes agree with each other; where that is not so, ``undraftable`` says why."""
+        """Test the model's own forward, and set ``undraftable`` to the reason if it fails: whether it uses our cache,
+        and, if it has recurrent states or is not transformers' own code, whether its passes agree with single steps."""
         if self.cpu_forward is None and self.undraftable is None:
             self.undraftable = unused_cache(self)
             own = type(self.model).__module__.startswith("transformers.models.")
@@ -263,24 +265,24 @@ class TransformersEngine:
         self._give_no_features()
 
     def _give_no_features(self) -> None:
-        """Where it decodes plainly, by a cache that keeps none."""
+        """Set ``feature_width`` to 0 if the model decodes plainly, because its cache keeps no features."""
         if self.undraftable is not None:
             self.feature_width = 0
 
     @property
     def quantised(self) -> bool:
-        """Whether the weights were quantised by transformers."""
+        """Whether the weights are quantised by transformers."""
         return getattr(self.model, "quantization_method", None) is not None
 
     def record(self) -> None:
-        """From now on, record short passes and replay them (``graphs.py``), but for recurrent states, which are kept
-        otherwise, and models that decode plainly."""
+        """From now on, record short passes and replay them (``graphs.py``). Does nothing for models that decode plainly
+        or have recurrent states, which recordings do not support."""
         if self.undraftable is None and not self.recurrent:
             self.recorded = RecordedPasses(self)
 
     @property
     def cache_layout(self) -> dict[str, str | int]:
-        """See ``KeepsCaches``; of our own forward's caches."""
+        """See ``KeepsCaches``. Only caches of our own forward can be stored."""
         forward, kernels = self.cpu_forward, library()
         if forward is None:
             return {}
@@ -309,7 +311,8 @@ class TransformersEngine:
         return self.unswitched(features)
 
     def unswitched(self, features: bool) -> TransformersSequence:
-        """A new sequence of one cache, for texts over which the rotary embedding does not change."""
+        """A new sequence with one cache, for texts within which the rotary embedding does not change. Raises ValueError
+        if the model gives no ``features``."""
         if features and not self.feature_width:
             raise ValueError(f"a {type(self.model).__name__} gives no features: its final norm is not known")
         if features and self.cpu_forward is None:
@@ -317,16 +320,16 @@ class TransformersEngine:
         return TransformersSequence(self, features)
 
     def give_features_before(self, layers: tuple[int, ...]) -> None:
-        """From now on features are the hidden states before these layers, side by side; the number of all layers names
-        those before the final norm. Our own forward then goes layer by layer. Before any sequence is made that keeps
-        features. Raises AdaptiveError where the layers are not known."""
+        """From now on, features are the hidden states before these layers, side by side; the total number of layers
+        stands for those before the final norm. Our own forward then computes layer by layer. Call it before any
+        sequence that keeps features is made. Raises AdaptiveError if the model's layers are not known."""
         self._features.name(layers)
         self.feature_width = len(layers) * int(self.model.config.get_text_config().hidden_size)
         if self.cpu_forward is not None:
             self.cpu_forward.give_features_before(layers)
 
     def forward(self, tokens: torch.Tensor, rows: int, cache: CpuCache | RollbackCache) -> torch.Tensor:
-        """One pass over tokens (n,) after what the cache holds; logits (rows, vocab) of the last ones."""
+        """Append tokens (n,) to the cache in one pass. Returns logits (rows, vocab) of the last ones."""
         if isinstance(cache, CpuCache):
             assert self.cpu_forward is not None
             return self.cpu_forward(tokens, rows, cache)
@@ -337,12 +340,12 @@ class TransformersEngine:
         return self.eager(tokens, rows, cache)
 
     def records_at(self, cache: CpuCache | RollbackCache) -> bool:
-        """Whether a pass behind what the cache holds may be a recorded one: it is filled up with tokens, which must not
-        take it behind a border."""
+        """Whether the cache's next pass may be a recorded one. A recorded pass is padded, and the padding must not
+        cross the border of the rotary embedding."""
         return self.recorded is not None and not (self._border or 0) - SIZES[-1] <= cache.length < (self._border or -1)
 
     def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
-        """The same by the model's own forward, as it comes."""
+        """``forward`` by the model's own forward, without a recording."""
         start = cache.length
         cache.ensure_capacity(start + len(tokens))
         with nullcontext() if cache.states is None else recurrent_pass(len(tokens), rows > 1):
@@ -353,9 +356,9 @@ class TransformersEngine:
 
     @property
     def joint(self) -> bool:
-        """Whether passes over several sequences are made: by our own forward where a pass is one native call, else by
-        the model's own, where all that it holds of a text are keys and values in one cache, and where it gives what it
-        gives text by text, which is tried once."""
+        """Whether one pass can extend several sequences. Our own forward can if a pass is one native call. The model's
+        own forward can if it caches only keys and values, in one cache per text, and a test, made once, gives the same
+        results as text by text."""
         if self.cpu_forward is not None:
             return self.cpu_forward.fused
         if self._proved is None:
@@ -366,8 +369,8 @@ class TransformersEngine:
     def extend_together(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
         """Extend several sequences in one pass; see the protocol.
 
-        On our own forward logits are those of lone passes, bit for bit, on transformers' they equal them to rounding.
-        A long piece of a prompt has a pass of its own, in which the weights are read once for many tokens anyway.
+        With our own forward the logits are bit for bit those of separate passes; with transformers' they differ by
+        rounding. A long piece of a prompt gets a separate pass, which reads the weights once for many tokens anyway.
         """
         distinct(calls)
         some = [call for call in calls if self._is_part(call)] if self.joint else []
@@ -381,13 +384,13 @@ class TransformersEngine:
         forward, count = self.cpu_forward, len(call.tokens)
         if call.parents is not None:
             return count > 0 and self.trees
-        if forward is None or (self.recurrent and count > REMEMBER_BEFORE):  # behind which states may be remembered
+        if forward is None or (self.recurrent and count > REMEMBER_BEFORE):  # a longer pass may keep a checkpoint
             return forward is None and 0 < count <= PREFILL_CHUNK
         return cpu_joint.is_part(forward, count)
 
     def joint_pass(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
-        """The pass over some sequences of a ``joint`` engine; each is given some tokens, and no long piece of a
-        prompt. Logits (rows, vocab) of each."""
+        """Extend sequences in one pass; the calls have at least one token each, and no long piece of a prompt. Returns
+        logits (rows, vocab) of each."""
         sequences: list[Any] = [call.sequence for call in calls]
         caches, trees = [sequence.cache for sequence in sequences], [hf_joint.grown(call) for call in calls]
         rows = [call.rows for call in calls]
@@ -403,7 +406,7 @@ class TransformersEngine:
         return logits
 
     def propose_together(self, calls: Several[tuple[Sequence, ProposalCall]]) -> list[Proposed]:
-        """Several proposals; see ``ProposesTogether``."""
+        """Make several proposals; see ``ProposesTogether``."""
         sequences: list[Any] = [sequence for sequence, _ in calls]
         if self.cpu_forward is None or not self.cpu_forward.fused or len(calls) < 2:
             return [sequence.propose(call) for sequence, (_, call) in zip(sequences, calls, strict=True)]
@@ -412,23 +415,23 @@ class TransformersEngine:
 
     @property
     def trees(self) -> bool:
-        """Whether passes over trees are made: by our own forward and the model's own where it makes ``joint`` passes,
-        which are made in the same way; never of recurrent states, which would be one for each path."""
+        """Whether passes over trees are supported: by our own forward, and by the model's own if it supports ``joint``
+        passes, which work in the same way. Never with recurrent states, because each path would need a separate one."""
         return not self.recurrent and (self.cpu_forward is not None or self.joint)
 
     def run_joint(
         self, tokens: torch.Tensor, places: torch.Tensor, cache: hf_joint.JointCache, wanted: torch.Tensor
     ) -> torch.Tensor:
-        """The model's own forward of the tokens (n,) of several texts at ``places`` (n,); logits (m, vocab) of those
-        ``wanted`` (m,)."""
+        """The model's own forward of the tokens (n,) of several texts at ``places`` (n,). Returns logits (m, vocab) of
+        tokens ``wanted`` (m,)."""
         logits = self.run(tokens, places, cache, **self._keep(wanted))
         return logits if len(logits) == len(wanted) else logits[wanted]
 
     def run(
         self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache | hf_joint.JointCache, **options: Any
     ) -> torch.Tensor:
-        """The model's own forward of tokens (n,) at ``places`` (n,), which may be recorded; logits (n or fewer, vocab),
-        and in a cache that keeps them the hidden states."""
+        """The model's own forward of tokens (n,) at ``places`` (n,), in a form that can be recorded. Returns logits (n
+        or fewer, vocab). A cache that keeps hidden states stores them."""
         self._features.kept = cache if cache.keeps else None
         try:
             given = {self.cache_name: cache, **({"position_ids": places[None]} if self._placed else {}), **options}
@@ -443,5 +446,5 @@ class TransformersEngine:
         self.adapter.apply(folder)
 
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
-        """Merge it in steps; see the protocol."""
+        """``apply_adapter`` in steps; see the protocol."""
         return self.adapter.steps(folder)

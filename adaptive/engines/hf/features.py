@@ -1,4 +1,4 @@
-"""Where a transformers model's hidden states pass on their way to its vocabulary projection."""
+"""Captures the hidden states of a transformers model before its final norm or before given layers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from adaptive.errors import AdaptiveError
 
 
 class Keeps(Protocol):
-    """A cache that holds hidden states."""
+    """A cache that keeps hidden states."""
 
     def keep(self, hidden: torch.Tensor) -> None:
-        """Hold those (1, n, width) of the n tokens of the pass under way, whose keys are held already."""
+        """Store those (1, n, width) of the n tokens of the present pass, whose keys are stored already."""
 
 
 class FeatureHooks:
-    """Takes the hidden states of passes of a model's own forward for the cache that is ``kept`` meanwhile: those before
-    its final ``norm``, or where ``layers`` are named those before each of these, side by side. The number of all layers
-    names what is before the norm."""
+    """Passes hidden states of a model's own forward to the cache ``kept``, which is set during a pass. They are those
+    before the final ``norm``, or with ``layers`` those before each of these, side by side; the total number of layers
+    stands for those before the norm."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.norm = final_norm(model)
@@ -33,14 +33,14 @@ class FeatureHooks:
         self._watching = False
 
     def name(self, layers: tuple[int, ...]) -> None:
-        """Take the states before these layers from now on, before anything is watched. Raises AdaptiveError for a model
-        whose layers are not known."""
+        """Choose the layers before which states are captured. Call it before ``watch``. Raises AdaptiveError if the
+        model has no such layers, or its layers are not known."""
         if self.norm is None or self._modules is None or max(layers) > len(self._modules):
             raise AdaptiveError(f"the hidden states before layers {layers} of the target are not known here")
         self.layers = layers
 
     def watch(self) -> None:
-        """Have the model say its states."""
+        """Register the hooks in the model, once."""
         if self._watching or self.norm is None:
             return
         self._watching = True
@@ -65,15 +65,15 @@ class FeatureHooks:
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The layers of a causal language model's decoder; None where they are not known."""
+    """The layers of a causal language model's decoder; None if they are not known."""
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     found = [] if decoder is None else [m for m in decoder.children() if isinstance(m, nn.ModuleList)]
     return found[-1] if found else None
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
-    """The norm behind the last layer of a causal language model, as its decoder's forward calls it; None where there
-    is none that is known as one."""
+    """The norm after the last layer of a causal language model: by name and class, the last one after the layers in the
+    decoder. None if there is none."""
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     if decoder is None:
         return None

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its own use: what ends its answers, how to sample from it, in what numbers it is."""
+"""Reads from a loaded checkpoint its end tokens, its recommended sampling and the format of its weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from adaptive.types import SamplingParams
 
 
 def weights(model: PreTrainedModel) -> str:
-    """In what kind of numbers a model's own forward has them."""
+    """The number format of the weights in a model's own forward."""
     kind = getattr(model, "quantization_method", None) or model.dtype
     eight = getattr(getattr(model.config, "quantization_config", None), "load_in_8bit", False)
     return str(getattr(kind, "value", kind)).removeprefix("torch.") + ("-int8" if eight else "")
@@ -22,7 +22,7 @@ def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
-# Where a checkpoint recommends nothing: lively, and without the tail that small models get lost in.
+# The sampling if a checkpoint recommends none: varied answers, but few of the unlikely tokens that derail small models.
 FALLBACK_SAMPLING = SamplingParams(temperature=0.7)
 
 

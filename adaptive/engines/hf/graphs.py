@@ -1,16 +1,16 @@
 """``--cuda-graphs auto``: short passes of a model's own forward, recorded as CUDA graphs and replayed in one launch.
 
-A pass over a few tokens starts a thousand kernels, and Python takes longer to start them than the accelerator to
-run them. A recorded pass has its numbers of tokens and keys, and all addresses, for good: tokens and their first
-place lie in tensors that are filled before it is replayed, tokens are filled up to one of a few numbers, and keys
-beyond the text are masked by the model itself, which knows such caches from transformers' own static one. What chooses
-a draft's next token may be recorded with the pass, so that a step of a proposal is one launch.
+A pass over a few tokens launches a thousand kernels, and Python takes longer to launch them than the accelerator to run
+them. A recorded pass has fixed numbers of tokens and keys, and fixed addresses. Before a replay, the tokens and the
+place of the first are written into tensors, and the tokens are padded to one of a few sizes. The model masks the keys
+beyond the text, as it does with transformers' static cache. The choice of a draft's next token may be recorded with the
+pass, so that a step of a proposal is one launch.
 
-The addresses are those of one set of buffers an engine (the stage), lent to one cache at a time: a cache's keys are
-copied in when an answer begins in it, and out when one begins in another. So every conversation is replayed by the same
-recordings. They are made when nobody waits for the next token: ``ready`` is called when a model is loaded and before an
-answer's prompt; what has not been recorded by then is eager, whatever comes. Adapters are merged in place, so that
-recordings stay valid; where they are hooks, the passes are recorded anew before the next answer.
+The addresses are those of one set of buffers per engine (the stage), which one cache at a time uses. A cache's keys are
+copied to the stage when an answer begins in it, and copied away when one begins in another cache. So the same
+recordings serve every conversation. Recording happens only while no answer is generated: ``ready`` is called when a
+model is loaded and before an answer's prompt. Passes without a recording are eager. Adapters that are merged in place
+keep the recordings valid. If adapters are hooks, the passes are recorded again before the next answer.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ from adaptive.errors import AdaptiveError, first_line
 
 logger = logging.getLogger("adaptive.engines")
 
-# Numbers of tokens that passes are filled up to. More would take seconds more of recording, fewer would compute
-# more that nobody wants. Longer passes are a prompt's, in which starting kernels costs little.
+# The sizes, in tokens, to which passes are padded. More sizes: seconds more of recording. Fewer: more padding is
+# computed. Longer passes are a prompt's, in which launching kernels takes a small share of the time.
 SIZES = (1, 2, 3, 5, 9, 17)
-# The sizes that are recorded with a choice behind them: a proposal's first step feeds one token, or two behind a round
-# that was accepted as a whole, every other step one. More come behind plain rounds, and may be eager.
+# The sizes that are recorded with a choice after them. A proposal's first step feeds one token, or two after a round
+# whose proposal was accepted completely; every other step feeds one. After plain rounds more are fed, which may be
+# eager.
 CHOSEN = SIZES[:2]
-# Keys that a recording sees at least, and then by doubling: so attention reads twice what it needs at most. Fewer would
-# be recorded anew for longer answers sooner, more are read in vain: of a model of 7B some 1% of what its weights take.
+# The fewest keys that a recording reads; longer texts double the number, so attention reads at most twice what it
+# needs. Too low: longer answers need new recordings sooner. Too high: unneeded keys are read; at this value they take
+# some 1% of the time for reading a 7B model's weights.
 LEAST_KEYS = 2048
-# Choosers whose recordings are kept: as many as whoever makes them keeps (``drafting/queued.py``).
+# Choosers whose recordings are kept; the same number as ``KINDS`` in ``drafting/queued.py``, which makes the choosers.
 CHOOSERS = 4
-# Passes before recording: libraries choose their kernels and take their memory in the first ones.
+# Passes before a recording. In the first passes, libraries select their kernels and allocate their memory.
 WARM_UP = 2
-# How far logits may lie from the eager pass's, as a share of their norm. Two ways of computing in bfloat16 differ
-# by a hundredth; a pass that reads another place or another text by about all of it.
+# The largest distance of a recorded pass's logits from the eager pass's, as a share of their norm. Two ways of
+# computing in bfloat16 differ by about 0.01; a pass that reads the wrong place or text differs by about 1.
 NEAR = 0.05
-# Tokens of a text on which recordings are proved where the cache holds none; no more than a head reads in a pass.
+# Tokens of the text on which recordings are tested if the cache is empty. At most ``SIZES[-1]``, for which a head has
+# room for features (``HeadPasses``).
 LEAD = 16
 
 
 class Which(NamedTuple):
-    """What a recording is of: tokens, keys, how often the model's hooks had changed, and what chooses behind it."""
+    """The key of a recording: tokens, keys, how often the model's hooks had changed, and the chooser after the pass."""
 
     size: int
     keys: int
@@ -59,7 +62,7 @@ class Which(NamedTuple):
 
 
 class Recordable(Protocol):
-    """What a pass is recorded of: a model on a device, and its eager pass."""
+    """An engine whose passes can be recorded: a model on a device, and its eager pass."""
 
     model: PreTrainedModel
     device: torch.device
@@ -67,35 +70,35 @@ class Recordable(Protocol):
 
     @property
     def adapter(self) -> MergedAdapter | None:
-        """What changes its weights or hooks; None where only weights change, in place."""
+        """The adapter that changes weights or hooks; None if only weights change, in place."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it knows."""
+        """The number of tokens in the vocabulary."""
 
     def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
-        """Append tokens (n,) to the cache; logits (rows, vocab) of the last ones."""
+        """Append tokens (n,) to the cache. Returns logits (rows, vocab) of the last ones."""
 
     def run(self, tokens: torch.Tensor, places: torch.Tensor, cache: RollbackCache) -> torch.Tensor:
-        """The model's own forward of tokens (n,) at ``places`` (n,); logits (n, vocab)."""
+        """The model's own forward of tokens (n,) at ``places`` (n,). Returns logits (n, vocab)."""
 
 
 class RecordedPasses:
-    """The recorded passes of one engine. Eager where recording does not work out, and where nothing was recorded."""
+    """The recorded passes of one engine. Passes are eager if recording fails, or if none of that kind is recorded."""
 
     def __init__(self, engine: Recordable) -> None:
         self.engine = engine
         self.problem: str | None = None  # why passes stay eager
         self.recordings: dict[Which, RecordedPass] = {}
-        self.replayed = 0  # passes that were not eager
-        self._stage: Buffers | None = None  # that they are recorded over
-        self._owner: weakref.ref[RollbackCache] | None = None  # whose keys lie there
+        self.replayed = 0  # number of passes that were not eager
+        self._stage: Buffers | None = None  # the buffers that recordings use
+        self._owner: weakref.ref[RollbackCache] | None = None  # the cache that uses the stage
         on_cuda = engine.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_cuda else None
         self._stream = torch.cuda.Stream(engine.device) if on_cuda else None
-        self._choosers: list[Chooser] = []  # that passes are recorded with, the one used last at the end
-        self._newest: RecordedPass | None = None  # which keeps the pool, whatever recordings go
-        self._hooks = 0  # times that other operations than before became those of a pass, as by an adapter's hooks
+        self._choosers: list[Chooser] = []  # choosers with recordings, the last used at the end
+        self._newest: RecordedPass | None = None  # a reference that keeps the pool when all recordings are dropped
+        self._hooks = 0  # how often ``changed`` was called
         if engine.adapter is not None and getattr(engine.model, "quantization_method", None):
             engine.adapter.listeners.append(self._count)
 
@@ -103,14 +106,15 @@ class RecordedPasses:
         self.changed()
 
     def changed(self) -> None:
-        """Passes are other operations from now on, or over other memory: replay nothing that was recorded before."""
+        """Invalidate all recordings, because the operations of a pass have changed, or the memory that they use."""
         self._hooks += 1
 
     def __call__(
         self, tokens: torch.Tensor, rows: int, cache: RollbackCache, chooser: Chooser | None = None
     ) -> torch.Tensor | None:
-        """Append tokens (n,) to the cache; logits (rows, vocab) of the last ones, after which ``chooser`` has chosen.
-        None where the eager pass is to be taken. They are overwritten by this engine's next pass."""
+        """Append tokens (n,) to the cache by a recorded pass, followed by ``chooser``. Returns logits (rows, vocab) of
+        the last ones, which this engine's next pass overwrites; None if there is no such recording, and the caller must
+        run the eager pass."""
         given, start = len(tokens), cache.length
         if self.problem is not None or not start or not self._lent_to(cache):
             return None
@@ -127,14 +131,14 @@ class RecordedPasses:
         return logits[given - rows : given]
 
     def _lent_to(self, cache: RollbackCache) -> bool:
-        """Whether the cache's keys lie where the passes were recorded: not where it has grown since."""
+        """Whether the cache uses the stage. It does not if it has grown since."""
         return self._stage is not None and cache.lies_in(self._stage)
 
     @torch.inference_mode()
     def ready(self, cache: RollbackCache, length: int, chooser: Chooser | None = None) -> None:
-        """Have passes over this cache's text of up to ``length`` tokens recorded, with that ``chooser`` behind them
-        where there is one. Before anybody waits for the text's next token: this takes a second where passes of this
-        kind were never recorded, and else as long as copying the text's keys."""
+        """Move the cache to the stage, and record the missing passes for a text of up to ``length`` tokens, with
+        ``chooser`` after them if there is one. Call it before an answer: it takes a second if passes of this kind were
+        never recorded, otherwise the time for copying the text's keys."""
         if self.problem is not None:
             return
         keys = LEAST_KEYS
@@ -142,7 +146,7 @@ class RecordedPasses:
             keys *= 2
         try:
             self._lend(cache, min(keys, max(SIZES[-1] + LEAD, self.engine.context_length)))
-        except (AdaptiveError, RuntimeError) as error:  # no memory: eager passes take none beside the text's own
+        except (AdaptiveError, RuntimeError) as error:  # no memory: eager passes need only that of the text
             logger.warning("--cuda-graphs: %s stays eager in this answer: %s", self._name, first_line(error))
             return
         assert self._stage is not None
@@ -155,7 +159,7 @@ class RecordedPasses:
                 self._record(which, cache)
 
     def _keeps(self, which: Which) -> bool:
-        """Whether a recording may be of use again."""
+        """Whether a recording may be used again."""
         known = which.chooser is None or any(which.chooser is one for one in self._choosers)
         return known and which.hooks == self._hooks
 
@@ -164,11 +168,11 @@ class RecordedPasses:
         return type(self.engine.model).__name__
 
     def _lend(self, cache: RollbackCache, capacity: int) -> None:
-        """Have the cache's keys lie in the stage, which holds so many tokens at least."""
+        """Make the cache use the stage, with room for at least ``capacity`` tokens."""
         if self._lent_to(cache) and cache.capacity >= capacity:
             return
         if self._stage is None or self._stage.capacity < capacity or not self._stage.suits(cache):
-            self.recordings, self._stage = {}, None  # whoever has the old stage keeps it as its own
+            self.recordings, self._stage = {}, None  # the cache in the old stage keeps those buffers
             cache.reserve(capacity)
             if not cache.length:
                 try:
@@ -184,15 +188,16 @@ class RecordedPasses:
         self._owner = weakref.ref(cache)
 
     def _tokens(self, count: int, first: int = 0) -> torch.Tensor:
-        """Some tokens (count,), no two of them the same side by side."""
+        """Test tokens (count,), each different from the one before."""
         return (torch.arange(first, first + count, device=self.engine.device) * 7919 + 1) % self.engine.vocab_size
 
     def _lead(self, cache: RollbackCache) -> None:
-        """Begin a text."""
+        """Fill an empty cache with test tokens."""
         self.engine.eager(self._tokens(LEAD), 1, cache)
 
     def _record(self, which: Which, cache: RollbackCache) -> None:
-        """Keep a pass that gives the eager one's logits behind what the cache holds, or have ``problem`` set."""
+        """Record a pass, and keep it if its logits after the held tokens are those of the eager pass; otherwise set
+        ``problem``. The cache's length stays."""
         held = cache.length
         if held + which.size > min(which.keys, self.engine.context_length):
             return
@@ -213,7 +218,7 @@ class RecordedPasses:
             if chooser is not None:
                 chooser.reset()
             found = recorded(tokens, cache).float()
-            never = expected == -torch.inf  # outside of a head's draft vocabulary
+            never = expected == -torch.inf  # outside a head's draft vocabulary
             apart = (found - expected).masked_fill(never & (found == -torch.inf), 0.0)
             gap = float(apart.norm() / expected.masked_fill(never, 0.0).norm())
             same = chooser is None or _chooses_alike(chooser, found[-1:])
@@ -229,7 +234,7 @@ class RecordedPasses:
 
 
 def _chooses_alike(chooser: Chooser, logits: torch.Tensor) -> bool:
-    """Whether what it has just chosen is what it chooses from these logits (1, vocab)."""
+    """Whether the chooser's recorded outcome is the same as its eager outcome for these logits (1, vocab)."""
     recorded = chooser.outcome()
     chooser.reset()
     chooser(logits)
@@ -237,18 +242,18 @@ def _chooses_alike(chooser: Chooser, logits: torch.Tensor) -> bool:
 
 
 class RecordedPass:
-    """A pass over some tokens that sees the first keys of a cache. Where the device is not CUDA the same operations are
-    run each time instead of replayed."""
+    """A pass over a fixed number of tokens that reads a fixed number of a cache's first keys. If the device is not
+    CUDA, the operations are run each time instead of replayed."""
 
     def __init__(
         self, engine: Recordable, cache: RollbackCache, which: Which, pool: Any, stream: torch.cuda.Stream | None
     ) -> None:
-        """Raises RuntimeError where the model's forward cannot be recorded. ``stream`` is what it is recorded on."""
+        """Record on ``stream``, or nothing for None. Raises RuntimeError if the model's forward cannot be recorded."""
         size, device = which.size, engine.device
         self.engine, self.chooser = engine, which.chooser
         self.tokens = torch.zeros(size, dtype=torch.long, device=device)
         self.recording = Recording(torch.zeros((), dtype=torch.long, device=device), size, which.keys)
-        self._last = torch.zeros(1, dtype=torch.long, device=device)  # the row that is chosen by
+        self._last = torch.zeros(1, dtype=torch.long, device=device)  # the row of logits that the chooser reads
         self._graph: torch.cuda.CUDAGraph | None = None
         if stream is not None:
             self.recording.start.fill_(cache.length)
@@ -264,19 +269,19 @@ class RecordedPass:
                     self._run(cache)
             here.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # cuBLAS keeps a workspace for a stream. Taken inside of a recording it is that one's, and gone with it:
-            # every recording takes its own, as torch's own compiler does it.
+            # cuBLAS keeps a workspace per stream. One that is allocated during a recording belongs to that recording
+            # and is freed with it. So every recording allocates its own, as in torch's compiler.
             torch._C._cuda_clearCublasWorkspaces()
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._logits = self._run(cache)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.set_stream(here)  # a recording that failed leaves its own in use
+            torch.cuda.set_stream(here)  # a failed recording leaves its own stream current
         self._graph = graph
 
     def __call__(self, tokens: torch.Tensor, cache: RollbackCache) -> torch.Tensor:
-        """Logits (size, vocab), of which the first n rows are those of tokens (n,) after what the cache holds, which
-        does not count them yet; the choice behind the last of them is made."""
+        """Append tokens (n,) to the cache, without counting them in its length, and run the chooser on the last.
+        Returns logits (size, vocab), whose first n rows are those of the tokens."""
         self.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
         self.recording.start.fill_(cache.length)
         self._last.fill_(len(tokens) - 1)

@@ -1,7 +1,8 @@
-"""Whether a model's passes over several tokens say what its single steps say, tried once when it is loaded.
+"""Tests, once at loading, whether a model's passes over several tokens give the same logits as its single steps.
 
-Speculation needs that, and some forwards of transformers do not keep to it: an update of a recurrent state that ignores
-what was before, a limit that only one of two ways applies. Such a model decodes plainly, and says why.
+Speculative decoding needs that, but some forwards in transformers violate it: for example, an update ignores the state
+before it, or only one of two code paths applies a limit. Such a model decodes plainly, and the user is shown the
+reason.
 """
 
 from __future__ import annotations
@@ -11,30 +12,31 @@ import torch
 from adaptive.engines.protocol import Engine
 from adaptive.errors import first_line
 
-# Tokens of the text before the passes that are compared, and of those passes. More would take longer on a large model,
-# fewer leave no state to speak of.
+# Tokens of the text before the compared passes, and of these passes. Too high: the test takes longer on a large model.
+# Too low: there is hardly any state to compare.
 BEFORE, PASS = 9, 4
-# How far logits may lie apart, as a share of their norm: rounding is below a hundredth of it, a state that is ignored
-# or not rolled back is far above.
+# The largest distance between logits, as a share of their norm. Rounding in half precision causes less than 0.01; a
+# state that is ignored or not rolled back causes far more than the limit.
 NEAR = {torch.float32: 1e-3, torch.float64: 1e-3}
 NEAR_HALF = 0.1
 
 
 @torch.inference_mode()
 def unused_cache(engine: Engine) -> str | None:
-    """Why the cache is none that this engine's model keeps its past in, in words that follow its name; or None."""
+    """The reason why this engine's model does not use the cache that it is given, in words that follow the model's
+    name; None if it does."""
     try:
         sequence = engine.sequence()
         sequence.extend([1, 2, 3], 1)
-    except Exception as error:  # whatever the model's own code says
+    except Exception as error:  # any error of the model's own code
         return f"does not take the cache that it is given ({first_line(error)})"
     return None if sequence.length == 3 else "keeps its past in another way than the cache that it is given"
 
 
 @torch.inference_mode()
 def disagreement(engine: Engine, dtype: torch.dtype, quantised: bool) -> str | None:
-    """Why passes over several tokens of this engine are not to be used, in words that follow a model's name; or None.
-    ``dtype`` is that of what it computes, from weights that may be ``quantised``."""
+    """The reason why this engine's passes over several tokens cannot be used, in words that follow the model's name;
+    None if they can. ``dtype``: the dtype of its computations; ``quantised``: whether its weights are quantised."""
     if engine.context_length < BEFORE + PASS + 2:
         return None
     vocab = engine.vocab_size
@@ -57,7 +59,7 @@ def disagreement(engine: Engine, dtype: torch.dtype, quantised: bool) -> str | N
         fresh = engine.sequence()
         fresh.extend(text[:BEFORE], 1)
         expected = torch.cat([fresh.extend([token], 1).clone() for token in [*text[BEFORE:kept], *other[:2]]])[-2:]
-    except Exception as error:  # whatever the model's own code says
+    except Exception as error:  # any error of the model's own code
         return f"cannot continue a text by several tokens ({first_line(error)})"
     near = NEAR_HALF if quantised else NEAR.get(dtype, NEAR_HALF)
     if not _near(drafted, steps, near):

@@ -1,13 +1,13 @@
-"""One forward of a transformers model over tokens of several texts, each of which attends to a cache of its own.
+"""One forward of a transformers model over tokens of several texts, each of which attends to its own cache.
 
-The tokens of all texts are one row of the model's input, and their positions say where each stands in its text. While
-such a pass is under way, attention layers are given ``_attend_apart`` where they ask for their attention function: it
-calls the one that they use otherwise, once for each text, over views of its keys and values and with a mask of its own.
-So nothing is filled up to one length and no key is copied, whatever lengths come together. What is appended to a text
-may be a tree, whose nodes stand where they are deep and see only what they follow.
+The tokens of all texts form one row of the model's input, with the position of each token in its text. During such a
+pass, transformers' lookup of the attention function returns ``_attend_apart``. It calls the usual function once for
+each text, over views of the text's keys and values and with the text's mask. So texts of any lengths need no padding,
+and no key is copied. The tokens appended to a text may be a tree: a node's position is its depth after the text, and it
+attends to the text and to its ancestors.
 
-An architecture that does not ask for its attention function, or takes positions from elsewhere, would compute something
-else: ``proves`` tries it on a few tokens.
+An architecture that does not look up its attention function, or ignores the given positions, would give wrong results.
+``proves`` tests that on a few tokens.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from adaptive.errors import first_line
 
 logger = logging.getLogger("adaptive.engines")
 
-# What the attention function of these passes is called where transformers looks for it, and of which functions it
-# calls: others take no mask of any shape.
+# The name under which the attention function of these passes is registered in transformers, and the names of the
+# functions that it may call. Others do not take masks of any shape.
 NAME, USUAL = "adaptive_joint", ("eager", "sdpa")
 Mask = torch.Tensor | None
 Attend = Callable[..., tuple[torch.Tensor, Any]]
 
 
 class Part(NamedTuple):
-    """Tokens (n,) to append to a text, and of how many of the last the logits are wanted. With a ``tree`` they are its
-    last nodes, and not counted in the cache's length."""
+    """Tokens (n,) to append to a text, with logits of the last ``rows``. With a ``tree`` they are its last nodes, and
+    are not counted in the cache's length."""
 
     tokens: torch.Tensor
     rows: int
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """Where they lie."""
+        """The place of the first token in the cache."""
         return self.cache.length + (0 if self.tree is None else len(self.tree) - len(self.tokens))
 
     def places(self) -> torch.Tensor:
@@ -61,7 +61,8 @@ class Part(NamedTuple):
         return torch.tensor(self.tree.depths[len(self.tree) - count :]) + self.cache.length
 
     def view(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Positions of the tokens (n, 1) and of all keys (1, keys), and which keys they do not follow (n, keys)."""
+        """Positions of the tokens (n, 1) and of all keys (1, keys), and a mask (n, keys), True for keys that a token
+        must not see."""
         count = len(self.tokens)
         if self.tree is not None:
             return self.tree.view(self.cache.length, count, device)
@@ -71,22 +72,23 @@ class Part(NamedTuple):
 
 
 class Runs(Protocol):
-    """What such a pass is made with: an engine's own forwards."""
+    """An engine with the forwards that a joint pass needs."""
 
     model: PreTrainedModel
     device: torch.device
 
     def eager(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
-        """Append tokens (n,) to the cache; logits (rows, vocab) of the last ones."""
+        """Append tokens (n,) to the cache. Returns logits (rows, vocab) of the last ones."""
 
     def run_joint(
         self, tokens: torch.Tensor, places: torch.Tensor, cache: JointCache, wanted: torch.Tensor
     ) -> torch.Tensor:
-        """The model's own forward of tokens (n,) at ``places`` (n,); logits (m, vocab) of those ``wanted`` (m,)."""
+        """The model's own forward of tokens (n,) at ``places`` (n,). Returns logits (m, vocab) of tokens ``wanted``
+        (m,)."""
 
 
 class _Pass(threading.local):
-    """The pass under way on a thread."""
+    """The present joint pass of this thread."""
 
     cache: JointCache | None = None
 
@@ -95,7 +97,7 @@ _under_way = _Pass()
 
 
 class JointLayer(CacheLayerMixin):
-    """A layer of a joint pass: writes what is new of each text into its own cache."""
+    """A cache layer of a joint pass: writes the new keys and values of each text into the text's own cache."""
 
     def __init__(self, cache: JointCache, index: int) -> None:
         super().__init__()
@@ -104,12 +106,12 @@ class JointLayer(CacheLayerMixin):
         self.is_sliding = self.kind != "full_attention"
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing of its own."""
+        """Nothing to allocate."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the states (1, heads, all tokens, size), and have attention see each text's."""
+        """Write the states (1, heads, all tokens, size), and store views of each text's for ``_attend_apart``."""
         views = []
         for part, rows in zip(self.cache.parts, self.cache.rows, strict=True):
             layer = part.cache.layers[self.index]
@@ -118,21 +120,21 @@ class JointLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of no mask: each text has its own."""
+        """Sizes of the mask that transformers makes, which is not used: each text has its own mask."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Positions are given."""
+        """0, which is not used: the positions are passed to the model."""
         return 0
 
     def get_max_length(self) -> int:
-        """No limit of its own."""
+        """-1: no limit."""
         return -1
 
 
 class JointCache(Cache):
-    """What a joint pass gives the model as its cache. ``rows`` says which of the pass's tokens are each part's;
-    ``seen`` are the keys and values of each text in the layer that was written last, and the layer's kind."""
+    """The cache that a joint pass gives the model. ``rows``: the slice of the pass's tokens of each part. ``seen``: the
+    keys and values of each text in the layer that was written last, and that layer's kind."""
 
     layers: list[JointLayer]  # type: ignore[assignment]
 
@@ -151,11 +153,11 @@ class JointCache(Cache):
 
     @property
     def keeps(self) -> bool:
-        """Whether any of the texts keeps its hidden states."""
+        """Whether any of the texts keeps hidden states."""
         return any(part.cache.keeps for part in self.parts)
 
     def keep(self, hidden: torch.Tensor) -> None:
-        """Hold the hidden states (1, all tokens, width) of the pass where they are kept."""
+        """Store the pass's hidden states (1, all tokens, width) in the caches that keep them."""
         for part, rows in zip(self.parts, self.rows, strict=True):
             if part.cache.keeps:
                 part.cache.hold(part.begin, hidden[0, rows])
@@ -165,13 +167,14 @@ class JointCache(Cache):
         return torch.cat([part.places() for part in self.parts])
 
     def wanted(self) -> torch.Tensor:
-        """Which tokens' logits are wanted; one where none are, since models give some."""
+        """The indices of the tokens whose logits are wanted. If there are none, index 0, because models always return
+        some."""
         spans = [torch.arange(r.stop - part.rows, r.stop) for part, r in zip(self.parts, self.rows, strict=True)]
         found = torch.cat(spans)
         return found if len(found) else torch.zeros(1, dtype=torch.long)
 
     def mask(self, number: int, kind: str, dtype: torch.dtype, device: torch.device) -> Mask:
-        """The additive mask (1, 1, n, keys) of a part in layers of a kind, None where every key is seen."""
+        """The additive mask (1, 1, n, keys) of part ``number`` in layers of a kind; None if nothing is masked."""
         which = number, kind, dtype
         if which not in self._masks:
             hidden, mask = _hidden(self.parts[number], kind, self.config, device), None
@@ -183,7 +186,7 @@ class JointCache(Cache):
 
 
 def _hidden(part: Part, kind: str, config: Any, device: torch.device) -> Mask:
-    """Which keys (n, keys) the tokens of a part do not see in layers of a kind; None where they see all."""
+    """A mask (n, keys), True for keys that the tokens of a part must not see in layers of a kind; None for no mask."""
     query, key, hidden = part.view(device)
     window: int = getattr(config, "sliding_window", None) or 0
     chunk: int = getattr(config, "attention_chunk_size", None) or 0
@@ -197,7 +200,7 @@ def _hidden(part: Part, kind: str, config: Any, device: torch.device) -> Mask:
 def _attend_apart(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention of query (1, heads, all tokens, size) text by text, (1, all tokens, heads, size)."""
+    """Attention text by text. ``query`` (1, heads, all tokens, size); the result is (1, all tokens, heads, size)."""
     joint = _under_way.cache
     assert joint is not None
     if joint.usual == "eager":
@@ -226,8 +229,8 @@ def _attending_apart(config: Any, joint: JointCache) -> Iterator[None]:
 
 @torch.inference_mode()
 def extend_together(engine: Runs, parts: Sequence[Part]) -> list[torch.Tensor]:
-    """Append to each text its tokens, in one forward; the logits (rows, vocab) of each. A pass that fails leaves every
-    text as it was. The model is one that ``proves``."""
+    """Append the tokens of each part in one forward. Returns logits (rows, vocab) of each. If the pass fails, every
+    text stays as it was. ``proves`` must hold for the engine."""
     config = engine.model.config.get_text_config()
     joint = JointCache(config, parts)
     for part in parts:
@@ -243,8 +246,8 @@ def extend_together(engine: Runs, parts: Sequence[Part]) -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def proves(engine: Runs) -> bool:
-    """Whether the model gives in a joint pass what it gives text by text, tried on a few tokens, of which some are a
-    tree."""
+    """Whether the model gives the same logits in a joint pass as text by text. Tested on a few tokens, some of which
+    are a tree."""
     config = engine.model.config.get_text_config()
     if str(config._attn_implementation) not in USUAL or not set(layer_kinds(config)) <= ATTENTION:
         return False
@@ -259,14 +262,14 @@ def proves(engine: Runs) -> bool:
             alone.append(engine.eager(step, len(step), cache).float())
             cache.rollback(len(text))
             caches.append(cache)
-        branches = torch.cat([tokens[:1], steps[1]])  # the second node follows the text too, as if the first were not
+        branches = torch.cat([tokens[:1], steps[1]])  # an extra first node, which the other nodes must not see
         parts = [
             Part(steps[0], len(steps[0]), caches[0], None),
             Part(branches, len(steps[1]), caches[1], NO_TREE.grown([-1, -1, *range(1, len(steps[1]))])),
         ]
         together = extend_together(engine, parts)
         gaps = [float((a - b.float()).norm() / a.norm()) for a, b in zip(alone, together, strict=True)]
-    except Exception as error:  # a forward that takes other ways fails in many
+    except Exception as error:  # a forward that does not support this raises many kinds of errors
         gaps, why = [1.0], first_line(error)
     else:
         why = f"it gives other logits, by {max(gaps):.0%}"
@@ -277,7 +280,8 @@ def proves(engine: Runs) -> bool:
 
 
 def grown(call: ExtendCall) -> TokenTree | None:
-    """The tree of a call's sequence with what the call appends to it; None where that is no node. Raises ValueError."""
+    """The tree of the call's sequence with the nodes that the call appends; None if it appends no nodes of a tree.
+    Raises ValueError if the parents do not fit."""
     if call.parents is None:
         return None
     if len(call.parents) != len(call.tokens):

@@ -1,4 +1,4 @@
-"""What the layers of a model hold of a text, by its config alone, and what that allows."""
+"""Determines from a model's config what its layers cache of a text, and whether that can be rolled back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from adaptive.errors import first_line
 
 @dataclass(frozen=True)
 class Kinds:
-    """``problem``: why passes of such a model cannot be taken back, in words that follow its name; None where they can.
-    ``recurrent``: layers that have a recurrent state, ``attention``: keys and values."""
+    """``problem``: the reason why the model's passes cannot be rolled back, in words that follow its name; None if they
+    can. ``recurrent``: the number of layers with a recurrent state; ``attention``: of those with keys and values."""
 
     problem: str | None
     recurrent: int = 0
@@ -20,7 +20,7 @@ class Kinds:
 
     @classmethod
     def of(cls, config: Any) -> Kinds:
-        """Of a model with this text config."""
+        """For a model with this text config."""
         try:
             kinds = layer_kinds(config)
         except Exception as error:  # a config of another kind of model

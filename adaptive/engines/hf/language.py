@@ -1,7 +1,7 @@
-"""The language model within a checkpoint of several kinds of input, loaded alone for text.
+"""Finds the language model within a multimodal checkpoint, so that it can be loaded alone for text.
 
-In: a checkpoint's config and the names of its weights. Out: the config of the language model, and what its weights are
-called there. Weights of vision and audio are not read, and the language model has the forward that it has anywhere.
+In: a checkpoint's config and the names of its weights. Out: the config of the language model, and patterns that rename
+its weights. Weights for vision and audio are not read, and the language model has its usual forward.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-# Text parts that transformers has no language model class for, and the models that compute the same on text: their
-# rotary embeddings turn by three positions, which of text are one.
+# Text parts without a language model class in transformers, and the model types that compute the same for text. The
+# text parts' rotary embeddings use three positions, which are equal for text.
 SAME_ON_TEXT = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -24,8 +24,8 @@ SAME_ON_TEXT = {
 
 
 def language_config(config: Any) -> Any:
-    """The config of the language model within one of this config: the same where it is one itself, or where
-    transformers knows no class for its text part alone."""
+    """The config of the language model within a model of this config. The same config if it is a language model's, or
+    if transformers has no class for the text part alone."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     text = config.get_text_config(decoder=True)
@@ -54,20 +54,20 @@ def is_part(folder: Path, config: Any) -> bool:
 
 
 def weight_names(folder: Path) -> set[str]:
-    """The names of all weights in a checkpoint, by the headers of its files."""
+    """The names of all weights in a checkpoint, from the headers of its files."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         try:
             with safe_open(file, "pt") as opened:
                 names |= set(opened.keys())
-        except (OSError, SafetensorError):  # whoever loads it says what is wrong
+        except (OSError, SafetensorError):  # loading the file later reports the error
             continue
     return names
 
 
 def text_weights(names: set[str], base: str) -> dict[str, str]:
-    """Patterns of what stands before the text part's weights, and what a language model with this ``base`` prefix calls
-    them; none where they have its names already, or no text part is found."""
+    """Patterns for the beginnings of the names of the text part's weights, each with its replacement for a language
+    model with this ``base`` prefix. Empty if the names are right already, or no text part is found."""
     for name in names:
         prefix = name.removesuffix("embed_tokens.weight")
         if prefix != name and any(other.startswith(f"{prefix}layers.0.") for other in names):
@@ -82,6 +82,6 @@ def text_weights(names: set[str], base: str) -> dict[str, str]:
 
 
 def has_projection(names: set[str]) -> bool:
-    """Whether a vocabulary projection is among the weights, and not the embedding's own. A quantised one has other
-    names than ``weight``."""
+    """Whether the weights include a vocabulary projection, so that it is not tied to the embedding. A quantised
+    projection has other names than ``weight``."""
     return any(".lm_head." in f".{name}" for name in names)

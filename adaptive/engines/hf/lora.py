@@ -1,14 +1,14 @@
-"""Putting a LoRA adapter into a transformers model, and taking it out again bit for bit.
+"""Merges a LoRA adapter into a transformers model, and restores the original weights bit for bit.
 
-In: a folder that PEFT wrote, or None. The delta is merged in place into the model's own weights,
-so that it costs nothing per token, and always from a pristine copy, so that what is in the weights
-depends on the last adapter alone. Only weights that some adapter has touched are copied, to CPU
-memory whatever the device: the accelerator's memory is the scarce one (a large target lives there).
-A swap comes in steps of one block of the model each, so that an answer under way can go on between them.
+In: a folder that PEFT wrote, or None. The delta is merged in place into the model's weights, so that it costs nothing
+per token. It is always added to a pristine copy, so that the weights depend only on the last adapter. Only weights that
+some adapter has changed are copied. The copies are in CPU memory for any device, because the accelerator's memory is
+scarce (a large target is there). A swap has steps of one block of the model each, so that an answer can continue
+between them.
 
-A module whose weights are quantised cannot take a delta without being quantised anew: there the two
-thin matrices stay beside the weights, in a forward hook. (Not by PEFT's own modules: loading those
-asks the model for its ``state_dict``, after which bitsandbytes 0.50 computes something else on CPU.)
+A module with quantised weights would have to be quantised again with the delta. Instead, a forward hook computes the
+two thin matrices beside the weights. (PEFT's own modules are not used for that: loading them calls the model's
+``state_dict``, after which bitsandbytes 0.50 computes other results on CPU.)
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Listener = Callable[[frozenset[str]], None]
 class Delta:
     """What an adapter adds to one module's weight: ``scaling * B @ A``.
 
-    Shapes: a (rank, in), b (out, rank), magnitude (out,) for DoRA; for an embedding in is the number
-    of embeddings and out their dimension. ``transposed`` where the weight is stored as (in, out).
+    Shapes: a (rank, in), b (out, rank), magnitude (out,) for DoRA; for an embedding, "in" is the number of embeddings
+    and "out" their dimension. ``transposed``: the weight is stored as (in, out).
     """
 
     a: torch.Tensor
@@ -73,10 +73,10 @@ class Delta:
 class MergedAdapter:
     """The adapter of one model: none at first, then the last one applied.
 
-    Create it before anything replaces modules of ``model``: it merges into the modules it saw.
-    ``listeners`` are told the names of the modules that have just changed, so that a prepacked copy
-    can be refreshed. Storage never moves: a captured graph stays valid, but for quantised modules,
-    whose hooks change. ``active`` is the folder in use, None for the pristine weights.
+    Create it before anything replaces modules of ``model``, because it merges into the modules present at creation.
+    ``listeners`` are called with the names of the modules that have just changed, so that packed copies can be
+    refreshed. Weights never move in memory, so recorded CUDA graphs stay valid, except for quantised modules, whose
+    hooks change. ``active`` is the folder in use, None for the pristine weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,18 +91,17 @@ class MergedAdapter:
     def apply(self, folder: Path | None) -> None:
         """Use the adapter in ``folder``, or the pristine weights for None.
 
-        Call it between rounds only. Raises AdaptiveError: with the weights as they were, where the
-        adapter does not fit this model or is of a kind that is not supported; with the pristine
-        weights, where merging it failed.
+        Call it between rounds only. Raises AdaptiveError if the adapter does not fit this model or is of an unsupported
+        kind, with the weights unchanged; or if merging fails, with the pristine weights.
         """
         for _ in self.steps(folder):
             pass
 
     def steps(self, folder: Path | None) -> Iterator[None]:
-        """``apply`` in steps: it is read and checked up to the first one, and one block is merged up to each other.
+        """``apply`` in steps: the first step reads and checks the adapter, each other step merges one block.
 
-        Between two steps the weights are neither the old nor the new ones. Closed before its end, it
-        leaves the pristine weights.
+        Between later steps the weights are a mixture of old and new ones. If the iterator is closed at the first
+        ``yield``, nothing has changed; if it is closed later, before its end, the weights are pristine.
         """
         deltas: dict[str, Delta] = {}
         if folder is not None:
@@ -117,7 +116,7 @@ class MergedAdapter:
             for block in _blocks(self._merged | frozenset(inside)):
                 self._merge(block, inside)
                 yield
-        except BaseException as error:  # out of memory, or interrupted: never leave half an adapter in the weights
+        except BaseException as error:  # out of memory, or interrupted: never leave a part of an adapter merged
             self._merge(self._merged, {})
             if isinstance(error, (RuntimeError, MemoryError)):
                 raise AdaptiveError(f"adapter {folder} could not be merged ({first_line(error)})") from error
@@ -130,13 +129,13 @@ class MergedAdapter:
 
     @torch.no_grad()
     def _merge(self, names: Iterable[str], deltas: dict[str, Delta]) -> None:
-        """Make these modules' weights pristine plus their delta, for those that have one."""
+        """Set these modules' weights to the pristine ones, plus the delta if there is one."""
         names = frozenset(names)
         for name in sorted(names):
             weight = self._weight(name)
             if name not in self._pristine:
                 self._pristine[name] = weight.detach().to("cpu", copy=True)
-            self._merged |= {name}  # from here on it may differ from the pristine one
+            self._merged |= {name}  # from here on the weight may differ from the pristine one
             pristine = self._pristine[name].to(weight.device)
             weight.copy_(deltas[name].merged(pristine) if name in deltas else pristine)
         self._merged -= names - frozenset(deltas)
@@ -151,10 +150,10 @@ class MergedAdapter:
         return weight
 
     def _check_shared(self, folder: Path, deltas: dict[str, Delta]) -> None:
-        """A weight that two modules share would carry the delta of one into the other: refuse.
+        """Raise AdaptiveError if a delta changes a weight that another module shares, or one that is offloaded.
 
-        Untying would move the storage and add an embedding table's worth of memory to a draft that is
-        meant to be small, so the adapter has to leave tied weights alone.
+        The delta of one module would change the other too. Untying the weights would move them in memory and add the
+        size of an embedding to a draft that should be small, so an adapter must not change tied weights.
         """
         for name in deltas:
             weight = self._weight(name)
@@ -179,7 +178,7 @@ class MergedAdapter:
 
 
 def _blocks(names: Iterable[str]) -> list[frozenset[str]]:
-    """Modules by the one that holds them: those of one attention or one feed-forward part together."""
+    """Group modules by their parent: those of one attention or one feed-forward part are a block."""
     blocks: dict[str, set[str]] = {}
     for name in sorted(names):
         blocks.setdefault(name.rpartition(".")[0], set()).add(name)
@@ -189,7 +188,7 @@ def _blocks(names: Iterable[str]) -> list[frozenset[str]]:
 def _beside(
     delta: Delta, device: torch.device
 ) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]:
-    """A forward hook that adds ``scaling * B A x`` to what the module returns, in the adapter's dtype."""
+    """A forward hook that adds ``scaling * B A x``, computed in the adapter's dtype, to the module's output."""
     a, b, scaling = delta.a.to(device), delta.b.to(device), delta.scaling
 
     def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
@@ -214,9 +213,10 @@ def _read(folder: Path, modules: dict[str, nn.Module], pristine: dict[str, torch
 
 
 def read_lora(folder: Path) -> dict[str, Delta]:
-    """The deltas of the adapter in ``folder`` by module name, for whoever has no modules to check them against.
+    """The deltas of the adapter in ``folder`` by module name, without modules to check them against.
 
-    ``transposed`` marks those of embeddings. Raises AdaptiveError where it cannot be read or is not plain LoRA.
+    ``transposed`` marks those of embeddings. Raises AdaptiveError if the adapter cannot be read or is of an unsupported
+    kind.
     """
     config = read_config(folder)
     deltas: dict[str, Delta] = {}
@@ -255,7 +255,7 @@ def _tensors(
         if part is not None:
             if not torch.isfinite(tensor).all():
                 raise AdaptiveError(f"adapter {folder}: {inner} holds values that are not finite")
-            # A copy of its own: arithmetic on memory mapped at an odd address may round otherwise.
+            # A copy, because arithmetic on memory mapped at an unaligned address may round differently.
             found.setdefault(inner.removesuffix(f".{part}"), {})[part] = tensor.clone()
         elif not _same_embedding(inner, tensor, modules, pristine):
             raise AdaptiveError(
@@ -267,24 +267,24 @@ def _tensors(
 def _same_embedding(
     key: str, tensor: torch.Tensor, modules: dict[str, nn.Module], pristine: dict[str, torch.Tensor]
 ) -> bool:
-    """Whether ``tensor`` is the copy of an untouched embedding that PEFT writes beside an adapter on it."""
+    """Whether ``tensor`` is the copy of an unchanged embedding that PEFT writes beside an adapter on it."""
     name = key.removesuffix(".weight").removesuffix(".base_layer")
     weight = pristine.get(name)
     if weight is None and name in modules:
         weight = modules[name]._parameters.get("weight")
     if weight is None or not key.endswith(".weight") or weight.shape != tensor.shape or not weight.is_floating_point():
         return False
-    # One was perhaps rounded to bfloat16 (8 bits) or float16 (steps of 6e-8 near zero) and the other not.
+    # Only one of them may have been rounded to bfloat16 (8 bits) or float16 (steps of 6e-8 near zero).
     return torch.allclose(tensor.float(), weight.detach().to("cpu", torch.float32), rtol=2**-7, atol=1e-7)
 
 
 def _delta(what: str, module: nn.Module, parts: dict[str, torch.Tensor], rank: int, scaling: float) -> Delta:
-    """Put a module's tensors together. Raises AdaptiveError naming ``what`` where they do not fit it."""
+    """The delta of a module from its tensors. Raises AdaptiveError, naming ``what``, if they do not fit the module."""
     from transformers.pytorch_utils import Conv1D
 
     embedding = "lora_embedding_A" in parts or "lora_embedding_B" in parts
     magnitude = parts.get("lora_magnitude_vector")
-    if isinstance(module, nn.Linear):  # bitsandbytes' layers among them
+    if isinstance(module, nn.Linear):  # including bitsandbytes' layers
         inputs, outputs = module.in_features, module.out_features
     elif isinstance(module, Conv1D):
         inputs, outputs = module.weight.shape
@@ -317,7 +317,8 @@ def _delta(what: str, module: nn.Module, parts: dict[str, torch.Tensor], rank: i
 
 
 def _quantised(module: nn.Module) -> bool:
-    """Whether ``module`` holds quantised weights of bitsandbytes (told by name: it need not be installed)."""
+    """Whether ``module`` holds quantised weights of bitsandbytes. Compares class names, because bitsandbytes may not be
+    installed."""
     return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and type(module).__module__.startswith(
         "bitsandbytes"
     )

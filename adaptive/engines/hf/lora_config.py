@@ -1,6 +1,6 @@
-"""What an adapter's ``adapter_config.json`` says of a merge: rank and scaling of each module.
+"""Reads from an adapter's ``adapter_config.json`` what a merge needs: the rank and the scaling of each module.
 
-Read without PEFT, which takes a second of processor time to import, at every start with an adapter and at the first
+Does not use PEFT, whose import would take a second of processor time at every start with an adapter, or at the first
 swap of a server.
 """
 
@@ -19,13 +19,13 @@ from adaptive.errors import AdaptiveError, first_line
 CONFIG = "adapter_config.json"
 Value = TypeVar("Value")
 
-# What changes the model's function beyond one product of two matrices for each module.
+# Options that change the model by more than one product of two matrices for each module.
 UNSUPPORTED = (
     "modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication", "lora_bias",
     "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
     "megatron_config",
 )  # fmt: skip
-# Ways to start the two matrices that leave the base weights alone.
+# Initialisations of the two matrices that do not change the base weights.
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -45,7 +45,7 @@ class AdapterConfig(BaseModel, frozen=True):
         return _matching(self.rank_pattern, module, self.r)
 
     def scaling(self, module: str) -> float:
-        """What their product is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
+        """The factor of their product: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
         alpha, rank = _matching(self.alpha_pattern, module, self.lora_alpha), self.rank(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 

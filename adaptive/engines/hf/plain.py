@@ -1,8 +1,7 @@
-"""A text in the cache that transformers makes for a model itself: for models whose passes cannot be taken back here.
+"""A text in the cache that transformers itself makes, for models whose passes cannot be rolled back here.
 
-Every pass is one that transformers' own ``generate`` makes: the prompt at once, then token after token. What was fed
-stays; going back means to compute the text anew, and so does every token of a model that gives no cache, or one that
-does not know its length.
+Every pass is one of transformers' ``generate``: the prompt at once, then one token at a time. A rollback computes the
+whole text again. So does every token if the model returns no cache, or a cache without the right length.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from adaptive.tokens import Ids, as_tensor
 
 
 class PlainSequence:
-    """See above. Nothing is drafted for it, though a draft would be verified correctly."""
+    """One text of such a model. It is used without a draft, but would verify one correctly."""
 
     fused = None
 
     def __init__(self, model: PreTrainedModel, device: torch.device, cache_name: str) -> None:
-        """``cache_name`` is what the model's forward calls its cache."""
+        """``cache_name``: the parameter name of the cache in the model's forward."""
         self.model = model
         self.device = device
         self.cache_name = cache_name
@@ -32,7 +31,7 @@ class PlainSequence:
         self._config = GenerationConfig(
             max_new_tokens=1, do_sample=False, use_cache=True, output_logits=True, return_dict_in_generate=True
         )
-        self._config.pad_token_id = 0  # of which none is needed, but for a warning
+        self._config.pad_token_id = 0  # unused; avoids a warning
 
     @property
     def length(self) -> int:
@@ -41,11 +40,11 @@ class PlainSequence:
 
     @property
     def memory(self) -> Memory:
-        """What the cache takes, of which is not known what it is."""
+        """The memory of the cache, all counted as keys, because its contents are unknown."""
         return Memory(keys=sum(tensor.nbytes for tensor in _tensors(self._cache)))
 
     def reserve(self, length: int) -> None:
-        """Nothing can be reserved in a cache of transformers."""
+        """Does nothing: a cache of transformers cannot be reserved."""
 
     @torch.inference_mode()
     def extend(self, tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
@@ -58,9 +57,9 @@ class PlainSequence:
         return torch.cat(logits[len(logits) - rows :]) if rows else logits[0][:0]
 
     def _feed(self, new: list[int]) -> torch.Tensor:
-        """Logits (1, vocab) after these too."""
+        """Append tokens. Returns logits (1, vocab) of the last one."""
         whole, cache = [*self._tokens, *new], self._cache
-        self._tokens, self._cache = [], None  # in case that this is interrupted
+        self._tokens, self._cache = [], None  # in case the pass is interrupted
         ids = torch.tensor([whole], device=self.device)
         given = {} if cache is None else {self.cache_name: cache}
         model: Any = self.model
@@ -71,33 +70,34 @@ class PlainSequence:
         return logits
 
     def features(self, begin: int, end: int) -> torch.Tensor:
-        """None are kept: ValueError."""
+        """Raises ValueError, because no features are kept."""
         raise ValueError("a model that decodes plainly keeps no features")
 
     def keep(self, path: list[int]) -> None:
-        """There is no tree; see the protocol."""
+        """Accept only the empty path, because there are no trees; see the protocol."""
         NO_TREE.check(path)
 
     def rollback(self, length: int) -> None:
-        """Forget everything where that is less than what is held: it is computed anew."""
+        """Drop all tokens if ``length`` is less than what is held; the caller feeds the text again."""
         if length < len(self._tokens):
             self._tokens, self._cache = [], None
 
     def copy_prefix(self, other: Sequence, length: int) -> None:
-        """Nothing can be copied: it is computed anew."""
+        """Drop all tokens, because nothing can be copied; the caller feeds the text again."""
         self.rollback(0)
 
 
 def _holds(cache: Any, length: int) -> bool:
-    """Whether ``generate`` goes on from this cache after so many tokens: it feeds what the cache says it lacks."""
+    """Whether ``generate`` can continue from this cache after ``length`` tokens. It feeds all tokens beyond the cache's
+    length, so this must be right."""
     try:
         return isinstance(cache, Cache) and cache.get_seq_length() == length
-    except ValueError:  # a cache that counts none
+    except ValueError:  # a cache that does not count tokens
         return False
 
 
 def _tensors(thing: Any, deep: int = 0) -> list[torch.Tensor]:
-    """The tensors of a cache, its layers, and lists and dictionaries of them."""
+    """The tensors in a cache: in its attributes, its layers, and their lists and dictionaries."""
     if isinstance(thing, torch.Tensor):
         return [thing]
     if deep > 4:

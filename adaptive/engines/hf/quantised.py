@@ -1,9 +1,10 @@
-"""Checkpoints whose weights come quantised (fp8, mxfp4, compressed-tensors, GPTQ, AWQ, bitsandbytes, ...), known from
-their config alone.
+"""Decides from a checkpoint's config how its quantised weights (fp8, mxfp4, compressed-tensors, GPTQ, AWQ,
+bitsandbytes, ...) are held.
 
-In: a config and a device. Out: how the weights are held there, or why they cannot be, before any weight is read. Where
-transformers can dequantise them as it reads, a processor gets them so: it multiplies none of these formats itself but
-bitsandbytes', and our own forward then serves them. A draft gets them so wherever it can, because it learns.
+In: a config and a device. Out: how the weights are held on the device, or why they cannot be, before any weight is
+read. On a CPU, weights are dequantised as they are read, if transformers can do that: transformers computes there only
+with bitsandbytes' format, and our own forward can serve dequantised weights. Callers request dequantised weights for a
+draft, because a draft learns.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BITSANDBYTES = "bitsandbytes"
-# Formats that transformers dequantises as it reads them if their config says so.
+# Formats that transformers can dequantise while it reads them, by a setting in their config.
 AS_READ = frozenset({"compressed-tensors", "fp8", "metal", "mxfp4", "mxfp8"})
-# Distributions that transformers asks for to read a format.
+# Distributions that transformers needs to read a format.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "aqlm": ("aqlm[cpu]",),
     "auto-round": ("auto-round>=0.5",),
@@ -43,22 +44,22 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "quark": ("amd-quark",),
     "torchao": ("torchao",),
 }
-# Those of which transformers runs none without a GPU.
+# Formats that transformers runs only on CUDA.
 ON_CUDA = frozenset({"eetq", "fbgemm_fp8", "fp_quant", "higgs", "hqq", "spqr", "vptq"})
-# What configs call the modules whose weights are not quantised.
+# The config keys that list the modules whose weights are not quantised.
 KEPT = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules")
 ELSE = "name another checkpoint of the model, not quantised or a GGUF file"
-# What stands behind the name of a weight of eight bits in that of its scales.
+# What follows the name of an eight-bit weight in the name of its scales.
 SCALES = ("_scale_inv", "_scale")
-# Bytes of float32 for a byte of a file, by the kind of number: of two numbers of four bits in a byte, and so on. Whole
-# numbers of 32 bits hold packed weights; the few other ones (indices) count for nothing.
+# Bytes in float32 for each byte of a file, by dtype. U8 holds two four-bit numbers per byte, I32 eight per number. The
+# few tensors of other dtypes (indices) are not counted.
 FLOAT32_BYTES = {"F64": 0.5, "F32": 1, "BF16": 2, "F16": 2, "F8_E4M3": 4, "F8_E5M2": 4, "I8": 4, "U8": 8, "I32": 8}
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """How a checkpoint's quantised weights are held: ``dense`` where they are dequantised as they are read. ``method``
-    is the format, ``said`` the config's own settings of it, as the loader gets them."""
+    """How a checkpoint's quantised weights are held. ``method``: the format. ``dense``: whether they are dequantised
+    when loaded. ``said``: the config's settings of the format, adjusted for the loader."""
 
     method: str
     dense: bool
@@ -66,16 +67,16 @@ class Quantised:
 
     @property
     def text(self) -> str:
-        """In words, for people."""
+        """A description for users."""
         return f"{self.method} in the checkpoint, {'dequantised as it is read' if self.dense else 'kept so'}"
 
 
 def quantised(config: Any, folder: Path, device: str, dense: bool) -> Quantised | None:
-    """How a checkpoint of this config is held on ``device``, asked to be ``dense`` or not; None where its weights are
-    not quantised.
+    """How a checkpoint with this config is held on ``device``; None if its weights are not quantised. ``dense``
+    requests dequantised weights.
 
-    Raises AdaptiveError, in words that follow the model's name, where transformers cannot read them here, or cannot
-    give them ``dense``.
+    Raises AdaptiveError, in words that follow the model's name, if transformers cannot read the weights here, or if
+    they cannot be ``dense``.
     """
     said = settings_of(config)
     method = method_of(said, folder)
@@ -100,14 +101,14 @@ def quantised(config: Any, folder: Path, device: str, dense: bool) -> Quantised 
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """A copy of what a config says of its weights' quantisation; empty for nothing."""
+    """A copy of a config's quantisation settings; empty if it has none."""
     said = getattr(config, "quantization_config", None) or {}
     return copy.deepcopy(dict(said if isinstance(said, dict) else said.to_dict()))
 
 
 def method_of(said: Mapping[str, Any], folder: Path) -> str | None:
-    """The format of a checkpoint's weights; None where they are not quantised. NVIDIA's older checkpoints say it in a
-    file of their own."""
+    """The format of a checkpoint's weights, by its settings ``said``; None if they are not quantised. NVIDIA's older
+    checkpoints have a separate file for the settings."""
     if said.get("load_in_8bit") or said.get("load_in_4bit"):
         return BITSANDBYTES
     if said:
@@ -123,8 +124,8 @@ def _known(said: Mapping[str, Any]) -> bool:
 
 
 def _multiplies(method: str, device: str) -> bool:
-    """Whether transformers multiplies this format as it is, on the device: on a GPU, with kernels that it fetches by
-    the package of that name, or for compressed-tensors' eight bits torch's own."""
+    """Whether transformers can compute with this format on the device without dequantising: on a GPU, by kernels of the
+    package ``kernels``, or for compressed-tensors' eight bits by torch's own."""
     from transformers.utils.import_utils import is_kernels_available
 
     if method == "metal":
@@ -137,8 +138,8 @@ def _multiplies(method: str, device: str) -> bool:
 
 
 def _try(method: str, said: Mapping[str, Any], device: str) -> None:
-    """Raise AdaptiveError where transformers refuses these settings on the device: it says so before it reads
-    weights."""
+    """Raise AdaptiveError if transformers refuses these settings on the device, which it checks before it reads
+    weights, or if a needed package is missing."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     if method in ON_CUDA and not device.startswith("cuda"):
@@ -152,7 +153,7 @@ def _try(method: str, said: Mapping[str, Any], device: str) -> None:
     try:
         made: Any = AutoHfQuantizer.from_config(dict(said), pre_quantized=True)
         made.validate_environment(device_map={"": device}, weights_only=True)
-    except Exception as error:  # whatever a package that is missing, old or broken makes transformers say
+    except Exception as error:  # transformers raises many kinds of errors for a missing, old or broken package
         advice = cure(ELSE) if method == BITSANDBYTES else ELSE
         raise AdaptiveError(
             f"is quantised as {method}, which cannot be read here ({first_line(error)}); {advice}"
@@ -160,7 +161,7 @@ def _try(method: str, said: Mapping[str, Any], device: str) -> None:
 
 
 def _installed(package: str) -> bool:
-    """Whether the distribution of a requirement is there, in whichever version."""
+    """Whether the distribution of a requirement is installed, in any version."""
     try:
         version(re.split(r"[^\w.-]", package, maxsplit=1)[0])
     except PackageNotFoundError:
@@ -169,8 +170,8 @@ def _installed(package: str) -> bool:
 
 
 def tell(config: Any, held: Quantised, renamed: Mapping[str, str], dtype: torch.dtype) -> None:
-    """Have ``config`` say how its weights are to be held, the modules that are not quantised by the names that
-    ``renamed`` (patterns of weights' names and what they become) gives them; bitsandbytes computes in ``dtype``."""
+    """Set the quantisation settings in ``config`` to ``held``. ``renamed`` (patterns of weights' names and their
+    replacements) is applied to the names of unquantised modules; bitsandbytes computes in ``dtype``."""
     said = copy.deepcopy(dict(held.said))
     for name in KEPT:
         if said.get(name):
@@ -187,8 +188,8 @@ def _renamed(module: str, renamed: Mapping[str, str]) -> str:
 
 
 def made_dense(model: PreTrainedModel, held: Quantised, dtype: torch.dtype) -> None:
-    """Finish dequantising a loaded model: bitsandbytes' layers, and weights that were not quantised and came in the
-    file's own numbers."""
+    """Finish dequantising a loaded model: dequantise bitsandbytes' layers, and convert weights that were not quantised
+    and still have the file's dtype to ``dtype``."""
     if held.method == BITSANDBYTES:
         model.dequantize(dtype)
     kept: set[str] = set()
@@ -201,8 +202,8 @@ def made_dense(model: PreTrainedModel, held: Quantised, dtype: torch.dtype) -> N
 
 
 def multiplied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """Tensors as a checkpoint names them, those of eight bits multiplied by their scales (float32), of which there is
-    one for each row, each block or the whole of a weight. None where some are packed in another way."""
+    """Tensors of a checkpoint by name, with eight-bit weights multiplied by their scales (to float32); a scale is for a
+    row, a block or the whole of a weight. None if any weight is packed in another way."""
     found: dict[str, torch.Tensor] = {}
     scales = {f"{name}{ending}" for name in tensors for ending in SCALES}
     for name, tensor in tensors.items():
@@ -225,14 +226,14 @@ def multiplied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] |
 
 
 def float32_bytes(folder: Path) -> int:
-    """What the weights of a checkpoint take in float32, by the headers of its files; at most a few percent too much,
-    for the scales of quantised ones."""
+    """Bytes of a checkpoint's weights in float32, from the headers of its files. A few percent too high for quantised
+    weights, because their scales are counted."""
     total = 0.0
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as stream:
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        except (OSError, ValueError):  # whoever loads it says what is wrong
+        except (OSError, ValueError):  # loading the file later reports the error
             continue
         for name, tensor in header.items():
             if name != "__metadata__":

@@ -1,9 +1,9 @@
-"""Texts of a model whose rotary embedding changes all of its frequencies where the text passes a border (longrope).
+"""Sequences for a model whose rotary embedding changes all of its frequencies at a border of the length (longrope).
 
-What such a model says of a text with more tokens than the border is what it says when all of it is computed with the
-other frequencies; its keys of before are of no use then. So a text has two caches, each fed with what it lacks when it
-is asked for something: the first one up to the border, the second one, from the beginning, behind it. A proposal may
-cross it.
+For a text with more tokens than the border, the model must compute all tokens with the second set of frequencies; keys
+of the first set are of no use then. So a text has two caches. The first serves texts up to the border, the second
+longer texts, from their first token on. A cache is fed the tokens that it lacks when its logits or features are needed.
+A proposal may cross the border.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from adaptive.engines.protocol import Chooser, Memory, Sequence, no_trees
 from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Ids, as_tensor
 
-# Tokens behind the border at which the cache of before it is given back. Sooner, and an answer that is made anew there
-# computes it again; later only takes memory.
+# Tokens beyond the border at which the first cache is freed. Too low: a regenerated answer near the border computes the
+# first cache again. Too high: memory.
 BEYOND = 1024
 
 
 def rope_border(config: Any) -> int | None:
-    """Tokens up to which a text config's rotary embedding has its first frequencies; None where it never changes."""
+    """The longest text, in tokens, for which the rotary embedding of a text config uses its first frequencies; None if
+    they never change."""
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):
         border = rope.get("original_max_position_embeddings")
@@ -33,22 +34,22 @@ def rope_border(config: Any) -> int | None:
 
 
 class OneCache(Sequence, Protocol):
-    """A sequence of one cache."""
+    """A sequence with one cache."""
 
     def extend_at_once(self, tokens: Ids, rows: int) -> torch.Tensor:
-        """``extend`` in one pass, however many tokens they are."""
+        """``extend`` in one pass, for any number of tokens."""
 
     def prepare(self, length: int, chooser: Chooser | None = None) -> None:
-        """Of ``Prepares``."""
+        """See ``Prepares``."""
 
 
 class SwitchingSequence:
-    """See above."""
+    """A sequence with two caches, for texts up to the border and beyond it."""
 
     fused = None
 
     def __init__(self, border: int, empty: Callable[[], OneCache]) -> None:
-        """``empty`` makes a new sequence of one cache."""
+        """``empty`` makes a new sequence with one cache."""
         self.border = border
         self._empty = empty
         self._text: list[int] = []
@@ -56,22 +57,22 @@ class SwitchingSequence:
 
     @property
     def length(self) -> int:
-        """Tokens of the text, all of which one cache or the other holds, or can be fed."""
+        """Tokens of the text. A cache may hold fewer; it is then fed the rest when needed."""
         return len(self._text)
 
     @property
     def memory(self) -> Memory:
-        """What both caches take."""
+        """The memory of both caches."""
         return self._short.memory + self._long.memory
 
     def reserve(self, length: int) -> None:
-        """Reserve for ``length`` tokens in all; the second cache only once it is in use. See the protocol."""
+        """Reserve capacity for ``length`` tokens in all, in the second cache only if it is in use; see the protocol."""
         self._short.reserve(min(length, self.border))
         if self._long.length:
             self._long.reserve(length)
 
     def prepare(self, length: int, chooser: Chooser | None = None) -> None:
-        """Of the cache that most of the text will be in; see the protocol."""
+        """Prepare the passes of the cache for a text of ``length`` tokens; see the protocol."""
         held = self._short if length <= self.border else self._long
         held.prepare(length, chooser)
 
@@ -94,11 +95,11 @@ class SwitchingSequence:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _after(self, text: list[int], rows: int) -> torch.Tensor:
-        """Logits of the last rows of a text that is longer than the border."""
+        """Feed the second cache. Returns logits of the last rows of a text that is longer than the border."""
         held, behind = self._long.length, self.border + 1
         if held >= behind:
             return self._long.extend(text[held:], rows)
-        # What frequencies a pass takes is decided by its last token: the first one must end behind the border.
+        # The last token of a pass decides its frequencies, so the first pass must end beyond the border.
         rest = min(rows, len(text) - behind)
         logits = self._long.extend_at_once(text[held:behind], rows - rest)
         return torch.cat([logits.clone(), self._long.extend(text[behind:], rest)]) if len(text) > behind else logits
@@ -111,18 +112,18 @@ class SwitchingSequence:
         return held.features(begin, end)
 
     def keep(self, path: list[int]) -> None:
-        """There is no tree; see the protocol."""
+        """Accept only the empty path, because there are no trees; see the protocol."""
         NO_TREE.check(path)
 
     def rollback(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens."""
+        """Drop all tokens after the first ``length``."""
         length = min(length, len(self._text))
         self._text = self._text[:length]
         for held in (self._short, self._long):
             held.rollback(min(length, held.length))
 
     def copy_prefix(self, other: Sequence, length: int) -> None:
-        """Hold the first ``length`` tokens of another sequence; see the protocol."""
+        """Replace the contents by the first ``length`` tokens of another sequence; see the protocol."""
         assert isinstance(other, SwitchingSequence)
         self._text = other._text[:length]
         for held, source in ((self._short, other._short), (self._long, other._long)):

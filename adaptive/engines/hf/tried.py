@@ -1,4 +1,4 @@
-"""What was found when a model's passes were tried at loading (``guard.py``), kept in the state folder for ``adaptive
+"""Keeps in the state folder what the test of a model's passes at loading (``guard.py``) has found, for ``adaptive
 doctor``, which reads no weights."""
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from pathlib import Path
 
 from checkpoints.files import replace_text
 
-# What was found, in the state folder: by checkpoint, how it is run, and with what.
+# The file in the state folder. Its keys are made of the checkpoint, how it is run, and the versions of the libraries.
 FILE = "passes.json"
-# Checkpoints of which that is kept, the newest.
+# The most results that are kept; the oldest are dropped.
 MOST = 64
 
 
 @dataclass(frozen=True)
 class Tried:
-    """``problem``: why the model decodes plainly, in words that follow its name; None where it can be drafted for."""
+    """``problem``: the reason why the model decodes plainly, in words that follow its name; None if it can use a
+    draft."""
 
     problem: str | None
 
 
 def keep(state: Path, folder: Path, how: str, problem: str | None) -> None:
-    """Keep what was found of the checkpoint in ``folder``, run in that way, where there is such a state folder."""
+    """Keep the result for the checkpoint in ``folder``, run in the way ``how``. Does nothing if ``state`` is not a
+    folder or cannot be written."""
     here = _checkpoint(folder, how)
     known = {name: found for name, found in _read(state).items() if name != here}
     newest = dict([*known.items(), (here, problem)][-MOST:])
@@ -36,13 +38,13 @@ def keep(state: Path, folder: Path, how: str, problem: str | None) -> None:
 
 
 def kept(state: Path, folder: Path, how: str) -> Tried | None:
-    """What was found when it was last loaded; None where it was not yet, or is another one by now."""
+    """The result of the last loading; None if there is none, or if the checkpoint or a library has changed since."""
     here, known = _checkpoint(folder, how), _read(state)
     return Tried(known[here]) if here in known else None
 
 
 def _checkpoint(folder: Path, how: str) -> str:
-    """A name for these files, by size and time, and for what computes with them."""
+    """A key for the checkpoint's files, by size and modification time, and for what computes with them."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py"), folder / "config.json"])
     digest = hashlib.sha256()
     for file in files:

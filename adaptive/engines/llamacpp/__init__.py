@@ -1,1 +1,1 @@
-"""GGUF files through llama.cpp's library."""
+"""GGUF files as engines, by llama.cpp's library."""

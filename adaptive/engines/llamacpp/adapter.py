@@ -1,7 +1,7 @@
-"""A LoRA adapter of PEFT on a GGUF file: written as a GGUF adapter, and swapped in place.
+"""A PEFT LoRA adapter on a GGUF file: written as a GGUF adapter, and swapped in place.
 
-In: a folder that PEFT wrote. Out: what the contexts of one model use. llama.cpp keeps the two thin
-matrices beside each weight, which works on any quantisation.
+In: a folder that PEFT wrote. Out: the adapter that the contexts of one model use. llama.cpp keeps the two thin
+matrices beside each weight, which works with any quantisation.
 """
 
 from __future__ import annotations
@@ -17,37 +17,38 @@ from adaptive.errors import AdaptiveError
 
 
 class LlamaAdapter:
-    """The adapter beside one model's weights: none at first, then the last one applied. ``active`` is its folder."""
+    """The adapter beside one model's weights: none at first, then the last one applied. ``active`` is its folder, None
+    for no adapter."""
 
     def __init__(self, llama: LlamaModel) -> None:
         self.llama = llama
         self.active: Path | None = None
         self._pointer: Any = None
-        self._old: Any = None  # the one before, until no context has it
+        self._old: Any = None  # the previous adapter, until ``forget``
 
     def use(self, context: Any) -> None:
-        """Make ``context`` compute with the adapter in use."""
+        """Make ``context`` use the active adapter, or none."""
         library = self.llama.library
         count = 0 if self._pointer is None else 1
         adapters = (library.llama_adapter_lora_p_ctypes * 1)(self._pointer)
         library.llama_set_adapters_lora(context, adapters, count, (ctypes.c_float * 1)(1.0))
 
     def steps(self, folder: Path | None) -> Iterator[None]:
-        """Have the adapter in ``folder``, or none: it is read and checked up to the first step. After the last one
-        contexts are to be told, and ``forget`` to be called.
+        """Switch to the adapter in ``folder``, or to none, in steps. The adapter is read and checked before the first
+        step. After the last step the caller must run ``use`` for every context, then ``forget``.
 
-        Raises AdaptiveError, with all as it was, where it does not fit.
+        Raises AdaptiveError, with nothing changed, if the adapter does not fit.
         """
         fresh = None if folder is None else self._load(folder)
         try:
             yield
-        except BaseException:  # whoever asked has thought better of it
+        except BaseException:  # the caller closed the iterator, or was interrupted
             self._free(fresh)
             raise
         self._old, self._pointer, self.active = self._pointer, fresh, folder
 
     def forget(self) -> None:
-        """Give back the adapter before this one."""
+        """Free the previous adapter."""
         self._free(self._old)
         self._old = None
 

@@ -1,8 +1,8 @@
-"""A GGUF file as an engine: llama.cpp does the arithmetic, the loop stays ours.
+"""A GGUF file as an engine: llama.cpp computes the passes, our loop decodes.
 
-A sequence is one context of the library, with capacity for the text at hand; it grows by a new context
-that takes the old one's state over. Tokens go in and logits come out as arrays: nothing here runs
-once a token in Python. What recurrent layers need to be taken back is in ``states.py``.
+A sequence is one context of the library, with capacity for the present text. To grow, it makes a larger context and
+copies the old one's state. Tokens and logits are passed as arrays, without a Python loop over tokens. ``states.py``
+rolls back recurrent layers.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from adaptive.machine import LoadMeter
 from adaptive.tokens import Ids, of_array
 from adaptive.types import SamplingParams
 
-# Tokens in one pass of the library. Larger keeps larger buffers and leaves ctrl-C unheard for longer,
-# smaller reads the weights more often during a prompt.
+# Tokens in one pass of the library. Too high: larger buffers, and ctrl-C takes effect later. Too low: a prompt reads
+# the weights more often.
 BATCH = 512
-# Rows of logits in one pass: their buffer is the largest of a context (vocabulary times 4 bytes a row).
-# A verification of the longest draft needs 65.
+# Rows of logits in one pass. Too high: memory, since the logits are the largest buffer of a context (vocabulary * 4
+# bytes per row). Too low: a verification of the longest draft, which needs 65, takes several passes.
 ROWS = 128
-# Tokens that a context has room for at least. Smaller and a chat's first turns build it anew, larger
-# takes memory that most answers do not need.
+# The least capacity of a context, in tokens. Too low: the first turns of a chat build a new context. Too high: memory
+# that most answers do not need.
 CAPACITY = 1024
-# Tokens of the context that is made to see what the library can do with a model: the fewest that it makes one for.
+# Capacity of the context that tests the library's support of a model: the smallest that the library makes.
 TRIED = 256
-# Where the file recommends nothing: as for a checkpoint that does not.
+# The temperature if the file recommends none; the same as for checkpoints.
 FALLBACK_TEMPERATURE = 0.7
 
 
 class Context:
-    """A context of the library, which is given back when nobody has it or its logits any more."""
+    """A context of the library. It is freed when neither it nor its logits are referenced any more."""
 
     def __init__(self, engine: LlamaCppEngine, capacity: int) -> None:
         library = engine.llama.library
-        self.model = engine.running  # outlives its contexts
+        self.model = engine.running  # a reference, because the model must outlive its contexts
         self.capacity = capacity
         self.pointer = engine.new_context(self.model, capacity)
         self.memory = library.llama_get_memory(self.pointer)
@@ -62,17 +62,17 @@ class Context:
 class LlamaCppSequence:
     """One text in a context of llama.cpp."""
 
-    fused = None  # the library's pass ends with its logits
+    fused = None  # the library has no call that continues after the logits
 
     def __init__(self, engine: LlamaCppEngine) -> None:
         self.engine = engine
         self.length = 0
         self.capacity = 0
-        self._written = 0  # tokens that the library may hold, more than ``length`` after an interrupted pass
+        self._written = 0  # tokens that the library may hold; above ``length`` after a rollback or an interrupted pass
         self._context: Context | None = None
-        self._pointer: Any = None  # the context's own, as the library wants it
+        self._pointer: Any = None  # the library's pointer to the context
         self._memory: Any = None
-        self._threads = 0  # of the context's last pass
+        self._threads = 0  # threads of the context's last pass
         self._shape = (0, 0)  # tokens and rows of the last pass
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self._tokens: Any = (ctypes.c_int32 * BATCH)()
@@ -87,14 +87,14 @@ class LlamaCppSequence:
 
     @property
     def memory(self) -> Memory:
-        """Of the keys and values that there is room for, and of recurrent states."""
+        """The memory of recurrent states, and of keys and values for the whole capacity."""
         states, checkpoints = (0, 0) if self.states is None else self.states.nbytes
         if self._context is None:
             return Memory(checkpoints=checkpoints)
         return Memory(self._context.capacity * self.engine.bytes_per_token, states, checkpoints)
 
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens in all; what is held stays."""
+        """Make room for ``length`` tokens in all; the contents stay. See the protocol."""
         if length <= self.capacity:
             return
         limit = self.engine.context_length
@@ -102,17 +102,17 @@ class LlamaCppSequence:
         self._replace(max(capacity, length))
 
     def renew(self) -> None:
-        """The engine runs other weights: go over to them at the next pass. For any thread."""
+        """Make the next pass create a context with the engine's present weights. Any thread may call this."""
         self.capacity = 0
 
     def _replace(self, capacity: int) -> None:
-        """A new context with room for ``capacity`` tokens, which takes over what the old one holds."""
+        """Replace the context by one with room for ``capacity`` tokens and the same contents."""
         self._settle()
         state = self._state() if self.length else None
         self.close()
         try:
             self._context = Context(self.engine, capacity)
-        except AdaptiveError:  # no memory: what was held is gone with the old one
+        except AdaptiveError:  # no memory: the contents are lost with the old context
             self._lose()
             raise
         self._pointer, self._memory = self._context.pointer, self._context.memory
@@ -126,27 +126,27 @@ class LlamaCppSequence:
             self._restore(state)
 
     def _state(self) -> Any:
-        """What the library holds of this text, as its own bytes."""
+        """The contents of the context in the library's own format."""
         library = self.engine.llama.library
         state = (ctypes.c_uint8 * library.llama_state_seq_get_size(self._pointer, 0))()
         size = library.llama_state_seq_get_data(self._pointer, state, len(state), 0)
         return state if size == len(state) else (ctypes.c_uint8 * size).from_buffer(state)
 
     def _restore(self, state: Any) -> None:
-        """Have the library hold what another context gave as ``_state``."""
+        """Load the ``_state`` of another context. Raises AdaptiveError, with the sequence empty, if that fails."""
         size = len(state)
         if self.engine.llama.library.llama_state_seq_set_data(self._pointer, state, size, 0) != size:
             self._lose()
             raise AdaptiveError(f"{self.engine.llama.path}: llama.cpp could not move its cache; give the prompt again")
 
     def close(self) -> None:
-        """Give the context back."""
+        """Release the context."""
         self._context = self._pointer = self._memory = None
         self._views.clear()
         self.capacity = 0
 
     def use_adapter(self) -> None:
-        """The engine's adapter is another one: tell the context, or leave one in whose weights another is."""
+        """Use the engine's new adapter: set it in the context, or replace a context of weights with a merged one."""
         if self._context is not None and self._context.model is self.engine.llama:
             self.engine.adapter.use(self._pointer)
         else:
@@ -180,11 +180,11 @@ class LlamaCppSequence:
         return torch.cat(found)
 
     def _pass(self, tokens: list[int], rows: int) -> torch.Tensor:
-        """One call of the library: at most BATCH tokens, logits (rows, vocab) of the last ones."""
+        """Run one call of the library over at most BATCH tokens. Returns logits (rows, vocab) of the last ones."""
         try:
             return self._run(tokens, rows)
         except BaseException:
-            self.rollback(self.length)  # of states what was held before the pass may be out of reach
+            self.rollback(self.length)  # recurrent states may have to go back further than to before the pass
             raise
 
     def _run(self, tokens: list[int], rows: int) -> torch.Tensor:
@@ -218,20 +218,20 @@ class LlamaCppSequence:
         view = self._views.get((address, rows))
         if view is None:
             buffer = (ctypes.c_float * (rows * self.engine.vocab_size)).from_address(address)
-            buffer.context = self._context  # type: ignore[attr-defined]  # outlives what is seen of it
+            buffer.context = self._context  # type: ignore[attr-defined]  # views must keep the context alive
             view = of_array(np.ctypeslib.as_array(buffer).reshape(rows, -1))
             self._views[address, rows] = view
         return view
 
     def keep(self, path: list[int]) -> None:
-        """There is no tree; see the protocol."""
+        """Accept only the empty path, because the engine has no trees; see the protocol."""
         NO_TREE.check(path)
 
     def copy_prefix(self, other: Sequence, length: int) -> None:
-        """Hold the first ``length`` tokens of another sequence; see the protocol."""
+        """Replace the contents by the first ``length`` tokens of another sequence; see the protocol."""
         assert isinstance(other, LlamaCppSequence)
         self.rollback(0)
-        self.reserve(max(length, other.length))  # the library moves a whole text
+        self.reserve(max(length, other.length))  # the library can only copy a whole text
         self._settle()
         other._settle()
         self._restore(other._state())
@@ -241,16 +241,17 @@ class LlamaCppSequence:
         self.rollback(length)
 
     def features(self, begin: int, end: int) -> torch.Tensor:
-        """Not kept; see the protocol."""
+        """Raise ValueError, because no features are kept; see the protocol."""
         raise ValueError("sequences of llama.cpp keep no features")
 
     def rollback(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens; the library does so before the next pass."""
+        """Drop all tokens after the first ``length``, in the library only before the next pass; see the protocol."""
         length = min(length, self.length)
         self.length = length if self.states is None else self.states.reach(length, self._written)
 
     def _settle(self) -> None:
-        """Have the library forget what is not in the text any more."""
+        """Remove the tokens from the library that are not in the text any more. Raises AdaptiveError, with the sequence
+        empty, if the library cannot do that."""
         length, written = self.length, self._written
         if length == written:
             return
@@ -269,53 +270,53 @@ class LlamaCppSequence:
         self._written = length
 
     def _lose(self) -> None:
-        """What was held is gone."""
+        """Record that the contents are lost."""
         self.length = self._written = 0
         if self.states is not None:
             self.states.reach(0, 0)
 
 
 class LlamaCppEngine:
-    """A GGUF file, loaded by llama.cpp. Not for several threads at once.
+    """A GGUF file, loaded by llama.cpp. Not thread-safe.
 
-    ``threads`` is the most that a pass uses; ``gpu`` takes the layers to the accelerator that the library was
-    built for, if it was.
+    ``threads`` is the most that a pass uses. ``gpu`` puts the layers on the accelerator if the library was built for
+    one.
     """
 
     name = "llama.cpp"
     weights = "gguf"
-    feature_width = 0  # the library hands out hidden states after the final norm, if at all
-    joint = False  # a pass of the library is over one context, and each sequence has its own
+    feature_width = 0  # the library returns only hidden states after the final norm
+    joint = False  # a pass of the library runs in one context, and each sequence has its own
     trees = False
 
     def __init__(self, model: LlamaModel, end_tokens: frozenset[int], threads: int, gpu: bool = False) -> None:
-        """Raises AdaptiveError where there is no memory to try a model with recurrent layers."""
+        """Raises AdaptiveError if there is no memory for the test of a model with recurrent layers."""
         library = model.library
         self.recurrent = bool(
             library.llama_model_is_recurrent(model.pointer) or library.llama_model_is_hybrid(model.pointer)
         )
         self.llama = model
-        self.running = model  # where new contexts are made: the file's weights, or those with an adapter merged
+        self.running = model  # the model of new contexts: the file's weights, or those with a merged adapter
         self.threads = ThreadChoice(threads, LoadMeter())
         self.gpu = gpu
         self.vocab_size = model.vocab_size
         self.context_length = model.context_length
-        self.device = torch.device("cpu")  # where the logits are
+        self.device = torch.device("cpu")  # the device of the logits
         self.end_tokens = end_tokens
         self.sampling = _recommended_sampling(model)
         self.adapter = LlamaAdapter(model)
         self.merging = Merging(model, self._run)
         self.bytes_per_token = _bytes_per_token(model)
-        self.snapshots = SNAPSHOTS if self.recurrent else 0  # tokens of a pass whose states can be taken back
+        self.snapshots = SNAPSHOTS if self.recurrent else 0  # tokens of a pass that recurrent states can roll back
         self.undraftable: str | None = None
         if self.recurrent:
             self._try()
         self._sequences: weakref.WeakSet[LlamaCppSequence] = weakref.WeakSet()
-        self._lock = threading.Lock()  # of them
+        self._lock = threading.Lock()  # guards ``_sequences``
 
     def _try(self) -> None:
-        """See whether the library keeps snapshots of this architecture's states: asked for them, it makes a context
-        without any where it does not."""
+        """Test whether the library keeps snapshots of this architecture's states. If not, the context that it makes
+        has none, and the engine is ``undraftable``."""
         library = self.llama.library
         context = self.new_context(self.llama, TRIED)
         self.snapshots = library.llama_n_rs_seq(context)
@@ -327,7 +328,7 @@ class LlamaCppEngine:
             )
 
     def sequence(self, features: bool = False) -> LlamaCppSequence:
-        """A new empty sequence; ``features`` are not to be had."""
+        """A new empty sequence. Raises ValueError for ``features``."""
         if features:
             raise ValueError("llama.cpp gives no features")
         sequence = LlamaCppSequence(self)
@@ -336,11 +337,12 @@ class LlamaCppEngine:
         return sequence
 
     def extend_together(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
-        """One after the other: each sequence is a context of the library of its own; see the protocol."""
+        """Extend one after the other, because each sequence has a separate context of the library; see the protocol."""
         return one_after_another(calls)
 
     def new_context(self, model: LlamaModel, capacity: int) -> Any:
-        """A context of the library with room for ``capacity`` tokens of one text."""
+        """A context of the library with room for ``capacity`` tokens of one text. Raises AdaptiveError if there is not
+        enough memory."""
         library = model.library
         params = library.llama_context_default_params()
         params.n_ctx = capacity
@@ -349,7 +351,7 @@ class LlamaCppEngine:
         params.n_seq_max = 1
         params.n_rs_seq = self.snapshots
         params.n_threads = params.n_threads_batch = self.threads.most
-        params.swa_full = True  # a window that forgets cannot take a token back
+        params.swa_full = True  # a rollback may need keys that have left the sliding window
         params.offload_kqv = params.op_offload = self.gpu
         params.no_perf = True
         context = library.llama_init_from_model(model.pointer, params)
@@ -361,7 +363,7 @@ class LlamaCppEngine:
         return context
 
     def apply_adapter(self, folder: Path | None) -> None:
-        """Use a LoRA adapter (a PEFT folder), merged where it can be, or the file's own weights for None; see the
+        """Use a LoRA adapter (a PEFT folder), merged if possible, or the file's own weights for None; see the
         protocol."""
         for _ in self.swap_adapter(folder):
             pass
@@ -370,7 +372,7 @@ class LlamaCppEngine:
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
         """``apply_adapter`` in two steps; see the protocol.
 
-        The adapter is used beside the weights at once, and merged into a copy of them when it is quiet.
+        The adapter is first used beside the weights, and merged into a copy of them later, while no model computes.
         """
         for _ in self.adapter.steps(folder):
             yield
@@ -382,7 +384,7 @@ class LlamaCppEngine:
             self.merging.begin(folder)
 
     def _run(self, model: LlamaModel) -> None:
-        """Go over to weights in which the adapter is. On the thread that merged it."""
+        """Switch to a model with the merged adapter. Runs on the thread that merged it."""
         self.running = model
         self._for_all(LlamaCppSequence.renew)
 
@@ -393,13 +395,13 @@ class LlamaCppEngine:
 
 
 def _address_of(function: Any) -> Callable[[Any], int]:
-    """A function of the library that takes a context and returns a pointer, which comes as a number."""
+    """A function of the library that takes a context and returns a pointer, with the pointer as an int."""
     found: Any = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(ctypes.cast(function, ctypes.c_void_p).value or 0)
     return found  # type: ignore[no-any-return]
 
 
 def _bytes_per_token(model: LlamaModel) -> int:
-    """Bytes that keys and values of one token take, in 16 bits."""
+    """Bytes of the keys and values of one token, at 16 bits per number."""
     queries, keys = model.heads
     size = model.number("{arch}.attention.key_length", model.shape["width"] // max(1, queries))
     attend = model.shape["layers"] // max(1, model.number("{arch}.full_attention_interval", 1))
@@ -407,7 +409,7 @@ def _bytes_per_token(model: LlamaModel) -> int:
 
 
 def _recommended_sampling(model: LlamaModel) -> SamplingParams:
-    """The sampling that the file's metadata recommend, if they do."""
+    """The sampling that the file's metadata recommend, with defaults for missing values."""
 
     def said(key: str, default: float) -> float:
         value = model.metadata(f"general.sampling.{key}")

@@ -1,8 +1,7 @@
-"""What a pair needs where one of its models is a GGUF file: finding, loading, and checking it.
+"""Finds, loads and checks the GGUF file of a pair's model.
 
-The draft of such a pair decodes from its file and is trained from a checkpoint of the same weights. That
-these two are one model is checked here: the same tokens, the same shape, and on a probe text the same
-predictions up to what quantisation does.
+A draft in a GGUF file decodes from the file and is trained from a checkpoint of the same weights. This module checks
+that the two are the same model: the same shape, and on a probe text the same predictions, up to quantisation.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
 
 SUFFIX = ".gguf"
-# Ordinary text of several kinds; predictions on it are compared, so that any model has an opinion.
+# Text for comparing predictions: ordinary text of several kinds, so that any model predicts parts of it well.
 PROBE = (
     "The weather was fine when they set out in the morning, but by noon clouds had come up from the west. "
     "Question: if a train covers 60 miles in an hour, how far does it go in 3 hours and a half? Answer: it goes "
@@ -31,21 +30,22 @@ PROBE = (
     "def largest(numbers):\n    best = numbers[0]\n    for number in numbers:\n        if number > best:\n"
     "            best = number\n    return best\n\nDear Anna, thank you for your help with the report last week."
 )
-# How far apart (mean total variation) a file's and its checkpoint's predictions may lie, by bits a weight of
-# the file. What quantisation does to small models is about half of each; other weights of the same shape are
-# mostly above 0.3. Lower refuses coarse files of the right model, higher trains a draft that is not decoded.
+# The largest mean total variation between a file's and its checkpoint's predictions, by the file's bits per weight.
+# Quantisation of small models causes about half of each limit; other weights of the same shape are mostly above 0.3.
+# Too low: coarsely quantised files of the right model are refused. Too high: training improves another model than the
+# one that decodes.
 MOST_APART = ((7.0, 0.05), (4.0, 0.15), (0.0, 0.3))
 
 
 def is_gguf_name(name: str) -> bool:
-    """Whether what the user typed names a GGUF file."""
+    """Whether a name that the user entered is that of a GGUF file."""
     return name.lower().endswith(SUFFIX)
 
 
 def find_gguf(name: str, revision: str | None) -> Path:
     """The file of that name: a path, or ``owner/repository/file.gguf`` on the hub.
 
-    Raises AdaptiveError where it is not there, or is no GGUF file.
+    Raises AdaptiveError if it does not exist or is not a GGUF file, or if llama-cpp-python is not installed.
     """
     from adaptive.engines.llamacpp.model import binding, is_gguf
 
@@ -54,7 +54,7 @@ def find_gguf(name: str, revision: str | None) -> Path:
         path = _fetch(name, revision)
     if not path.is_file() or not is_gguf(path):
         raise AdaptiveError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
-    binding()  # before anything is read of it: whoever lacks the engine should hear that first
+    binding()  # raises before the file is read: a missing engine is the first error that a user should see
     return path
 
 
@@ -76,9 +76,9 @@ def gguf_tokenizer(path: Path) -> GgufTokenizer:
 def load_gguf(
     path: Path, settings: Settings, device: str, on_progress: Callable[[float], None] | None = None
 ) -> LlamaCppEngine:
-    """Load ``path`` as an engine. ``device`` cpu keeps it off the accelerator that the library may know.
+    """Load ``path`` as an engine. With ``device`` cpu the library does not use an accelerator.
 
-    Raises AdaptiveError for a file that cannot be loaded or is not for decoding.
+    Raises AdaptiveError for a file that cannot be loaded.
     """
     import torch
 
@@ -94,7 +94,7 @@ def load_gguf(
 def check_checkpoint(engine: LlamaCppEngine, checkpoint: PreTrainedModel, name: str) -> None:
     """Raise AdaptiveError unless ``checkpoint`` (float32) and the engine's file hold the same model.
 
-    Tokenizers are compared elsewhere; here shape and predictions are.
+    Compares shapes and predictions; the tokenizers are compared elsewhere.
     """
     import torch
 

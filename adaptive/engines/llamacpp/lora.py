@@ -1,4 +1,4 @@
-"""A PEFT LoRA adapter as a GGUF adapter, for llama.cpp's programs and for our own engine."""
+"""Converts a PEFT LoRA adapter to a GGUF adapter, for llama.cpp's programs and for our engine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Low:
-    """What an adapter adds to one weight: ``b`` (out, r), scaled, times ``a`` (r, in); float32, rows as in GGUF."""
+    """What an adapter adds to one weight: ``b`` (out, r), with the scaling in it, times ``a`` (r, in). Both are
+    float32, with rows and columns in GGUF's order."""
 
     a: torch.Tensor
     b: torch.Tensor
 
 
 def low_rank(folder: Path, base: LlamaModel | Base) -> dict[str, Low]:
-    """The LoRA adapter in ``folder`` by GGUF's names of the weights that it changes.
+    """The LoRA adapter in ``folder``, by GGUF's names of the weights that it changes.
 
-    The scaling (alpha / r, or what rsLoRA and patterns make of it) is multiplied into b, for every module its own.
-    Raises AdaptiveError for an adapter that llama.cpp cannot express.
+    The scaling of each module (alpha / r, or by rsLoRA and patterns) is multiplied into ``b``. Raises AdaptiveError for
+    an adapter that GGUF cannot express.
     """
     if isinstance(base, LlamaModel):
         base = Base.of_file(base)
@@ -56,9 +57,9 @@ def low_rank(folder: Path, base: LlamaModel | Base) -> dict[str, Low]:
 def write_adapter(folder: Path, base: LlamaModel | Base, file: Path) -> None:
     """Write the LoRA adapter in ``folder`` for ``base`` to ``file``, in float32.
 
-    The file's alpha is 0, which llama.cpp reads as "as it is": scaling is in the matrices.
+    The file's alpha is 0, which means no further scaling in llama.cpp: the scaling is in the matrices.
 
-    Raises AdaptiveError for an adapter that llama.cpp cannot express.
+    Raises AdaptiveError for an adapter that GGUF cannot express.
     """
     gguf = package()
     writer = gguf.GGUFWriter(file, base.architecture)

@@ -1,9 +1,9 @@
-"""An adapter merged into the weights of a GGUF file, in memory, in quiet moments.
+"""Merges an adapter into a copy of a GGUF file's weights, while no model computes.
 
-In: the model that is open and the folder of a PEFT adapter. Out: a second model with the sums, which costs
-nothing a token, where llama.cpp's own way with adapters, two thin products beside every weight, makes a step of a
-340M draft 1.4 times as long (docs/notes/2026-11-llamacpp.md). Computing the sums takes seconds for such a draft, so
-that it is done on a thread, tensor by tensor, and only while no model is at work.
+In: an open model and the folder of a PEFT adapter. Out: a second model with the sums, which costs nothing per token.
+llama.cpp's own adapters compute two thin products beside every weight, which makes a step of a 340M draft 1.4 times as
+long (docs/notes/2026-11-llamacpp.md). Computing the sums takes seconds for such a draft, so a thread does it, tensor by
+tensor, and only while no model computes.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from adaptive.errors import AdaptiveError
 
 logger = logging.getLogger("adaptive.engines")
 
-# Seconds without a pass of any model after which it is quiet. Shorter and sums are computed between two
-# passes of one answer, longer and a chat of quick turns never has them.
+# Seconds without a pass of any model before merging goes on. Too low: tensors are merged between two passes of one
+# answer. Too high: a chat with quick turns never gets the merged model.
 QUIET = 0.3
-# Seconds between two looks whether it is.
+# Seconds between two checks of that.
 LOOK = 0.05
 
 
 class Passes:
-    """When a model of this process was last at work."""
+    """The time of this process's last pass of a llama.cpp model."""
 
     def __init__(self) -> None:
         self.last = -math.inf  # seconds of ``time.perf_counter``; infinity during a pass
 
     def quiet(self) -> bool:
-        """Whether nothing has been at work for a while."""
+        """Whether the last pass ended more than ``QUIET`` seconds ago."""
         return time.perf_counter() - self.last > QUIET
 
 
@@ -48,14 +48,15 @@ PASSES = Passes()
 
 
 class GivenUpError(Exception):
-    """The adapter is not to be used any more, or the program ends."""
+    """The adapter is not wanted any more, or the program is ending."""
 
 
 def merged(base: LlamaModel, folder: Path, proceed: Callable[[], None]) -> LlamaModel:
-    """``base`` with the adapter in ``folder`` added to its weights, in the encoding of its file.
+    """A copy of ``base`` with the adapter in ``folder`` added to its weights, in the encoding of its file.
 
-    ``proceed`` is called before every tensor and may wait, or raise to give up. Raises AdaptiveError where the file
-    has weights in fewer than 8 bits, which would round an adapter's small changes away.
+    ``proceed`` is called before every tensor and may wait, or raise to give up. Raises AdaptiveError if a weight to
+    change has fewer than 8 bits, because rounding would remove an adapter's small changes, or if there is no room for
+    the copy.
     """
     changes = low_rank(folder, base)
 
@@ -70,7 +71,7 @@ def merged(base: LlamaModel, folder: Path, proceed: Callable[[], None]) -> Llama
             rewrite(base.path, file, change)
         except OSError as error:
             raise AdaptiveError(f"no room for a merged copy of {base.path} in {scratch} ({error.strerror})") from error
-        model = LlamaModel(file, gpu=base.gpu)  # read into memory, where there was room for it
+        model = LlamaModel(file, gpu=base.gpu)  # normally read into memory, not mapped; see ``Merging.begin``
     model.path = base.path
     return model
 
@@ -94,9 +95,9 @@ def _added(stored: np.ndarray, kind: int, low: Low, title: str) -> np.ndarray:
 
 
 class Merging:
-    """Merges the adapter in use on a thread; ``on_ready`` is then given the model, on that thread.
+    """Merges the active adapter on a thread, which then calls ``on_ready`` with the merged model.
 
-    ``begin`` and ``give_up`` are for one thread, which is not that one.
+    ``begin`` and ``give_up`` must be called from one thread only, not from the merging thread.
     """
 
     def __init__(self, base: LlamaModel, on_ready: Callable[[LlamaModel], None]) -> None:
@@ -107,7 +108,8 @@ class Merging:
         self._thread: threading.Thread | None = None
 
     def begin(self, folder: Path) -> None:
-        """Merge the adapter in ``folder`` as soon as it is quiet, if there is memory for it."""
+        """Start merging the adapter in ``folder``, if there is memory for it. The merging itself waits until no model
+        computes."""
         if self.base.size > OWN_SHARE * psutil.virtual_memory().available:
             logger.info("%s is used beside the weights: there is no memory to merge it", folder.name)
             return
@@ -116,12 +118,12 @@ class Merging:
         self._thread.start()
 
     def give_up(self) -> None:
-        """The adapter is not the one in use any more: what is not ready will not be."""
+        """Abandon the present merging, because its adapter is not active any more."""
         with self._lock:
             self._wanted = None
 
     def wait(self) -> None:
-        """Until the thread has come to its end, for tests."""
+        """Wait for the end of the merging thread."""
         if self._thread is not None:
             self._thread.join()
 
@@ -138,7 +140,7 @@ class Merging:
             model = merged(self.base, folder, proceed)
         except GivenUpError:
             return
-        except Exception as error:  # whatever it is, the adapter goes on being used
+        except Exception as error:  # after any error the adapter stays in use beside the weights
             logger.info("%s is used beside the weights: %s", folder.name, error)
             return
         with self._lock:
@@ -147,6 +149,7 @@ class Merging:
                 logger.info("%s is merged into the weights (%.1f s)", folder.name, time.perf_counter() - began)
 
     def _check(self, folder: Path) -> None:
-        # A thread that is not a daemon keeps the program from ending under the library; it ends when the program does.
+        # The thread is not a daemon, so that the interpreter does not exit during a call of the library. It gives up
+        # when the main thread has ended.
         if self._wanted != folder or not threading.main_thread().is_alive():
             raise GivenUpError

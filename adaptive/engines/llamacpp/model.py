@@ -1,7 +1,7 @@
-"""llama.cpp's library through ``llama-cpp-python``: whether it is here, and a GGUF file opened with it.
+"""Loads llama.cpp's library through ``llama-cpp-python``, and opens GGUF files with it.
 
-In: a path. Out: a ``LlamaModel``, which owns the C object and knows the file's metadata. Only this module
-and ``llamacpp`` call the library.
+In: a path. Out: a ``LlamaModel``, which owns the C object and gives access to the file's metadata. Only the modules of
+this package call the library.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from adaptive.errors import AdaptiveError, first_line
 from adaptive.installation import install_command, requirement
 
 MAGIC = b"GGUF"
-# ggml's log level from which a line says why something failed.
+# ggml's log level of errors, whose lines give the reason of a failure.
 ERROR = 4
-# Bytes of the longest metadata value that is read: chat templates reach some 10 kB.
+# The most bytes of a metadata value that are read. Chat templates reach some 10 kB.
 LONGEST_VALUE = 1 << 20
-# Share of the free memory up to which weights are read into memory of our own, where passes over two to five tokens
-# are 5 to 10% faster than over a mapped file (docs/notes/2026-11-kernels.md). A larger model stays mapped: the system
-# can then give its pages away and get them back.
+# Weights up to this share of the free memory are read into our own memory, which makes passes over two to five tokens
+# 5 to 10% faster than a mapped file does (docs/notes/2026-11-kernels.md). A larger model stays mapped, so that the
+# system can drop its pages and read them again.
 OWN_SHARE = 0.5
-# The system's number for the wish for huge pages (madvise of Linux), and the bytes from which it is worth one.
+# Linux's madvise number for huge pages, and the least bytes of a memory range for which they are requested.
 HUGE_PAGES, LEAST_HUGE = 14, 1 << 23
 
 
 def install_line(again: bool = False) -> str:
-    """How to install the engine, or ``again`` where it is there and does not work."""
+    """The command that installs the engine, or with ``again`` reinstalls one that does not work."""
     binding = requirement("llama-cpp-python")
     command = install_command(binding, again=True) if again else install_command(extra="llamacpp")
     return f"{command} (it is compiled for this machine, which takes some minutes)"
 
 
 _complaints: list[str] = []
-_listeners: list[Any] = []  # the library keeps bare pointers to them
+_listeners: list[Any] = []  # references, because the library keeps only pointers
 
 
 @cache
 def binding() -> Any:
-    """The module ``llama_cpp``, quiet, with its backend started.
+    """The module ``llama_cpp`` with its backend started and without log output.
 
-    Raises AdaptiveError where it is not installed or its library cannot be loaded.
+    Raises AdaptiveError if it is not installed or its library cannot be loaded.
     """
     try:
         import llama_cpp
@@ -77,7 +77,7 @@ def binding() -> Any:
 
 
 def complaint() -> str:
-    """What the library last gave as the reason of a failure, in its words."""
+    """The library's last error message, for the reason of a failure. Clears all messages."""
     said = next((line for line in reversed(_complaints) if "failed to load model" not in line), "")
     reason = said.rpartition(": ")[2] if said else "the library gives no reason"
     _complaints.clear()
@@ -85,7 +85,7 @@ def complaint() -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether ``path`` is a file that begins as a GGUF file does."""
+    """Whether ``path`` is a readable file that begins with GGUF's magic bytes."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -96,8 +96,8 @@ def is_gguf(path: Path) -> bool:
 def rewrite(path: Path, file: Path, change: Callable[[str, int, np.ndarray], np.ndarray | None]) -> None:
     """Copy the GGUF file ``path`` to ``file`` with other weights in the same places.
 
-    ``change`` maps a tensor's name, its type (ggml's number) and its bytes to as many others, or None where they stay.
-    Raises AdaptiveError where the library cannot be asked for the places, OSError where the copy cannot be written.
+    ``change`` maps a tensor's name, its type (ggml's number) and its bytes to new bytes of the same length, or to None
+    to keep them. Raises AdaptiveError if the library cannot locate the tensors, OSError if the copy cannot be written.
     """
     ggml = _Ggml(binding())
     header = ggml.open(path)
@@ -119,16 +119,16 @@ def rewrite(path: Path, file: Path, change: Callable[[str, int, np.ndarray], np.
 
 
 class _Header(ctypes.Structure):
-    """``gguf_init_params``: no data beside the header."""
+    """ggml's struct ``gguf_init_params``."""
 
     _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
 
 
 class _Ggml:
-    """The functions of ggml, below llama.cpp, that read a file's header."""
+    """The functions of ggml, the library under llama.cpp, that read a file's header."""
 
     def __init__(self, library: Any) -> None:
-        """Raises AdaptiveError where they are not to be reached."""
+        """Raises AdaptiveError if the library does not export one of them."""
         pointer, number, size, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_char_p
 
         def function(name: str, result: Any, *arguments: Any) -> Any:
@@ -151,7 +151,8 @@ class _Ggml:
 
 
 def private_memory() -> set[tuple[int, int]]:
-    """Begin and end of all memory that this process has written or may write, where the system tells (Linux)."""
+    """Begin and end address of each private, writable, anonymous memory range of this process; empty if the system is
+    not Linux."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -165,16 +166,16 @@ def private_memory() -> set[tuple[int, int]]:
 
 
 def want_huge_pages(memory: set[tuple[int, int]]) -> None:
-    """Ask for pages of 2 MB in ``memory``: a pass reads all weights, and looking up 4 kB pages takes 3 to 8% of it."""
+    """Request pages of 2 MB in ``memory``. A pass reads all weights, and looking up 4 kB pages takes 3 to 8% of it."""
     for begin, end in memory:
-        if end - begin >= LEAST_HUGE:  # where the system has none, it refuses
+        if end - begin >= LEAST_HUGE:  # the result is ignored: a system without huge pages refuses
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), HUGE_PAGES)
 
 
 class LlamaModel:
-    """A GGUF file opened by llama.cpp. ``vocabulary_only`` leaves the weights on disk.
+    """A GGUF file opened by llama.cpp. ``vocabulary_only``: the weights are not loaded.
 
-    ``pointer`` and ``vocab`` are the library's own; they live as long as this object.
+    ``pointer`` and ``vocab`` are pointers of the library, valid as long as this object exists.
     """
 
     def __init__(
@@ -184,7 +185,8 @@ class LlamaModel:
         gpu: bool = False,
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Raises AdaptiveError for a file that llama.cpp cannot load, with its reason."""
+        """``on_progress`` is called with the share of the file that is loaded. Raises AdaptiveError, with the library's
+        reason, if llama.cpp cannot load the file."""
         self.library = library = binding()
         self.path = path
         self.gpu = gpu
@@ -192,10 +194,10 @@ class LlamaModel:
             raise AdaptiveError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
         params = library.llama_model_default_params()
         params.vocab_only = vocabulary_only
-        # On a processor with AMX the library repacks quantised weights for it, and its products then end the process
-        # with a general protection fault on a virtual machine (0.3.36, also through the binding alone).
+        # On a processor with AMX the library repacks quantised weights. On a virtual machine, its products with them
+        # then end the process with a general protection fault (0.3.36, also with the binding alone).
         params.use_extra_bufts = b"AMX_INT8 = 1" not in library.llama_print_system_info()
-        # -1 takes all layers to the accelerator; 0 keeps everything in main memory.
+        # -1 puts all layers on the accelerator; 0 keeps everything in main memory.
         offloaded = gpu and library.llama_supports_gpu_offload()
         params.n_gpu_layers = -1 if offloaded else 0
         own = not offloaded and _size(path) < OWN_SHARE * psutil.virtual_memory().available
@@ -205,7 +207,7 @@ class LlamaModel:
 
         def told(share: float, data: object) -> bool:
             nonlocal before
-            if before is not None:  # at the first call there is room for the weights, and nothing in it yet
+            if before is not None:  # at the first call the weights' memory is allocated, but not filled yet
                 want_huge_pages(private_memory() - before)
                 before = None
             if on_progress is not None:
@@ -215,7 +217,7 @@ class LlamaModel:
         callback = library.llama_progress_callback(told)
         params.progress_callback = callback
         _complaints.clear()
-        if own:  # last of all: memory given back from here on and taken again for the weights would not count as new
+        if own:  # as late as possible: memory freed after this and reused for the weights would not count as new
             before = private_memory()
         self.pointer = library.llama_model_load_from_file(str(path).encode(), params)
         if not self.pointer:
@@ -225,7 +227,8 @@ class LlamaModel:
         self.vocab_size: int = library.llama_vocab_n_tokens(self.vocab)
 
     def metadata(self, key: str) -> str | None:
-        """The value of a metadata key as text; ``{arch}.`` at its beginning stands for the architecture."""
+        """The value of a metadata key as text, None if there is none. A leading ``{arch}.`` in ``key`` stands for the
+        architecture."""
         if key.startswith("{arch}."):
             key = f"{self.architecture}.{key.removeprefix('{arch}.')}"
         buffer = ctypes.create_string_buffer(LONGEST_VALUE)
@@ -233,7 +236,7 @@ class LlamaModel:
         return buffer.value.decode("utf-8", "replace") if length >= 0 else None
 
     def number(self, key: str, default: int) -> int:
-        """A whole number among the metadata, ``default`` where it is not there."""
+        """The value of a metadata key as a whole number, ``default`` if there is none."""
         value = self.metadata(key)
         return int(value) if value is not None and value.isdigit() else default
 
@@ -244,22 +247,22 @@ class LlamaModel:
 
     @property
     def architecture(self) -> str:
-        """What llama.cpp calls the model's family: ``llama``, ``qwen2``."""
+        """llama.cpp's name of the model's architecture: ``llama``, ``qwen2``."""
         return self.metadata("general.architecture") or "unknown"
 
     @property
     def context_length(self) -> int:
-        """Tokens of context that the model was trained for."""
+        """Tokens of the context with which the model was trained."""
         return int(self.library.llama_model_n_ctx_train(self.pointer))
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Query heads and key heads of a layer."""
+        """The number of query heads and of key heads in a layer."""
         return self.library.llama_model_n_head(self.pointer), self.library.llama_model_n_head_kv(self.pointer)
 
     @property
     def shape(self) -> dict[str, int]:
-        """What two files of one model have in common: width, layers, heads, vocabulary."""
+        """The sizes that two files of the same model share: width, layers, heads, vocabulary."""
         queries, keys = self.heads
         return {
             "width": self.library.llama_model_n_embd(self.pointer),
@@ -271,7 +274,7 @@ class LlamaModel:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a GGUF file, with the other parts where it is the first of several."""
+    """Bytes of a GGUF file, including the other parts if it is the first of several."""
     parts = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
     files = [path] if parts is None else path.parent.glob(f"{glob.escape(parts[1])}-?????-of-{parts[2]}.gguf")
     return sum(file.stat().st_size for file in files)

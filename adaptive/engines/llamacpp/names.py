@@ -1,9 +1,9 @@
-"""What GGUF and Hugging Face checkpoints call the same weights, and how their layouts and values differ.
+"""Converts names, order and values of weights from Hugging Face checkpoints to GGUF.
 
-Llama's rotary embedding pairs neighbouring numbers of a head in GGUF and the two halves of a head in
-Hugging Face's layout, so that the rows of its query and key projections are in another order. Where a gated delta net
-has several value heads a key head, those of one key head follow each other in a checkpoint; in GGUF the first value
-heads of all key heads come first.
+For Llama, GGUF's rotary embedding pairs neighbouring numbers of a head, Hugging Face's the two halves of a head, so the
+rows of the query and key projections are in another order. If a gated delta net has several value heads per key head,
+a checkpoint orders the value heads by key head; GGUF has the first value head of every key head, then the second of
+every key head, and so on.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from adaptive.engines.llamacpp.model import LlamaModel
 from adaptive.errors import AdaptiveError
 from adaptive.installation import install_command, requirement
 
-# Architectures whose layout is known here, as checkpoints and as GGUF files call them.
-# Others are converted by llama.cpp's own scripts.
+# Supported architectures: the model type in a checkpoint, and the name in GGUF files. llama.cpp's own scripts convert
+# others.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_5_text": "qwen35"}
-HYBRID = "qwen35"  # gated delta nets among its layers
-# Where a checkpoint's delta net has something for every value head, or for every number of one: of a weight's rows all,
-# or those behind queries and keys.
+HYBRID = "qwen35"  # the architecture with gated delta nets
+# A delta net's weights with one row per value head; and those with one row per number of a value head, after the rows
+# for queries and keys, if there are any.
 BY_HEAD = ("in_proj_a", "in_proj_b", "A_log", "dt_bias")
 BY_NUMBER = ("in_proj_z", "in_proj_qkv", "conv1d")
 
 
 def package() -> Any:
-    """The module ``gguf``. Raises AdaptiveError where it is not installed."""
+    """The module ``gguf``. Raises AdaptiveError if it is not installed."""
     try:
         import gguf
     except ModuleNotFoundError:
@@ -40,7 +40,7 @@ def package() -> Any:
 
 @dataclass(frozen=True)
 class Delta:
-    """A gated delta net's heads of keys and of values, and the numbers of one, which are as many in both."""
+    """The sizes of a gated delta net: key heads, value heads, and the size of a head, the same for both."""
 
     keys: int
     values: int
@@ -49,8 +49,8 @@ class Delta:
 
 @dataclass(frozen=True)
 class Base:
-    """What must be known of a model to name and order its weights: GGUF's name of the architecture, layers, heads
-    (queries, keys) and, of a hybrid, those of its delta nets."""
+    """The properties of a model that decide the names and the order of its weights: GGUF's name of the architecture,
+    layers, heads (query, key) and the sizes of a hybrid's delta nets."""
 
     architecture: str
     layers: int
@@ -59,7 +59,7 @@ class Base:
 
     @classmethod
     def of_config(cls, config: Any) -> Base:
-        """Of a checkpoint's text config. Raises AdaptiveError for what llama.cpp does not compute."""
+        """From a checkpoint's text config. Raises AdaptiveError for sizes that llama.cpp does not support."""
         architecture, delta = ARCHITECTURES.get(config.model_type, config.model_type), None
         if architecture == HYBRID:
             if config.linear_key_head_dim != config.linear_value_head_dim:
@@ -73,7 +73,7 @@ class Base:
 
     @classmethod
     def of_file(cls, model: LlamaModel) -> Base:
-        """Of a GGUF file."""
+        """From a GGUF file."""
         delta = None
         if model.architecture == HYBRID:
             numbers = (
@@ -84,10 +84,10 @@ class Base:
 
 
 class GgufNames:
-    """Names, orders and values of one model's weights, as llama.cpp has them."""
+    """Converts names, order and values of one model's weights to GGUF's."""
 
     def __init__(self, base: Base) -> None:
-        """Raises AdaptiveError for an architecture that is not known here."""
+        """Raises AdaptiveError for an unsupported architecture."""
         if base.architecture not in ARCHITECTURES.values():
             raise AdaptiveError(
                 f"models of architecture {base.architecture} cannot be written as GGUF here "
@@ -101,18 +101,19 @@ class GgufNames:
         self._delta = base.delta
 
     def name(self, module: str) -> str | None:
-        """GGUF's name of a module's weight (``model.layers.0.mlp.up_proj``), without ``.weight``; None for none."""
+        """GGUF's name of the weight of ``module`` (``model.layers.0.mlp.up_proj``), without ``.weight``; None if GGUF
+        has none."""
         found: str | None = self._map.get_name(module)
         return found
 
     def tensor(self, key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """GGUF's name and values of the tensor ``key`` of a checkpoint (``model.layers.0.mlp.up_proj.weight``); None
-        for one that it does not have."""
+        if GGUF has no such tensor."""
         module, _, part = key.rpartition(".")
         if self._delta is None:
             name = self.name(module)
             return None if name is None else (f"{name}.{part}", self.reorder(module, tensor))
-        if part == "A_log":  # llama.cpp has the rates of decay themselves
+        if part == "A_log":  # GGUF stores the decay rates, -exp(A_log)
             name, place, tensor = self.name(key), key, -tensor.float().exp()
         elif part == "dt_bias":
             name, place = self.name(f"{module}.dt_proj"), key
@@ -123,7 +124,7 @@ class GgufNames:
             if module.endswith("conv1d"):
                 tensor = tensor.squeeze(1)
             elif module.endswith("norm") and not module.endswith("linear_attn.norm"):
-                tensor = tensor.float() + 1.0  # what a checkpoint's norms multiply by, less 1, is what they store
+                tensor = tensor.float() + 1.0  # a checkpoint stores the factor of a norm minus 1
         return None if name is None else (name, self.reorder_columns(place, self.reorder(place, tensor)))
 
     def reorder(self, module: str, rows: torch.Tensor) -> torch.Tensor:
@@ -145,7 +146,7 @@ class GgufNames:
 
 
 def _values_reordered(part: str, rows: torch.Tensor, delta: Delta) -> torch.Tensor:
-    """The rows of a part of a delta net."""
+    """The rows of one weight of a delta net in GGUF's order; ``part`` is the last component of its name."""
     if part in BY_HEAD:
         return _tiled(rows, delta)
     if part not in BY_NUMBER:
@@ -155,6 +156,6 @@ def _values_reordered(part: str, rows: torch.Tensor, delta: Delta) -> torch.Tens
 
 
 def _tiled(rows: torch.Tensor, delta: Delta) -> torch.Tensor:
-    """Rows by value heads, those of a key head together, as GGUF has them: of each key head the first, and so on."""
+    """Reorder rows of value heads grouped by key head to GGUF's order: the first of each key head, then the second."""
     heads = rows.reshape(delta.keys, delta.values // delta.keys, -1, *rows.shape[1:])
     return heads.swapaxes(0, 1).reshape(rows.shape)

@@ -1,9 +1,10 @@
-"""The recurrent states of one text in llama.cpp: how far it can go back, and copies from which it goes back further.
+"""Rolls back the recurrent states of one text in llama.cpp, by the library's snapshots and by copies of the states.
 
-The library keeps, beside a state, those after each of the last tokens of a pass (snapshots), and takes tokens of that
-pass back by choosing one: once, before the next pass. What was there before the pass cannot be chosen, and a pass over
-one token leaves nothing to go back to. So states are copied before passes that may have to be taken back further
-(marks), and at a few places for another answer or an edited message (checkpoints). Keys and values need none of it.
+Beside the current states, the library keeps those after each of the last tokens of a pass (snapshots). It rolls back
+tokens of that pass by selecting a snapshot, once, before the next pass. It cannot go back to before the pass, so a pass
+over one token cannot be rolled back. Therefore the states are copied before passes that may have to be rolled back
+further (marks), and at a few places for another answer or an edited message (checkpoints). Keys and values need no
+copies.
 """
 
 from __future__ import annotations
@@ -18,56 +19,57 @@ from adaptive.errors import AdaptiveError
 if TYPE_CHECKING:
     from adaptive.engines.llamacpp.model import LlamaModel
 
-# Tokens of a pass that can be taken back. Each takes the memory of all states once more; fewer than a proposal has
-# tokens, and the states are copied before every pass that verifies one.
+# Tokens of a pass that snapshots can roll back. Too high: memory; each token needs the memory of all states once more.
+# Too low (below the draft length): the states are copied before every verification.
 SNAPSHOTS = 8
-# Tokens fed one by one after which another mark is set. Fewer than a draft has, and it loses the place where it began;
-# more compute more of the text anew after one that was taken back.
+# Single steps after which another mark is set. Too low (below the draft length): the mark at the beginning of a
+# proposal is dropped. Too high: a rollback recomputes more of the text.
 MARK_EVERY = 64
-# The library's flag for the states without keys and values.
+# The library's flag for states without keys and values.
 STATES_ALONE = 1
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The states as they were after ``length`` tokens, as the library's own bytes."""
+    """A copy of the states after ``length`` tokens, in the library's own format."""
 
     length: int
     data: Any
 
 
 class States:
-    """See above. ``snapshots``: tokens of a pass that the library can take back.
+    """The marks and checkpoints of one text. ``snapshots``: tokens of a pass that the library can roll back.
 
-    What the text should hold is the sequence's matter: it asks how far it can go back (``reach``), and has it done
-    before the library is asked for anything else (``go_back``).
+    The sequence decides what the text holds. It calls ``reach`` for the length to which it can go back, and ``go_back``
+    before any other call of the library.
     """
 
     def __init__(self, model: LlamaModel, snapshots: int) -> None:
         self.model = model
         self.snapshots = snapshots
-        self.bytes_of_one = 0  # of all layers; known from the first pass on
-        self._last = 0  # tokens of the last pass that can be taken back now
-        self._stepping = False  # the last pass was a single step
-        self._begun = 0  # tokens held when the last pass began, or the single steps
-        # Whether the beginning of single steps has been gone back to, as those of a draft are, or that of other passes.
+        self.bytes_of_one = 0  # bytes of the states of all layers; 0 before the first pass
+        self._last = 0  # tokens of the last pass that can be rolled back now
+        self._stepping = False  # whether the last pass was a single step
+        self._begun = 0  # tokens held before the last pass, or before the last series of single steps
+        # Whether the text was ever rolled back beyond the snapshots, within a series of single steps (as a draft's
+        # sequence is) or within another pass. From then on, marks are set before such steps or passes.
         self._marks_steps = self._marks_passes = False
         self._marks: list[Kept] = []  # at most two
         self._checkpoints: list[Kept] = []
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of the states with snapshots and marks, and of the checkpoints."""
+        """Bytes of the states including snapshots and marks, and bytes of the checkpoints."""
         marks, checkpoints = (sum(len(kept.data) for kept in held) for held in (self._marks, self._checkpoints))
         return (1 + self.snapshots) * self.bytes_of_one + marks, checkpoints
 
     def remembered(self, count: int, rows: int) -> int:
-        """Of a pass over so many tokens, behind how many a checkpoint is to be; 0 for nowhere."""
+        """After how many of the ``count`` tokens of a pass a checkpoint is to be made; 0 for no checkpoint."""
         return max(0, count - max(rows, REMEMBER_BEFORE)) if rows else 0
 
     def before(self, context: Any, length: int, count: int, rows: int) -> None:
-        """A pass over ``count`` tokens follows those that are held, with logits of the last ``rows``: mark the place
-        where it may have to be taken back to."""
+        """Set a mark if one is needed, before a pass over ``count`` tokens after the ``length`` held ones, with logits
+        of the last ``rows``."""
         single = count == 1
         if not (single and self._stepping):
             self._begun = length
@@ -78,17 +80,17 @@ class States:
         self._stepping = single
 
     def begins(self) -> None:
-        """The library begins a pass: until it has ended, nothing of it can be taken back."""
+        """Record the beginning of a pass, which cannot be rolled back by snapshots until it has ended."""
         self._last = 0
 
     def ended(self, context: Any, count: int) -> None:
-        """That pass, over so many tokens, has ended."""
+        """Record the end of that pass over ``count`` tokens."""
         self._last = min(count - 1, self.snapshots)
         if not self.bytes_of_one:
             self.bytes_of_one = int(self.model.library.llama_state_seq_get_size_ext(context, 0, STATES_ALONE))
 
     def checkpoint(self, context: Any, length: int) -> None:
-        """Remember the states of now; of too many the one between the nearest two is forgotten."""
+        """Keep the present states; if there are too many checkpoints, drop one (``crowded``)."""
         held = [kept.length for kept in self._checkpoints]
         if length in held:
             return
@@ -98,8 +100,8 @@ class States:
             del self._checkpoints[forgotten]
 
     def reach(self, length: int, written: int) -> int:
-        """How many tokens can be held of the first ``length`` of those ``written``; copies of states behind them are
-        forgotten."""
+        """The longest prefix of at most ``length`` of the ``written`` tokens to which the states can go back. Drops the
+        copies after that prefix."""
         if written - length > self._last:
             if length >= self._begun:
                 self._marks_steps |= self._stepping
@@ -110,7 +112,8 @@ class States:
         return length
 
     def go_back(self, context: Any, memory: Any, length: int, written: int) -> None:
-        """Have the library hold the first ``length`` tokens, which were within reach, of those ``written``."""
+        """Roll the library back from the ``written`` tokens to the first ``length``, a result of ``reach``. Raises
+        AdaptiveError, with the library's text empty, if that fails."""
         library, near = self.model.library, written - length <= self._last
         self._last, self._stepping = 0, False
         kept = next((kept for kept in self._kept if kept.length == length), None)
@@ -126,12 +129,12 @@ class States:
             raise AdaptiveError(f"{self.model.path}: llama.cpp could not take tokens back; give the prompt again")
 
     def copy(self, other: States) -> None:
-        """The library holds here what it holds of another text, which is held as it was."""
+        """Take over the copies of ``other``, from whose context the library's contents were copied."""
         self.bytes_of_one, self._last, self._stepping = other.bytes_of_one, 0, False
         self._marks, self._checkpoints = [], sorted(other._kept, key=lambda kept: kept.length)
 
     def moved(self) -> None:
-        """The library holds the same in another context."""
+        """Record that the contents were copied to another context, which has no snapshots."""
         self._last, self._stepping = 0, False
 
     @property

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, as llama.cpp itself runs it, behind transformers' interface.
+"""The tokenizer of a GGUF file, run by llama.cpp, with transformers' interface.
 
-Tokens are those that llama.cpp's own programs see, whatever pre-tokenizer the file names; the chat
-template and the special tokens are the file's metadata.
+Tokens are the same as in llama.cpp's own programs, for any pre-tokenizer that the file names. The chat template and the
+special tokens come from the file's metadata.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ UNKNOWN, UNUSED, CONTROL = 1 << 0, 1 << 1, 1 << 3
 
 
 class GgufTokenizer(PreTrainedTokenizerBase):
-    """Encodes, decodes and renders chats with what is in ``model``. Nothing in it changes, so that
-    several threads may share it."""
+    """Encodes, decodes and renders chats with the vocabulary and template of ``model``. It is immutable, so several
+    threads may share it."""
 
     def __init__(self, model: LlamaModel) -> None:
         library, vocab = model.library, model.vocab
@@ -49,13 +49,13 @@ class GgufTokenizer(PreTrainedTokenizerBase):
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Every token that llama.cpp takes for the end of an answer."""
+        """Every token at which llama.cpp ends an answer."""
         ends = self._library.llama_vocab_is_eog
         return frozenset(token for token in range(self.vocab_size) if ends(self._vocab, token))
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the vocabulary."""
+        """The number of tokens in the vocabulary."""
         return self._model.vocab_size
 
     def __len__(self) -> int:
@@ -63,12 +63,12 @@ class GgufTokenizer(PreTrainedTokenizerBase):
 
     @property
     def is_fast(self) -> bool:
-        """Not one of the tokenizers library."""
+        """False, because the tokenizers library does not run it."""
         return False
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """The control tokens."""
+        """The control tokens by id."""
         return {
             token: AddedToken(self._text(token), special=True, normalized=False)
             for token, attribute in enumerate(self._attributes)
@@ -76,7 +76,7 @@ class GgufTokenizer(PreTrainedTokenizerBase):
         }
 
     def get_vocab(self) -> dict[str, int]:
-        """Token texts and their ids, without the unused ones that fill the table."""
+        """Ids by token text, without the unused tokens that pad the vocabulary."""
         return {self._text(i): i for i, attribute in enumerate(self._attributes) if not attribute & UNUSED}
 
     @cached_property
@@ -87,21 +87,21 @@ class GgufTokenizer(PreTrainedTokenizerBase):
         return self._ids.get(token)
 
     def convert_ids_to_tokens(self, ids: int | list[int], skip_special_tokens: bool = False) -> Any:
-        """The vocabulary's own text of ids."""
+        """The token texts of ids, as in the vocabulary."""
         if isinstance(ids, int):
             return self._text(ids)
         return [self._text(i) for i in ids if not (skip_special_tokens and self._attributes[i] & CONTROL)]
 
     def encode(self, text: Any, *args: Any, add_special_tokens: bool = True, **kwargs: Any) -> list[int]:
-        """Token ids of ``text``, in which special tokens may be written out, as in a rendered chat.
+        """Token ids of ``text``. Special tokens written out in it, as in a rendered chat, are recognised.
 
-        ``add_special_tokens`` adds what the file wants at the beginning and the end of a text.
+        ``add_special_tokens`` adds the special tokens that the file requires at the beginning and the end of a text.
         """
         data = str(text).encode("utf-8", "surrogatepass")
         size = len(data) + 2
         buffer = (ctypes.c_int32 * size)()
         count = self._library.llama_tokenize(self._vocab, data, len(data), buffer, size, add_special_tokens, True)
-        if count < 0:  # more than one token a byte does not happen, but the library would say so
+        if count < 0:  # the library's result for too small a buffer; more than one token per byte does not happen
             raise AdaptiveError(f"llama.cpp cannot turn a text of {len(data)} bytes into tokens")
         return buffer[:count]
 
@@ -118,7 +118,7 @@ class GgufTokenizer(PreTrainedTokenizerBase):
         )
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:
-        """The text of a list of ids, without what transformers does around it; of anything else, as it does it."""
+        """The text of a list of ids, without the overhead of transformers' ``decode``, which handles other types."""
         if type(token_ids) is list and token_ids and type(token_ids[0]) is int:
             return self._decode(token_ids, skip_special_tokens)
         return super().decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs)
@@ -144,7 +144,7 @@ class GgufTokenizer(PreTrainedTokenizerBase):
 
 
 class _Pieces(dict[int, bytes]):
-    """The bytes that tokens stand for, asked of the library once each; those of special tokens if wanted."""
+    """The bytes of tokens, requested from the library once each. Special tokens have no bytes unless ``special``."""
 
     def __init__(self, model: LlamaModel, special: bool) -> None:
         super().__init__()
@@ -160,6 +160,6 @@ class _Pieces(dict[int, bytes]):
             length = model.library.llama_token_to_piece(model.vocab, token, buffer, size, 0, self._special)
             if length >= 0:
                 break
-            size = -length  # what it takes
+            size = -length  # the size that the piece needs
         self[token] = buffer.raw[:length]
         return self[token]

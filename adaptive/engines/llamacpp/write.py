@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint as a GGUF file.
+"""Writes a Hugging Face checkpoint as a GGUF file.
 
-In: a loaded model and its tokenizer. Out: one file that llama.cpp's programs and our own engine read.
-Weights are written as asked, one-dimensional ones (norms, biases) always in float32, as is usual.
+In: a loaded model and its tokenizer. Out: one file that llama.cpp's programs and our engine read.
+Weights have the requested encoding, except that one-dimensional ones (norms, biases) are float32, as is usual.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 Encoding = Literal["f32", "f16", "bf16", "q8_0"]
 ENCODINGS: tuple[str, ...] = get_args(Encoding)
 
-# Bytes that every weight's place is a multiple of: a processor's cache line. From a mapped file, at the usual 32,
-# passes over two to five tokens took 3 to 10% longer.
+# The alignment of every weight in the file, in bytes: a processor's cache line. With the usual 32, passes over two to
+# five tokens took 3 to 10% longer on a mapped file.
 ALIGNMENT = 64
 
-# Weights of two dimensions that llama.cpp reads in float32 alone.
+# Two-dimensional weights that llama.cpp reads only in float32.
 WHOLE = ".ssm_conv1d.weight"
 
-# How llama.cpp's pre-tokenizers of the usual models split text into words: by these patterns, one after the other.
+# The patterns by which llama.cpp's pre-tokenizers of the usual models split text into words, applied in order.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -51,12 +51,13 @@ SPLITS = {
     "qwen35": (QWEN35,),
     "smollm": (r"\p{N}", GPT2),
 }
-# Others, which are tried with llama.cpp itself.
+# Pre-tokenizers that are tested by running llama.cpp with each.
 OTHERS = (
     *("deepseek-llm", "deepseek-coder", "falcon", "tekken", "gpt-4o", "stablelm2", "command-r", "olmo", "dbrx"),
     *("chatglm-bpe", "bloom", "viking", "default"),
 )
-# Tells them apart: digits, contractions, case, spaces and line ends, punctuation, other scripts, emoji.
+# Text that pre-tokenizers split differently: digits, contractions, case, spaces and line ends, punctuation, other
+# scripts, emoji.
 SAMPLE = (
     "Hello, World!  3.14 + 2710 = 2713.14; 1234567 items, can't, WE'LL, it's 'RE\n\n\n  indented\t\ttabs \n"
     "def f(x_1):\r\n\treturn [x**2 for x in range(10)]  # ok???!!! naïve Straße 你好，世界 мир नमस्ते 🙂🦙🦙 … — “q” $5"
@@ -71,9 +72,11 @@ def write_model(
     name: str,
     on_progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Write ``model`` to ``file``, whole or not at all. ``on_progress`` hears the share of tensors written.
+    """Write ``model`` to ``file``, completely or not at all. ``on_progress`` is called with the share of tensors that
+    are encoded.
 
-    Raises AdaptiveError for an architecture, a rotary embedding or a tokenizer that is not supported.
+    Raises AdaptiveError for an unsupported architecture, rotary embedding or tokenizer, or if ``file`` cannot be
+    written.
     """
     config = model.config.get_text_config()
     base = Base.of_config(config)
@@ -104,7 +107,7 @@ def write_model(
 
 
 def _kinds() -> dict[str, tuple[Any, Any]]:
-    """Encodings as the package knows them: of a tensor, and of a file."""
+    """The package's constants of each encoding: for a tensor, and for a file."""
     gguf = package()
     tensor, file = gguf.GGMLQuantizationType, gguf.LlamaFileType
     return {
@@ -116,7 +119,8 @@ def _kinds() -> dict[str, tuple[Any, Any]]:
 
 
 def _describe(writer: Any, model: PreTrainedModel, name: str, base: Base) -> None:
-    """The architecture's numbers, and the sampling that the checkpoint recommends."""
+    """Add the architecture's sizes and the checkpoint's recommended sampling to the metadata. Raises AdaptiveError for
+    a rotary embedding or an attention window that is not supported."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     known = ("default", "llama3") if base.architecture == "llama" else ("default",)
@@ -158,7 +162,8 @@ def _describe(writer: Any, model: PreTrainedModel, name: str, base: Base) -> Non
 
 
 def _describe_delta(writer: Any, config: Any, delta: Delta, rotated: int) -> None:
-    """The numbers of gated delta nets, and which layers are such; ``rotated`` numbers of a head are, of the others."""
+    """Add the sizes of gated delta nets, and which layers are delta nets, to the metadata. ``rotated``: how many of a
+    head's numbers the rotary embedding of the other layers turns."""
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(delta.size)
     writer.add_ssm_group_count(delta.keys)
@@ -166,16 +171,17 @@ def _describe_delta(writer: Any, config: Any, delta: Delta, rotated: int) -> Non
     writer.add_ssm_inner_size(delta.values * delta.size)
     recurrent = [kind == "linear_attention" for kind in config.layer_types]
     writer.add_array(f"{HYBRID}.attention.recurrent_layers", recurrent)
-    # For programs that do not know that list: every so many layers one attends.
+    # For programs that do not read that list: the distance between two layers of full attention.
     writer.add_full_attention_interval(recurrent.index(False) + 1 if False in recurrent else len(recurrent) + 1)
-    # Pairs of rotated numbers that turn with the time, the height and the width of an image, in turns. In a text these
-    # are one number, and a pair that belonged to none of them would not turn.
+    # How many pairs of rotated numbers turn with the time, the height and the width of an image. In a text all three
+    # are the token's position. A pair that belonged to none of the three would not turn.
     pairs = rotated // 2
     writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
 
 
 def _rope_factors(config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the frequencies of Llama 3's rotary embedding are divided by, which a file holds as a tensor."""
+    """The divisors of the frequencies in Llama 3's rotary embedding, which GGUF stores as a tensor; nothing for other
+    rotary embeddings."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = getattr(config, "rope_parameters", None) or {}
@@ -186,7 +192,8 @@ def _rope_factors(config: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(model: PreTrainedModel, names: GgufNames) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of all weights, in GGUF's order of rows; a tied head is left out, as llama.cpp expects."""
+    """GGUF's names and values of all weights. A tied vocabulary projection is left out, as llama.cpp expects. Raises
+    AdaptiveError for a weight that GGUF does not have."""
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for key, tensor in model.state_dict().items():
         if tied and key.startswith("lm_head."):
@@ -203,7 +210,7 @@ def _add_tensor(writer: Any, title: str, tensor: torch.Tensor, encoding: str) ->
     kinds = _kinds()
     whole = tensor.ndim == 1 or title.endswith(WHOLE)
     kind = kinds["f32" if whole else encoding][0]
-    # A row that quantisation blocks do not divide stays in 16 bits, as llama.cpp does it.
+    # Rows that are not a multiple of a quantisation block (32) stay in 16 bits, as in llama.cpp.
     if encoding == "q8_0" and tensor.shape[-1] % 32 and not whole:
         kind = kinds["f16"][0]
     writer.add_tensor(title, quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
@@ -217,7 +224,8 @@ def _finish(writer: Any) -> None:
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, rows: int, splitter: str) -> None:
-    """Vocabulary, merges, special tokens and chat template; ``splitter`` is llama.cpp's pre-tokenizer."""
+    """Add vocabulary, merges, special tokens and chat template to the metadata; ``splitter`` is llama.cpp's
+    pre-tokenizer, ``rows`` the number of tokens, padded with unused ones."""
     gguf = package()
     merges = _bpe(tokenizer)["merges"]
     by_id = {i: token for token, i in tokenizer.get_vocab().items()}
@@ -247,7 +255,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, rows: int, s
 
 
 def _bpe(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The tokenizer's byte-level BPE. Raises AdaptiveError for one of another kind."""
+    """The tokenizer's byte-level BPE model. Raises AdaptiveError for another kind of tokenizer."""
     import json
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -261,8 +269,9 @@ def _bpe(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _pre_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: Base) -> str:
-    """The first of llama.cpp's pre-tokenizers that splits text as ``tokenizer`` does: told by the patterns of the usual
-    ones, else, where the binding is installed, by the tokens that llama.cpp makes with each other one."""
+    """The first of llama.cpp's pre-tokenizers that splits text like ``tokenizer``. The usual ones are compared by their
+    patterns; the others by the tokens that llama.cpp makes, for which the binding must be installed. Raises
+    AdaptiveError if none matches."""
     _bpe(tokenizer)
     expected = _split(tokenizer.backend_tokenizer.pre_tokenizer)  # type: ignore[attr-defined]
     for name, patterns in SPLITS.items():
@@ -278,7 +287,8 @@ def _split(pre_tokenizer: Any) -> list[str]:
 
 
 def _tried(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: Base) -> str:
-    """The one of OTHERS with which llama.cpp makes the tokens that ``tokenizer`` makes."""
+    """The one of OTHERS with which llama.cpp makes the same tokens as ``tokenizer``. Raises AdaptiveError if there is
+    none."""
     gguf = package()
     expected = tokenizer.encode(SAMPLE, add_special_tokens=False)
     config = model.config.get_text_config()

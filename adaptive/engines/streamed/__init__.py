@@ -1,1 +1,1 @@
-"""Targets whose weights do not fit into memory: layers read from disk while others compute."""
+"""Targets whose weights do not fit into memory: some layers are read from disk while others compute."""

@@ -1,7 +1,7 @@
-"""A model without the weights of its linear layers, and those one by one: what a model that does not fit is read by.
+"""Reads a checkpoint that does not fit into memory: a model without its linear layers' weights, and single weights.
 
-In: the folder of a checkpoint. Out: a model of transformers whose linear layers are on the meta device, where nothing
-is stored; and their tensors, each when it is asked for.
+In: the folder of a checkpoint. Out: a transformers model whose linear layers are on the meta device, which stores no
+values; and any of their tensors on request.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from adaptive.engines.hf.language import has_projection, is_part, text_weights
 from adaptive.errors import AdaptiveError, first_line
 
-# Of safetensors, those that a linear layer's weights come in.
+# The dtypes of linear layers' weights, by their names in safetensors files.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Checkpoint:
-    """The tensors of a checkpoint's files, by their names in its language model, whose ``config`` is given."""
+    """The tensors of a checkpoint's files, by their names in its language model."""
 
     def __init__(self, folder: Path, config: Any) -> None:
-        """Raises AdaptiveError where there are none."""
+        """``config`` is the language model's. If the checkpoint has other parts too, ``tie_word_embeddings`` is set in
+        it by the weights that are there. Raises AdaptiveError if there are none."""
         self.folder = folder
         found = [(file, *_header(file)) for file in sorted(folder.glob("*.safetensors"))]
         renamed: dict[str, str] = {}
@@ -45,8 +46,8 @@ class Checkpoint:
             raise AdaptiveError(f"{folder} holds no weights: there is no *.safetensors file in it")
 
     def read(self, name: str, dtype: torch.dtype) -> nn.Parameter:
-        """A tensor. It is read and not mapped: the pages of a mapped file would count as this program's memory. Raises
-        AdaptiveError."""
+        """Read a tensor. The file is not mapped, because the pages of a mapped file would count as this program's
+        memory. Raises AdaptiveError if the tensor is missing, has an unknown dtype or cannot be read."""
         try:
             file, begin, said = self._where[name]
             kind, (first, end) = DTYPES[said["dtype"]], said["data_offsets"]
@@ -64,7 +65,8 @@ class Checkpoint:
 
 
 def _header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Where a file's tensors begin, and what it says of each. Raises AdaptiveError where it is no safetensors file."""
+    """The offset of a file's tensors, and the header entry of each. Raises AdaptiveError if it cannot be read or is not
+    a safetensors file."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -76,8 +78,8 @@ def _header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
 
 
 def skeleton(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its embedding, norms and biases, and its linear layers without weights but for a vocabulary
-    projection that is the embedding. Raises AdaptiveError where a tensor is missing."""
+    """The model with its embedding, norms and biases. Its linear layers have no weights, except for a vocabulary
+    projection that is tied to the embedding. Raises AdaptiveError if a tensor is missing."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -87,7 +89,7 @@ def skeleton(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrai
             if not (isinstance(module, nn.Linear) and own == "weight"):
                 setattr(module, own, checkpoint.read(f"{name}.{own}", dtype))
         for own, _ in list(module.named_buffers(recurse=False)):
-            if own not in module._non_persistent_buffers_set:  # a layer's scale in Gemma 4
+            if own not in module._non_persistent_buffers_set:  # for example a layer's scale in Gemma 4
                 setattr(module, own, checkpoint.read(f"{name}.{own}", dtype).data)
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight  # type: ignore[assignment]
@@ -98,5 +100,5 @@ def skeleton(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrai
 
 
 def linear_names(model: PreTrainedModel) -> dict[nn.Linear, str]:
-    """By linear module the name of its weight."""
+    """The name of the weight of each linear module."""
     return {m: f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -1,9 +1,9 @@
-"""A target whose layers do not all fit: those that do stay in memory, the others are read while it computes.
+"""A target whose layers do not all fit into memory: some stay in memory, the others are read from disk in every pass.
 
-It is our CPU forward over another kind of linear layer, whose packed weights lie in a buffer that a thread fills
-(``native/stream.h``); so passes over chains and trees, of one text or several, are what they are anywhere. ``--memory``
-holds the embedding, norms, the vocabulary projection, two buffers of a layer each, and of the other layers as many as
-fit, spread evenly among those that are read.
+It is our CPU forward with linear layers whose packed weights lie in a buffer that threads fill (``native/stream.h``).
+So all kinds of passes work as usual: over chains and trees, of one text or several. The ``--memory`` limit covers the
+embedding, norms, the vocabulary projection, two buffers of a layer each, and as many other layers as fit. The layers
+in memory are spread evenly among those that are read.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from adaptive.engines.streamed.packed import (
 )
 from adaptive.errors import AdaptiveError
 
-# Layers that are read at once: the one that computes, and the next. One more would keep the disk busy for longer while
-# the draft proposes, by as much as one more layer in memory saves it in every pass.
+# Buffers of one layer each: for the layer that computes, and the next one, which is read. A third buffer would save one
+# layer's reading time while the draft proposes, but so does one more layer in memory, in every pass.
 BUFFERS = 2
-# Bytes of a request to the disk, and how many are under way. Fewer or smaller leave a fast disk idle between two, and
-# larger have a layer wait for the last of its own alone.
+# Bytes of a request to the disk, and the number of requests in progress. Too low: a fast disk idles between two
+# requests. Too large requests: a layer waits for its last request while nothing else is read.
 PIECE, READERS = 1 << 20, 4
 
 
 class StreamedLinear(PackedLinear):
-    """A linear layer that was packed into a file; its weight is where it is read to."""
+    """A linear layer that was packed into a file. Its weight is in ``memory``, into which a section is read."""
 
     def __init__(
         self, modules: tuple[nn.Module, ...], kernel: NativeLinear, stored: Stored, int8: bool, memory: mmap.mmap
     ) -> None:
         self.modules, self.kernel, self.int8 = modules, kernel, int8
         self.outputs, self.inputs = stored.shape
-        self.memory = memory  # which the kernel reads
+        self.memory = memory  # a reference, because the kernel reads from it
 
     def refresh(self) -> None:
-        """Raises AdaptiveError."""
+        """Raises AdaptiveError, because the packed weights cannot be changed."""
         raise AdaptiveError("the weights of a model that is streamed cannot be changed")
 
 
 class _Loading(Packing):
-    """Finds linear layers where their sections are read to."""
+    """Makes linear layers that use weights in ``memory``, into which their sections are read."""
 
     def __init__(self, packed: PackedFile, model: PreTrainedModel, memory: dict[int, mmap.mmap], int8: bool) -> None:
         super().__init__(int8)
@@ -94,8 +94,9 @@ def load_streamed(
     state_dir: Path,
     tell: Callable[[float], None],
 ) -> TransformersEngine:
-    """The engine of a checkpoint whose weights take at most ``memory`` bytes; packed weights are written first where
-    there are none. Raises AdaptiveError where that is too little, or they are damaged or cannot be written."""
+    """The engine of a checkpoint, with at most ``memory`` bytes of weights in memory. Writes the packed weights first
+    if there are none. ``tell`` is called with the share of the work that is done. Raises AdaptiveError if ``memory`` is
+    too little, or if packed weights are damaged or cannot be written."""
     checkpoint = Checkpoint(folder, config)
     model = skeleton(checkpoint, config, dtype)
     resident = sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
@@ -116,7 +117,7 @@ def load_streamed(
 
 
 def _least(model: PreTrainedModel, resident: int, int8: bool) -> tuple[int, int]:
-    """Bytes of what always stays in memory, and of the largest layer, without what is filled up between them."""
+    """Bytes of the weights that always stay in memory, and bytes of the largest layer, both without padding."""
     sizes: dict[int, int] = {}
     for module, name in linear_names(model).items():
         size = module.weight.numel() * (1 if int8 else module.weight.itemsize)
@@ -125,7 +126,8 @@ def _least(model: PreTrainedModel, resident: int, int8: bool) -> tuple[int, int]
 
 
 def _check(memory: int, resident: int, layer: int, always: bool = False) -> None:
-    """Raises AdaptiveError where ``memory`` does not hold what stays and the buffers."""
+    """Raises AdaptiveError if ``memory`` bytes do not hold the ``resident`` bytes and buffers of ``layer`` bytes each;
+    with ``always`` in any case."""
     least = resident + BUFFERS * layer
     if always or memory < least:
         raise AdaptiveError(
@@ -139,8 +141,8 @@ def _size(count: int) -> str:
 
 
 def kept_layers(sizes: list[int], room: int) -> frozenset[int] | None:
-    """Which layers of these ``sizes`` (bytes) stay where there is ``room`` for them and for the buffers of the others,
-    spread evenly; None where not even the buffers fit."""
+    """The layers to keep in memory, spread evenly, given the ``sizes`` (bytes) of all layers and ``room`` (bytes) for
+    them and the buffers of the others; None if not even the buffers fit."""
     if sum(sizes) <= room:
         return frozenset(range(len(sizes)))
     count, largest = len(sizes), max(sizes)
@@ -153,7 +155,7 @@ def kept_layers(sizes: list[int], room: int) -> frozenset[int] | None:
 def _forward(
     packed: PackedFile, model: PreTrainedModel, kept: frozenset[int], int8: bool, tell: Callable[[float], None]
 ) -> CpuForward:
-    """Our forward with the ``kept`` layers in memory. All sections are read once, and checked."""
+    """Our forward with the ``kept`` layers in memory. Reads and checks every section once."""
     read = [number for number in range(len(packed.layers)) if number not in kept]
     largest = max((packed.sections[number].bytes for number in read), default=0)
     buffers = [asked_for(largest) for _ in range(BUFFERS if read else 0)]
@@ -168,7 +170,7 @@ def _forward(
 
 
 def _stream(packed: PackedFile, memory: dict[int, mmap.mmap], kept: frozenset[int]) -> Any:
-    """What reads the layers that are not ``kept`` into their buffers."""
+    """The native stream that reads the layers that are not ``kept`` into their buffers."""
     found = library()
     assert found is not None
     native, sections = found.module, []
@@ -181,7 +183,7 @@ def _stream(packed: PackedFile, memory: dict[int, mmap.mmap], kept: frozenset[in
 def _read_all(
     packed: PackedFile, own: dict[int, mmap.mmap], buffers: list[mmap.mmap], tell: Callable[[float], None]
 ) -> None:
-    """Read and check every section, into memory of its ``own`` or else through a buffer."""
+    """Read and check every section: into its ``own`` memory if it stays, else into any buffer."""
     free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for buffer in buffers:
         free.put(buffer)

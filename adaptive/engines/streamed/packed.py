@@ -1,9 +1,10 @@
-"""The packed weights of a checkpoint in a file of their own: written once, then read layer by layer.
+"""A file with the packed weights of a checkpoint: written once, then read layer by layer.
 
 ``weights.bin`` has a section for each layer and one for the vocabulary projection, in the order in which a pass reads
-them, each with its linear layers as the kernels take them (``NativeLinear.parts``). ``manifest.json`` beside it says
-where what lies, and the sha256 of every section. Both lie in a folder of the state folder, named after the checkpoint
-and a hash of all that they depend on: its weights, their numbers here, and the processor's kernels.
+them. A section has its linear layers in the kernels' format (``NativeLinear.parts``). ``manifest.json`` beside it has
+the places of all parts and the sha256 of every section. Both are in a subfolder of the state folder, named after the
+checkpoint and a hash of everything that decides the contents: the checkpoint's weights, the packed number format, and
+the processor's kernels.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from adaptive.errors import AdaptiveError, first_line
 from adaptive.machine import give_memory_back
 from checkpoints import files
 
-# Of the format. It is another one where what is packed, or how, changes.
+# The version of the format, to be increased when the contents or their layout change.
 FORMAT = 1
-# Where sections begin, which is where a disk is read past the system's cache, and where in them parts begin, a line of
-# the processor's cache.
+# The alignment in bytes of sections, as reads past the system's cache need it, and of parts within a section, a
+# processor's cache line.
 SECTION, PART = 4096, 64
-# The section behind all layers.
+# The number of the vocabulary projection's section, which comes after all layers.
 PROJECTION = -1
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A linear layer (out, in) in a section: where there its ``parts`` begin, -1 for those that it has not."""
+    """A linear layer of ``shape`` (out, in) in a section: the offsets of its ``parts`` there, -1 for a missing part."""
 
     shape: tuple[int, int]
     parts: tuple[int, ...]
@@ -51,7 +52,7 @@ class Stored:
 
 @dataclass
 class Section:
-    """``bytes`` of the file from ``offset``, and the linear layers in them by the name of their first weight."""
+    """``bytes`` of the file from ``offset``, and its linear layers by the name of their first module's weight."""
 
     offset: int
     bytes: int = 0
@@ -65,7 +66,7 @@ def packed_root(state_dir: Path) -> Path:
 
 
 def packed_folder(state_dir: Path, checkpoint: Path, weights: str) -> Path:
-    """Where a checkpoint's are, or will be; ``weights`` says in what numbers."""
+    """The folder of a checkpoint's packed weights, which may not exist yet; ``weights`` is their number format."""
     found = library()
     kernels = "none" if found is None else found.name
     digest = hashlib.sha256(f"{weights_hash(checkpoint)} {weights} {kernels} {FORMAT}".encode()).hexdigest()[:12]
@@ -74,12 +75,13 @@ def packed_folder(state_dir: Path, checkpoint: Path, weights: str) -> Path:
 
 
 class _Writing(Packing):
-    """Packs linear layers whose weights are in a checkpoint, and keeps them in a file instead of in memory."""
+    """Packs linear layers with the weights of a checkpoint, and writes them to a file instead of keeping them in
+    memory."""
 
     def __init__(
         self, checkpoint: Checkpoint, model: PreTrainedModel, int8: bool, file: BinaryIO, tell: Callable[[int], None]
     ) -> None:
-        """``tell`` is told after each how many bytes are written."""
+        """``tell`` is called after each layer with the number of bytes written."""
         super().__init__(int8)
         self.checkpoint, self.dtype, self.file, self.tell = checkpoint, model.dtype, file, tell
         self.names = linear_names(model)
@@ -88,7 +90,7 @@ class _Writing(Packing):
         self._digest = hashlib.sha256()
 
     def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None, factor: float = 1.0) -> PackedLinear:
-        """A linear layer that is written, and has no weight here."""
+        """Pack and write the linear layer of these modules. The result has no weight."""
         missing = [module for module in modules if module.weight.is_meta]
         for module in missing:
             module.weight = self.checkpoint.read(self.names[module], self.dtype)
@@ -99,7 +101,7 @@ class _Writing(Packing):
         name = self.names[modules[0]]
         self._write(name, (linear.outputs, linear.inputs), linear.kernel.parts)
         linear.kernel = None
-        give_memory_back()  # or all linear layers together take as much as the model
+        give_memory_back()  # otherwise the freed memory of all linear layers adds up to the size of the model
         self.tell(self.written)
         return linear
 
@@ -120,7 +122,7 @@ class _Writing(Packing):
         return self.sections[number]
 
     def end(self) -> None:
-        """The section that was written last is whole."""
+        """Complete the section that was written last."""
         if not self.sections:
             return
         self._fill(SECTION)
@@ -138,7 +140,7 @@ class _Writing(Packing):
 
 
 def section_of(name: str) -> int:
-    """The section of a weight of this name: the number of its layer, or that of the projection."""
+    """The section of the weight ``name``: the number of its layer, or ``PROJECTION``."""
     layer = re.search(r"\.layers\.(\d+)\.", name)
     return PROJECTION if layer is None else int(layer[1])
 
@@ -146,8 +148,9 @@ def section_of(name: str) -> int:
 def write(
     folder: Path, checkpoint: Checkpoint, model: PreTrainedModel, int8: bool, tell: Callable[[float], None]
 ) -> None:
-    """Write the packed weights of a checkpoint, of which ``model`` is the skeleton; never more than one linear layer
-    of it is in memory. Raises AdaptiveError where there is no room for them."""
+    """Write the packed weights of a checkpoint, whose ``skeleton`` is ``model``. At most one linear layer of it is in
+    memory at a time. ``tell`` is called with the share written. Raises AdaptiveError if the weights cannot be
+    written."""
     size = sum(module.weight.nbytes for module in linear_names(model)) // (model.dtype.itemsize if int8 else 1)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     files.sweep(folder.parent)
@@ -175,11 +178,11 @@ def write(
 
 
 class PackedFile:
-    """Packed weights as they were written. ``file`` is open for reading, past the system's cache where its file system
-    can do that."""
+    """The packed weights in a folder. ``file`` is a descriptor for reading, past the system's cache if the file system
+    supports that."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises AdaptiveError where they are not whole."""
+        """Raises AdaptiveError if the manifest or the file's size is wrong."""
         self.folder = folder
         try:
             said = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -204,8 +207,8 @@ class PackedFile:
         return [self.sections[number] for number in range(len(self.sections) - 1)]
 
     def read(self, section: Section, memory: mmap.mmap) -> None:
-        """Read a section into ``memory``, at least as large, and check it. Raises AdaptiveError where it is another
-        than was written."""
+        """Read a section into ``memory``, which is at least as large, and check its hash. Raises AdaptiveError if it
+        cannot be read or has changed."""
         with memoryview(memory)[: section.bytes] as whole:
             done = 0
             while done < section.bytes:
@@ -221,7 +224,7 @@ class PackedFile:
                 raise self._damaged("its hash is another than when it was written")
 
     def close(self) -> None:
-        """Those who read it have descriptors of their own."""
+        """Close ``file``. A native stream has its own descriptor and stays usable."""
         os.close(self.file)
 
 
@@ -236,5 +239,5 @@ def _section(given: dict[str, Any]) -> Section:
 def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError:  # a file system that has only the cache's way, or a file that is not there
+    except OSError:  # a file system without direct reads, or a missing file, for which the next line raises again
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
