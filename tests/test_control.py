@@ -208,7 +208,7 @@ def test_a_draft_that_has_become_useful_is_found_where_tries_are_dear(attentive:
         world = World(policy, clock, seed)
         world.plain_after_plain = 0.7
         for _ in range(5000):
-            world.round([0.45] * 16)
+            world.round([0.4] * 16)
         assert not policy.speculating
         for _ in range(700):
             world.round([0.95] * 16)

@@ -83,6 +83,24 @@ def test_a_machine_that_changes_its_speed_moves_no_length_away_from_another() ->
     assert model.verify(1) / model.verify(4) == pytest.approx(before, rel=0.01)
 
 
+@pytest.mark.parametrize("suddenly", ["slower", "faster"])
+def test_passes_that_are_in_use_do_not_drift_away_from_those_that_are_not(suddenly: str) -> None:
+    """Though the machine changes suddenly in one direction and gradually in the other."""
+    table = dataclasses.replace(TABLE, verify_s=tuple(0.6 + 0.1 * k for k in range(len(TABLE.verify_s))))
+    model, rng, slower = CostModel(table), random.Random(2), 1.0
+    for _ in range(1500):
+        if suddenly == "slower":
+            slower = rng.choice([1.3, 1.6, 2.0]) if rng.random() < 0.03 else max(1.0, slower * 0.97)
+        else:
+            slower = 1.0 if rng.random() < 0.03 else min(2.0, slower * 1.02)
+        batch = []
+        for k in rng.choices([0, 1], [3, 7], k=8):
+            seconds = table.verify_s[k] * slower * rng.lognormvariate(0.0, 0.08)
+            batch.append(Timed(Round("model", k, 0, 0.1 * k * slower, seconds), k, 0, again=not k))
+        model.observe(batch)
+    assert model.verify(2) / model.verify(1) == pytest.approx(0.8 / 0.7, rel=0.04)
+
+
 @pytest.mark.parametrize(("of_round", "of_token"), [(0.06, 0.01), (0.01, 0.05)])
 def test_what_comes_between_rounds_is_told_apart_from_what_comes_with_tokens(of_round: float, of_token: float) -> None:
     """Whatever was believed, and though a process is stopped now and then."""

@@ -242,6 +242,7 @@ class CostModel:
         rounds = rounds[:: 1 if len(rounds) <= FEW else 2]
         passes: list[tuple[int, float]] = []
         shares = self._shares(rounds)
+        common = 0.0
         for timed in rounds:
             outcome, steps, waiting, _, settled, *_ = timed
             if outcome.drafted > LONGEST:  # their costs are extrapolated
@@ -260,8 +261,9 @@ class CostModel:
                 else:
                     self.start_s, self.draft_s = self.start_s * factor, self.draft_s * factor
             if settled:
-                self._follow(i, ratio, 1.0 - shares[i])
+                common += shares[i] * self._follow(i, ratio, 1.0 - shares[i])
                 self.speed *= self.speed_steps.factor(ratio) ** min(1.0, shares[i] / SELDOM)
+        self._to_speed(common, shares)
         self.lately = [*self.lately, *passes][-LATELY:]
         least = min((ratio for _, ratio in passes), default=1.0)
         mended = bool(self.too_high or least < TOO_HIGH) and self._mend(passes)
@@ -278,8 +280,9 @@ class CostModel:
         whole = sum(self.counts) or 1.0
         return [n / whole for n in self.counts]
 
-    def _follow(self, i: int, ratio: float, others: float) -> None:
-        """Move the own factor of pass ``i`` by an observation of this ``ratio`` of seen to expected seconds.
+    def _follow(self, i: int, ratio: float, others: float) -> float:
+        """Move the own factor of pass ``i`` by an observation of this ``ratio`` of seen to expected seconds; return
+        the logarithm of the step.
 
         ``others`` is the share of other passes recently. If there were none the factor stays: only its product with the
         speed is observed, and this pass alone cannot show whether the whole machine has become slower. If the factor
@@ -287,8 +290,22 @@ class CostModel:
         """
         off = _off(ratio)
         lean = self.lean[i] = self.lean[i] + LEAN_STEP * (max(-FAR, min(FAR, ratio - 1.0)) / FAR - self.lean[i])
-        self.own[i] *= math.exp(others * LENGTH_STEP * (1.0 + MORE * lean * lean) * off)
+        step = others * LENGTH_STEP * (1.0 + MORE * lean * lean) * off
+        self.own[i] *= math.exp(step)
         self.seen[i] += 1.0
+        return step
+
+    def _to_speed(self, common: float, shares: Sequence[float]) -> None:
+        """Attribute to the machine's speed the step that the own factors of the passes in use have in common.
+
+        ``common`` is its logarithm, weighted by the passes' ``shares``. The seconds of these passes stay the same.
+        Without this, changes of the machine move their own factors to one side and the speed to the other; passes that
+        are not in use then seem ever dearer, and stay out of use.
+        """
+        self.speed *= math.exp(common)
+        self.own = [
+            own * math.exp(-common * min(1.0, share / SELDOM)) for own, share in zip(self.own, shares, strict=True)
+        ]
 
     def _mend(self, passes: Sequence[tuple[int, float]]) -> bool:
         """Correct costs that were measured at a bad moment. A pass that takes far less than expected in ``PATIENCE``
