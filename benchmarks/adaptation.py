@@ -1,17 +1,17 @@
-"""How far and how fast acceptance rises on a stream of real prompts, and what is kept of it.
+"""Measures how far and how fast training raises acceptance on a stream of real prompts, and how much is retained.
 
     python benchmarks/adaptation.py --cache DIR [--stream change:math,tools] [--recipe loss=js,rank=8] [--json FILE]
 
-In:  prompts by kind; the target answers each once (``streams.py``), whatever the recipe.
+In:  prompts by kind. The target answers each prompt once (``streams.py``), and all recipes use those answers.
 Out: for every stream, recipe and seed: acceptance, mean acceptance length and predicted tokens per
-     second after each round of training, on prompts that never come in the stream and (``live``) on those
-     that come before the next round; retention; break-even.
+     second after each round of training, on held-out prompts that never occur in the stream and (``live``) on
+     those that come before the next round of training; retention; break-even.
 
 Training is ``trainers.run.distill`` on a real log and a real store, gate included, at the generations
-named by ``--rounds``. Acceptance is by replay, which is exact. Tokens per second are predicted: expected
+given by ``--rounds``. Acceptance is by replay, which is exact. Tokens per second are predicted: expected
 rounds by replay times the costs of a round on this machine (``--costs``), at the best fixed draft length;
-a controller does as well or better. Training seconds are one core's processor time for the whole round, so
-other programs on the machine change them little. Intervals are 95% over seeds (Student's t).
+a controller does as well or better. Training seconds are the processor time of one core for the whole training
+run, so other programs on the machine change them little. Intervals are 95% over seeds (Student's t).
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from trainers.run import distill
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one draft on one set of ``tokens`` drafted positions: acceptance, mean acceptance length at
-    ``--draft-length``, and expected rounds at every fixed length from 0 (plain decoding), which times the
-    costs of a round on some machine are seconds."""
+    """Figures of one draft on a set of ``tokens`` drafted positions: acceptance, mean acceptance length at
+    ``--draft-length``, and expected rounds at every fixed length from 0 (plain decoding). Rounds times the
+    costs of a round give seconds."""
 
     acceptance: float
     mean_acceptance_length: float
@@ -62,9 +62,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Point:
-    """After the first ``generations`` of the stream, of which ``by_kind`` many of each kind, and
-    ``train_s`` processor seconds of training in all. ``held_out`` by kind, on prompts set aside; ``all`` of the
-    stream's kinds together; ``live`` on what comes until the next round (None at the end)."""
+    """Figures after the first ``generations`` of the stream (``by_kind``: their number by kind) and ``train_s``
+    processor seconds of training in total. ``held_out``: by kind, on held-out prompts. ``all``: on the held-out
+    prompts of the stream's kinds together. ``live``: on the generations until the next training (None at the end)."""
 
     generations: int
     by_kind: dict[str, int]
@@ -77,7 +77,7 @@ class Point:
 
 
 def figures(replays: list[Replay], draft_length: int) -> Figures:
-    """What these replays come to."""
+    """The figures of these replays."""
     tokens = sum(r.positions for r in replays)
     rounds = [float(expected_rounds(replays, length)[1].sum()) for length in range(1, LONGEST + 1)]
     return Figures(
@@ -86,7 +86,7 @@ def figures(replays: list[Replay], draft_length: int) -> Figures:
 
 
 class Rounds:
-    """The draft as ``adaptive distill`` would leave it: a log, a store, a gate."""
+    """A learner that trains as ``adaptive distill`` does, with a log, a store and a gate."""
 
     def __init__(self, folder: Path, settings: Settings, recipe: Recipe) -> None:
         self.state, self.recipe = PairState(folder), recipe
@@ -95,19 +95,19 @@ class Rounds:
         self.log = LogWriter(self.state.records)
 
     def hear(self, new: list[Generation]) -> None:
-        """These were said and are in the log."""
+        """Write these generations to the log."""
         for generation in new:
             self.log.write(generation)
             self.log.flush()
 
     def learn(self) -> tuple[str, str]:
-        """One round of training; what became of its adapter, in a word and in a sentence."""
+        """Run one round of training. Returns the status of its adapter and a message."""
         outcome = distill(self.state.records, self.store, self.base, self.draft, self.recipe)
         return outcome.manifest.status if outcome.manifest else "nothing better", outcome.message
 
     @contextmanager
     def in_use(self) -> Iterator[Any]:
-        """The draft that would decode now."""
+        """The draft with the current adapter, if there is one."""
         current = self.store.current_id()
         if current is None:
             yield self.draft
@@ -125,7 +125,7 @@ class Full(Rounds):
     embeddings = True
 
     def learn(self) -> tuple[str, str]:
-        """Start from the draft as it came, keep the checkpoint that is best on the validation prompts."""
+        """Train from the original draft; keep the checkpoint that is best on the validation prompts."""
         if not hasattr(self, "fresh"):
             self.fresh = lora.snapshot(self.draft)
         lora.restore(self.draft, self.fresh)
@@ -145,13 +145,13 @@ class Full(Rounds):
 
 
 class Layers(Full):
-    """Full fine-tuning without the embeddings: all that an adapter reaches where they are tied."""
+    """Full fine-tuning without the embeddings: an adapter trains no more than that where the embeddings are tied."""
 
     embeddings = False
 
 
 def as_examples(generations: list[Generation]) -> list[Example]:
-    """What the replay needs of them, outputs cut at the first loop."""
+    """The generations as examples for replay. Outputs are cut at their first loop."""
     rows = [
         row(n, prompt_key(g), g.domain, g.prompt, g.output, g.sampling, g.supervision, g.finish_reason == "length")
         for n, g in enumerate(generations, 1)
@@ -160,7 +160,7 @@ def as_examples(generations: list[Generation]) -> list[Example]:
 
 
 def follow(learner: Rounds, given: Stream, rounds: list[int], draft_length: int) -> Iterator[Point]:
-    """The whole stream, with a round of training after each of ``rounds`` generations; the first point is before."""
+    """Go through the whole stream, with training after each of ``rounds`` generations. The first point is untrained."""
     held_out = {kind: as_examples(generations) for kind, generations in given.held_out.items()}
     kinds = dict.fromkeys(g.domain or "" for g in given.generations)
     train_s = 0.0
@@ -188,8 +188,8 @@ def follow(learner: Rounds, given: Stream, rounds: list[int], draft_length: int)
 
 
 def recipe_of(text: str, seed: int, draft_length: int) -> tuple[type[Rounds], Recipe]:
-    """``loss=js,rank=8`` as a recipe, fields as those of ``Recipe``; ``full=all`` (or ``layers``, without the
-    embeddings) is full fine-tuning."""
+    """Parse ``loss=js,rank=8`` into a recipe; the names are fields of ``Recipe``. ``full=all`` is full fine-tuning,
+    ``full=layers`` the same without the embeddings."""
     choices: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -204,7 +204,7 @@ def recipe_of(text: str, seed: int, draft_length: int) -> tuple[type[Rounds], Re
 
 
 def costs_of(file: Path, settings: Settings, temperature: float) -> CostTable:
-    """Costs of a round: those in ``file``, else measured here and now and kept there."""
+    """Costs of a round: read from ``file``, or measured now and written to it."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         table = measure(load_pair(settings), SamplingParams(temperature=temperature, seed=0), thorough=True).costs
@@ -214,7 +214,7 @@ def costs_of(file: Path, settings: Settings, temperature: float) -> CostTable:
 
 
 def main() -> None:
-    """Run what is not in the results yet, then report all that was asked for."""
+    """Run the combinations that the results do not contain yet, then report all requested ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--draft")

@@ -1,9 +1,9 @@
-"""What ``adaptive calibrate`` promises beside other programs, against what a quiet run then measures.
+"""Compares the predictions of ``adaptive calibrate`` on a busy machine with measurements on a quiet one.
 
-First ``busy``: calibrations beside two spinning processes, as many as asked, without and with ``--busy``. Then, on a
-quiet machine, ``quiet``: calibrations again, each followed by a race of plain decoding against the length that it
-recommends and those recommended beside the processes, on other prompts of the kind, interleaved. Prints each prediction
-over what was measured at its length.
+First ``busy``: ``--times`` calibrations while two other processes spin, without and with ``--busy``. Then, on a quiet
+machine, ``quiet``: calibrations again, each followed by a race on other prompts of the same kind, interleaved: plain
+decoding against the draft length that this calibration recommends and those recommended on the busy machine. Prints
+each prediction divided by the speed-up measured at its length.
 
     python benchmarks/calibrate_busy.py busy FOLDER [--kind code] [--times 20]
     python benchmarks/calibrate_busy.py quiet FOLDER [--times 8]
@@ -33,13 +33,13 @@ from cli.main import app
 from cli.prompts import read_prompts
 
 SPIN = "import hashlib\nwhile True: hashlib.sha256(bytes(2**20)).digest()"
-# Answers from which acceptance is known, prompts that are raced on, tokens of each, and passes of the race.
+# Answers that acceptance is estimated from, prompts of the race, tokens of each answer, and passes of the race.
 ANSWERS, RACED, TOKENS, PASSES = 32, 16, 80, 3
 
 
 @contextlib.contextmanager
 def spinning(count: int) -> Iterator[None]:
-    """So many processes that take all the time they get."""
+    """Run ``count`` processes that use all the processor time they get."""
     started = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         yield
@@ -50,12 +50,12 @@ def spinning(count: int) -> Iterator[None]:
 
 
 def adaptive(folder: Path, *arguments: str) -> Result:
-    """One command on the bundled pair, greedy, with its state in ``folder``."""
+    """Run one command on the bundled pair, greedy, with its state in ``folder``."""
     return CliRunner().invoke(app, [*arguments, "--state-dir", str(folder / "state"), "--temperature", "0"])
 
 
 def calibration(folder: Path, *options: str) -> dict[str, Any] | None:
-    """The report of a calibration; None where it was refused."""
+    """The report of a calibration; None if the command refused because the machine is busy."""
     done = adaptive(folder, "calibrate", "--json", *options)
     if done.exit_code == 1 and "this machine is busy" in done.stderr:
         assert not list((folder / "state").rglob("controller.json")), "costs were kept"
@@ -73,7 +73,7 @@ def calibration(folder: Path, *options: str) -> dict[str, Any] | None:
 
 
 def busy(folder: Path, kind: str, times: int) -> None:
-    """Calibrations beside two spinning processes, without and with ``--busy`` in turn."""
+    """Calibrate while two processes spin, without and with ``--busy`` in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (BUNDLED / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
     (folder / "asked.jsonl").write_text("\n".join(lines[1 : 2 * ANSWERS : 2]), encoding="utf-8")
@@ -92,8 +92,8 @@ def busy(folder: Path, kind: str, times: int) -> None:
 
 
 def quiet(folder: Path, times: int) -> None:
-    """Calibrations on a quiet machine, and after each a race. A machine's passes can change their proportions within
-    seconds, so a calibration is compared with its own race; those made beside programs, with all races together."""
+    """Calibrate on a quiet machine and run a race after each calibration. The relative speeds of a machine's passes can
+    change within seconds, so a calibration is compared with its own race; those of ``busy`` with all races together."""
     before = json.loads((folder / "busy.json").read_text(encoding="utf-8"))
     pair, prompts = load_pair(load_settings({})), read_prompts(folder / "raced.jsonl")
     promised = {report["recommended_draft_length"] for report in before}
@@ -124,7 +124,7 @@ def quiet(folder: Path, times: int) -> None:
 
 
 def main() -> None:
-    """One of the two parts."""
+    """Run one of the two parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["busy", "quiet"])
     parser.add_argument("folder", type=Path)

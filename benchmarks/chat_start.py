@@ -1,8 +1,8 @@
-"""How long ``adaptive chat`` takes to say something, to be ready, and to leave, in a real terminal.
+"""Measures how long ``adaptive chat`` takes to show its first output, to be ready and to exit, in a real terminal.
 
-Each start is a process of its own in a pseudo-terminal: seconds to the first visible character, to the prompt, and from
-ctrl-D at that prompt to the end of the process. The first start in a folder also measures what a round costs here, so
-it is reported beside the median of the others.
+Each start is a separate process in a pseudo-terminal: seconds to the first visible character, to the prompt, and from
+ctrl-D at that prompt to the end of the process. The first start in a folder also measures the costs of a round, so
+it is reported separately from the median of the others.
 
     python benchmarks/chat_start.py --starts 9
     python benchmarks/chat_start.py --starts 5 -- --target DIR --draft DIR
@@ -23,11 +23,11 @@ import pexpect
 
 from cli.chat_input import PROMPT
 
-# What a terminal does not show: control sequences, and the names that programs give a window.
+# Output that a terminal does not show: control sequences and window titles.
 UNSEEN = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\x1b[()][A-Z0-9]|\x1b[=>]|\s")
-# A terminal answers where its cursor is; prompt-toolkit asks, and this is the answer.
+# prompt-toolkit asks the terminal for the cursor position; this is the question and our answer.
 ASKED, ANSWER = "\x1b[6n", "\x1b[1;1R"
-# Seconds for one step on a busy machine.
+# Seconds allowed for one step on a busy machine.
 TIMEOUT_S = 120.0
 CTRL_D = "\x04"
 
@@ -42,7 +42,7 @@ class Start:
 
 
 def start(options: list[str]) -> Start:
-    """One start with these options of ``adaptive chat``. Raises TimeoutError where there is no prompt."""
+    """Start ``adaptive chat`` once with these options. Raises TimeoutError if no prompt appears."""
     began = time.perf_counter()
     chat = pexpect.spawn(
         sys.executable, ["-m", "cli.main", "chat", *options], dimensions=(40, 100), encoding="utf-8", timeout=TIMEOUT_S

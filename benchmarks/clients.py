@@ -1,11 +1,12 @@
-"""Many clients at once on one server, some going away and some sending nonsense: errors, memory, and the log.
+"""Runs many clients against one server, some disconnecting early and some sending malformed requests; checks errors,
+memory and the log.
 
     python benchmarks/clients.py --minutes 10
     python benchmarks/clients.py --minutes 5 --clients 32 --distill always
 
-Every request carries a number of its own, by which its record is found again. A client that is told that the queue
-is full (429) waits for a second. Prints a line a minute and, at the end, what became of every kind of request
-and of training; exits with 1 where something is not as it must be.
+Every request carries a number of its own, by which its record is found. A client waits for a second after the
+answer that the queue is full (429). Prints a line a minute and, at the end, the results of every kind of request
+and of training. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from served import PATIENCE_S, Served, prompts, served, stream
 
 from adaptive.records.log import Log
 
-# One request in so many goes away before its end; one in so many is nonsense.
+# One request in GOES_AWAY is abandoned before its end; one in NONSENSE is malformed.
 GOES_AWAY = NONSENSE = 10
-# Megabytes of caches of conversations: few enough to be full within the first minute.
+# Megabytes for conversation caches: small enough to fill up within the first minute.
 CACHE_MB = 100
-# Growth of memory after the first minute, as a share, that is too much.
+# The largest growth of memory after the first minute that passes, as a share.
 MOST_GROWTH = 0.05
-# What is told to whom the queue has no place for, and the seconds that such a client waits.
+# The HTTP status when the queue is full, and the seconds that a client then waits.
 FULL, AGAIN_S = 429, 1.0
 
 BODIES = (
@@ -50,7 +51,7 @@ BODIES = (
 
 @dataclass
 class Tally:
-    """What was asked and what came back. ``whole`` are the marked prompts that were answered to the end."""
+    """Counts of requests and answers. ``whole`` maps the prompts that were answered to the end to their answers."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -58,13 +59,13 @@ class Tally:
     problems: list[str] = field(default_factory=list)
 
     def add(self, kind: str, status: int) -> None:
-        """One request of this kind was answered with this status (0: the client went away)."""
+        """Count one request of this kind with this response status (0: the client disconnected)."""
         with self.lock:
             self.statuses[kind, status] += 1
 
 
 def main() -> None:
-    """Run it, print what came of it."""
+    """Run the clients, print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=8)
@@ -87,7 +88,7 @@ def main() -> None:
 
 
 def _client(server: Served, number: int, until: float, tally: Tally) -> None:
-    """Requests one after the other, each of a kind drawn by chance, until it is time."""
+    """Send requests one after the other, each of a randomly drawn kind, until ``until``."""
     rng = random.Random(number)
     texts = [text for kind in ("math", "tools", "code", "roleplay") for text in prompts(kind, 100)]
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
@@ -133,7 +134,7 @@ def _request(client: httpx.Client, prompt: str, rng: random.Random, tally: Tally
 
 
 def _go_away(client: httpx.Client, body: dict[str, object], rng: random.Random) -> None:
-    """In the middle of a stream, or while waiting for a whole answer."""
+    """Disconnect in the middle of a stream, or while waiting for a whole answer."""
     if rng.random() < 0.5:
         stream(client, body, stop_after=rng.randrange(1, 20))
     else:
@@ -144,7 +145,7 @@ def _go_away(client: httpx.Client, body: dict[str, object], rng: random.Random) 
 
 
 def _watch(server: Served, clients: list[threading.Thread], tally: Tally) -> list[tuple[float, int]]:
-    """Resident bytes of the server over the time, with a line a minute, until the clients are done."""
+    """The server's resident bytes by seconds, sampled until all clients are done. Prints a line a minute."""
     process, began, memory = psutil.Process(server.pid), time.monotonic(), []
     while any(client.is_alive() for client in clients):
         time.sleep(1.0)
@@ -158,7 +159,7 @@ def _watch(server: Served, clients: list[threading.Thread], tally: Tally) -> lis
 
 
 def _report(server: Served, tally: Tally, memory: list[tuple[float, int]]) -> int:
-    """Print it all; 1 where something is wrong."""
+    """Print all results. Returns 1 if a check fails, else 0."""
     with Log(server.state / "records.db") as log:
         logged = [entry.generation for entry in log.generations(with_supervision=False)]
     times = Counter(g.prompt_text for g in logged)

@@ -1,12 +1,13 @@
-"""Ours and transformers' own decoding on one pair, in turns on the same prompts (docs/notes/2026-11-performance.md).
+"""Races our decoding against that of transformers on one pair, in turns on the same prompts
+(docs/notes/2026-11-performance.md).
 
     python benchmarks/compare.py [--target DIR --draft DIR] [--count 40] [--tokens 200] [--lengths 4]
                                  [--prompts FILE] [--adapter FOLDER | --merged DIR] [--temperature 0.7]
                                  [--brief] [--only-ours [--ends]]
 
-``adaptive bench`` without a session's state: nothing learned before is used, and an adapter is named by
-its folder, or a draft with one in its weights by its own; the same controller then runs once without it and
-once with it. Ctrl-C ends the race; the table is then of the prompts that all have answered.
+The same as ``adaptive bench``, but without a session's state: it uses nothing learned before. An adapter is given as
+its folder, or as the checkpoint of a draft with the adapter merged into its weights; the same controller then runs once
+without and once with the adapter. Ctrl-C ends the race; the table then covers the prompts that all contenders answered.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from cli.prompts import read_prompts
 
 
 def controller(pair: Pair, sampling: SamplingParams) -> GoodputLength:
-    """One that has just measured this pair."""
+    """A controller with costs just measured on this pair."""
     policy = GoodputLength()
     policy.costs = CostModel(measure(pair, sampling).costs)
     return policy
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table as it stands in the docs."""
+    """The table in the format of the docs."""
     lines = [
         "| | tokens/s | times the first | tokens a round | same answer | 8-grams repeated |",
         "|---|---|---|---|---|---|",

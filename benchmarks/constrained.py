@@ -1,10 +1,11 @@
-"""What keeping to a format costs, and what forced stretches bring: tokens per second with one over those without.
+"""Measures the cost of output formats and the gain of forced tokens: tokens per second with a format over without.
 
     python benchmarks/constrained.py --target ... --draft ... --tokens 100 --rounds 3
 
-The same prompts are answered without a format and with several, in turns whose order changes: any JSON object, texts in
-a few fields, and many fields with long names and few choices. Prints for each tokens per second over all prompts, the
-share of its tokens that could only come next, and the median over the rounds of its speed over that without.
+The same prompts are answered without a format and with several, in turns whose order changes. The formats: any JSON
+object, long texts in a few fields, and many fields with long names and few choices. Prints for each format tokens per
+second over all prompts, the share of tokens that the grammar forced, and the median over the rounds of its speed over
+the speed without a format.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from adaptive.types import GRAMMAR, Message, SamplingParams, StopParams
 from cli.opened import open_pair
 
 FREE = "without"
-# Share of the speed without a format that is asked for.
+# Required speed with a format, as a share of the speed without.
 LEAST = 0.9
 
 
 def schema_of(**properties: object) -> Grammar:
-    """An object with these properties, all of them and no others."""
+    """The grammar of an object with exactly these properties, all of them required."""
     return json_schema(
         {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     )
@@ -51,7 +52,7 @@ FORMATS: dict[str, Grammar | None] = {
 
 @dataclass
 class Sum:
-    """Of answers: tokens behind the first one, their seconds, and tokens that the grammar proposed."""
+    """Totals over answers: tokens after the first one, their seconds, and accepted tokens that the grammar proposed."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -64,7 +65,7 @@ class Sum:
 
 
 def main() -> None:
-    """Run it, print what came of it."""
+    """Run the benchmark, print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--draft")
@@ -82,7 +83,7 @@ def main() -> None:
     texts = prompts(options.kind, options.prompts)
     rounds: list[dict[str, Sum]] = []
     with open_pair(load_settings(given), Console(file=io.StringIO())) as opened:
-        for number in range(options.rounds + 1):  # the first is for the policy and for the machine
+        for number in range(options.rounds + 1):  # the first is not counted: it warms up the policy and the machine
             sums = {name: Sum() for name in FORMATS}
             for place, text in enumerate(texts):
                 order = list(FORMATS.items())
@@ -104,7 +105,7 @@ def main() -> None:
 def answer(
     assistant: Assistant, text: str, sampling: SamplingParams, grammar: Grammar | None, tokens: int, into: Sum
 ) -> None:
-    """Answer one, and add what it took."""
+    """Answer one prompt and add its figures to ``into``."""
     stop = StopParams(tokens, ignore_eos=grammar is None)
     for _ in assistant.chat([Message("user", text)], sampling, stop, grammar=grammar, record=False):
         pass

@@ -1,18 +1,18 @@
-"""Replay every draft-length policy over logged generations, exactly and without models.
+"""Replays every draft-length policy over logged generations, exactly and without models.
 
 In:  the file of ``benchmarks/replay_workloads.py`` and the costs that ``adaptive calibrate --json``
      measured. Out: for every workload each policy's tokens per second against the best fixed length
-     in hindsight, the recovery after a switch, and the seconds that choosing takes.
+     in hindsight, the recovery after a switch, and the processor time of the policy's decisions.
 
 The target is greedy, so its text is fixed and a policy only decides how many rounds it takes. A
-round's time is read from the costs; what the policy itself is shown is that time with noise (a
-tenth, and one round in fifty four times as long), so that it has to learn costs as it would live.
+round's time is computed from the costs. The policy observes that time with noise (10%, and one round
+in fifty appears to take four times as long), so that it has to learn costs as in real use.
 
     python benchmarks/controller.py workloads.npz --costs costs.json
 
-With ``--noise`` a round takes, in truth and for every policy, as many times what it costs as the round took that a
-lived session logged at that second (``benchmarks/lived_session.py --out`` keeps the log): a machine that other
-programs use, as it was.
+``--noise`` replays the disturbances of a machine that other programs use, from the log of a lived session
+(``benchmarks/lived_session.py --out`` keeps the log). For every policy, the true time of a round is then its cost
+times the slowdown of the round that the session logged at the same second.
 
     python benchmarks/controller.py workloads.npz --costs costs.json --noise lived.db
 """
@@ -40,7 +40,7 @@ from adaptive.control.policy import Advice, FixedLength, LengthPolicy, Scope
 from adaptive.types import Round
 
 LENGTHS = tuple(range(DEPTH + 1))
-# Changes of kind in the middle of a workload: from text that the draft knows to text that it does not,
+# Changes of kind in the middle of a workload: from text that the draft predicts well to text that it does not,
 # and back.
 SWITCHES = (
     ("code_instructions", "gsm8k_train"),
@@ -48,20 +48,19 @@ SWITCHES = (
     ("tool_calls", "roleplay"),
     ("gsm8k_train+useless", "code_instructions"),
 )
-# Kinds in the middle of which the draft gets its adapter.
+# Kinds in the middle of which the draft receives its adapter.
 SWAPPED = ("gsm8k_train", "tool_calls")
-# The limit of a round in an answer that ends by itself: more than any length.
+# The limit of a round in an answer that ends by itself: more than any draft length.
 UNLIMITED = 1000
-# Rounds after a change in which a policy may find itself again, and tokens over which it is then judged.
+# Rounds after a change that a policy has to adapt, and tokens after these over which it is then judged.
 SETTLED, WINDOW = 60, 150
-# Orders of the answers over which that is averaged: one window's ratio varies by some 15%.
+# Orders of the answers over which the recovery is averaged: the ratio of one window varies by some 15%.
 ORDERS = 40
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Generations that follow each other under one draft; between two stretches the draft is swapped
-    where ``swap`` says so."""
+    """Consecutive generations under one draft. ``swap``: the draft is swapped before the stretch begins."""
 
     traces: list[Trace]
     swap: bool = False
@@ -69,8 +68,8 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Run:
-    """What a policy made of a workload: tokens and seconds at the end of every round, and the seconds
-    of processor time that its choices took."""
+    """The result of one policy on a workload: tokens, seconds and drafted tokens at the end of every round (tokens and
+    seconds summed up), and the processor seconds that the policy's decisions took."""
 
     tokens: np.ndarray
     seconds: np.ndarray
@@ -84,7 +83,7 @@ class Run:
 
 
 class Noise:
-    """What a clock on a busy machine reads, by a seed."""
+    """Multiplies seconds by random factors, as a clock on a busy machine would; reproducible by a seed."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -98,8 +97,8 @@ class Noise:
 
 
 class Recorded:
-    """What a machine that others use does to a round, from the log of a session that was lived on it: by the second,
-    over again when it is at its end."""
+    """Slowdown of rounds over time on a machine that other programs use, from the log of a session lived on it. Starts
+    over at the end of the log."""
 
     def __init__(self, log: Path, costs: CostTable) -> None:
         with contextlib.closing(sqlite3.connect(f"file:{log}?mode=ro", uri=True)) as connection:
@@ -108,20 +107,20 @@ class Recorded:
             ).fetchall()
         seconds = np.array([seen for _, seen in rows])
         drafted = np.minimum([drafted for drafted, _ in rows], DEPTH)
-        # In units of the fastest tenth of that session's rounds of the same number of drafted tokens.
+        # Slowdown: seconds over the fastest tenth of that session's rounds with the same number of drafted tokens.
         fastest = {k: float(np.quantile(seconds[drafted == k], 0.1)) for k in np.unique(drafted)}
         factors = seconds / np.array([fastest[k] for k in drafted])
         self.factors: list[float] = factors.tolist()
-        # Each round's place in time, as if it had been a plain step of these costs.
+        # When each logged round ends, as if it had been a plain step at these costs.
         self.ends: list[float] = np.cumsum(factors * costs.plain_step_s).tolist()
 
     def at(self, now: float) -> float:
-        """Times what it costs that a round takes which begins after ``now`` seconds."""
+        """The slowdown of a round that begins after ``now`` seconds."""
         return self.factors[min(bisect.bisect_right(self.ends, now % self.ends[-1]), len(self.factors) - 1)]
 
 
 class Clock:
-    """The replay's own time, which passes between rounds."""
+    """The replay's own time, which advances between rounds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -136,7 +135,7 @@ Maker = Callable[[Clock], LengthPolicy]
 def replay(
     make: Maker, workload: list[Stretch], costs: CostTable, seed: int = 0, recorded: Recorded | None = None
 ) -> Run:
-    """Run the policy that ``make`` makes over all generations."""
+    """Run the policy that ``make`` returns over all generations."""
     noise, clock = Noise(seed), Clock()
     policy = make(clock)
     rounds: list[tuple[int, float, int]] = []
@@ -160,7 +159,7 @@ def _replay_one(
     clock: Clock,
     recorded: Recorded | None,
 ) -> float:
-    """One generation, round by round; returns the seconds that choosing took."""
+    """Replay one generation round by round. Returns the processor seconds that the policy's decisions took."""
     at, n, lag, choosing = 0, len(trace.accepted), trace.prompt, 0.0
     leaves = np.append(np.flatnonzero(~trace.accepted), n).tolist()
     confidence = trace.confidence.tolist()
@@ -195,7 +194,7 @@ def _replay_one(
         accepted = min(drafted, reject - at)
         draft_s = costs.start_s + steps * costs.draft_s + lag * costs.catch_up_s if steps else 0.0
         verify_s = costs.verify_s[drafted]
-        if recorded is not None:  # in truth, not only by the clock
+        if recorded is not None:  # this changes the true time, not only the observed one
             draft_s, verify_s = draft_s * recorded.at(clock.now), verify_s * recorded.at(clock.now)
             noise = _exactly
         began = time.thread_time()
@@ -216,7 +215,7 @@ def _exactly(seconds: float) -> float:
 
 
 def best_per_round(workload: list[Stretch], costs: CostTable) -> float:
-    """Tokens per second of the best length in every round, knowing what will be accepted (no catch-up cost)."""
+    """Tokens per second with the best length in every round, given the number of accepted tokens (no catch-up cost)."""
     tokens, seconds = 0, 0.0
     cost = [(costs.start_s if k else 0.0) + k * costs.draft_s + costs.verify_s[k] + costs.overhead_s for k in LENGTHS]
     for stretch in workload:
@@ -232,7 +231,7 @@ def best_per_round(workload: list[Stretch], costs: CostTable) -> float:
 
 
 def workloads_of(logged: dict[str, list[Trace]]) -> dict[str, list[Stretch]]:
-    """Every kind by itself, and those in which something changes half way."""
+    """Workloads of each kind by itself, and workloads in which the kind or the adapter changes half way."""
     kinds = [name for name in logged if "+" not in name]
     found = {kind: [Stretch(logged[kind])] for kind in kinds}
     found |= {name: [Stretch(logged[name])] for name in logged if name.endswith("+useless")}
@@ -254,7 +253,7 @@ def _halves(before: list[Trace], after: list[Trace], swap: bool) -> list[Stretch
 @dataclass(frozen=True)
 class Row:
     """One workload: the best fixed length and its rate over plain decoding, and every policy's rate
-    over that of the best fixed length. ``recovery`` is goodput's over the rounds after a change."""
+    over that of the best fixed length. ``recovery`` is that of the goodput policy after a change."""
 
     workload: str
     generations: int
@@ -270,7 +269,7 @@ class Row:
 
 
 def makers(costs: CostTable) -> dict[str, Maker]:
-    """Every policy but the fixed lengths. Each starts knowing the measured costs at most."""
+    """Every policy except the fixed lengths. Only the goodput policies start with the measured costs."""
     return {
         "aimd": lambda clock: AdditiveLength(DEPTH),
         "threshold": lambda clock: ThresholdLength(DEPTH),
@@ -282,7 +281,7 @@ def makers(costs: CostTable) -> dict[str, Maker]:
 
 
 def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int, recorded: Recorded | None = None) -> Row:
-    """Replay everything over one workload; policies over ``seeds`` orders of noise, averaged."""
+    """Replay every policy over one workload; rates are means over ``seeds`` seeds of noise."""
     fixed = {k: replay(lambda clock, k=k: FixedLength(k), workload, costs, 0, recorded).rate for k in LENGTHS}  # type: ignore[misc]
     best = max(fixed, key=fixed.__getitem__)
     rates, last = {}, None
@@ -310,9 +309,9 @@ def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int, reco
 
 
 def recovery(workload: list[Stretch], costs: CostTable, orders: int) -> float:
-    """Goodput's rate over the ``WINDOW`` tokens that begin ``SETTLED`` rounds after the change, over the
-    rate on those same tokens of the length that is best after it; the mean over ``orders`` orders of
-    the answers, since one window is mostly chance."""
+    """The recovery after a change: goodput's rate over the ``WINDOW`` tokens that begin ``SETTLED`` rounds after the
+    change, over the rate on the same tokens of the length that is best after the change. The mean over ``orders``
+    (at least ``ORDERS``) orders of the answers, since one window is mostly chance."""
     after = Stretch(workload[1].traces)
     fixed = {k: replay(lambda clock, k=k: FixedLength(k), [after], costs).rate for k in LENGTHS}  # type: ignore[misc]
     best = max(fixed, key=fixed.__getitem__)
@@ -340,13 +339,13 @@ def _seconds_between(run: Run, first: int, last: int) -> float:
 
 
 def read_costs(file: Path) -> CostTable:
-    """The ``costs`` of ``adaptive calibrate --json``."""
+    """The ``costs`` in the output of ``adaptive calibrate --json``."""
     stored = json.loads(file.read_text(encoding="utf-8"))["costs"]
     return CostTable(**{**stored, "verify_s": tuple(stored["verify_s"])})
 
 
 def show(rows: list[Row]) -> None:
-    """One line a workload, the means, and the promises with what came of them."""
+    """Print one line a workload, the means, and the figures that the docs promise."""
     names = list(rows[0].policies)
     print(
         f"{'workload':38} {'gen':>4} {'tokens':>7} {'best':>4} {'x plain':>7}  "

@@ -1,14 +1,13 @@
-"""Replay the choice among the model, history and grafts of both over logged generations, exactly and without models.
+"""Replays the choice among the model, history and grafts of both over logged generations, exactly and without models.
 
 In:  the file of ``benchmarks/replay_workloads.py`` and the costs that ``adaptive calibrate --json`` measured. Out: for
      every workload tokens per second and tokens a round of each single drafter, of two fixed precedences, and of the
      controller with history, against the best single choice in hindsight.
 
-The target is greedy, so its text is fixed, and what history finds in it is found by the very index and drafter that
-decoding uses; the draft's tokens and confidence are as logged. Only where history has proposed a wrong token, what the
-draft would have gone on to say behind it is not known: its own continuation of a wrong token stands for it, which
-decides what that costs, not what is accepted. Answers are added to the records one after the other, as they would be
-logged.
+The target is greedy, so its text is fixed. History proposes with the same index and drafter that decoding uses; the
+draft's tokens and confidence are those logged. One case is approximate: after a wrong token of history the draft's
+continuation was not logged, so its continuation of a wrong token of its own is used instead. That affects the costs of
+such a round, not what is accepted. Answers are added to the records one after the other, as they would be logged.
 
     python benchmarks/controller_history.py workloads.npz --costs costs.json
 """
@@ -39,31 +38,31 @@ from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.suffixes import suffixes
 from adaptive.types import FREE, MODEL, Round
 
-# Seconds that looking for what may follow takes, and learning from what did: a look, before a round or behind a draft.
+# Seconds of one lookup, before a round or behind a draft, including the update of the index and of the statistics.
 LOOK_S = 25e-6
-# Lengths of a single drafter, of which the best in hindsight is what all else is held against.
+# Draft lengths of a single drafter; the best of them in hindsight is the reference for everything else.
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-# Lengths of the model's draft under a fixed precedence, of which the best in hindsight is taken too.
+# Lengths of the model's draft under a fixed precedence; the best of them in hindsight is reported.
 PRECEDENCE_LENGTHS = (1, 2, 4, 8)
-# Passes over the prompts of the workload that repeats itself, and answers of each kind in it.
+# Passes over the prompts of the repeating workload, and answers of each kind in it.
 PASSES, OF_EACH = 3, 8
 TOGETHER = "together"
 
 
 class Looking(HistoryDrafter):
-    """History whose looks take their time."""
+    """A history drafter whose lookups advance the replay's clock."""
 
     def __init__(self, *args: Any, clock: Clock) -> None:
         super().__init__(*args)
         self.clock, self.looks = clock, 0
 
     def look(self, committed: list[int]) -> list[float]:
-        """As ever."""
+        """See ``HistoryDrafter.look``."""
         self._passes()
         return super().look(committed)
 
     def look_behind(self, committed: list[int], drafted: list[int]) -> list[float]:
-        """As ever."""
+        """See ``HistoryDrafter.look_behind``."""
         self._passes()
         return super().look_behind(committed, drafted)
 
@@ -73,7 +72,7 @@ class Looking(HistoryDrafter):
 
 
 class Logged:
-    """The draft of a logged answer: what it said at every position, and what that took."""
+    """The draft of a logged answer: its token and confidence at every position, and the passes of the last proposal."""
 
     name = MODEL
 
@@ -84,14 +83,14 @@ class Logged:
         self.sure: list[float] = trace.confidence.tolist()
         self.rejects = _next_rejected(trace.accepted.tolist())
         self.seen = 0  # tokens in its cache
-        self.steps = self.fed = 0  # of the last proposal: passes, and tokens that the first was fed beyond one
+        self.steps = self.fed = 0  # of the last proposal: passes, and tokens that the first pass took beyond one
 
     def limit(self, committed: int) -> int:
-        """No context ends here."""
+        """No limit of the context."""
         return UNLIMITED
 
     def catch_up(self, committed: int) -> int:
-        """As of a model."""
+        """As for a model: committed tokens that are not in the cache yet."""
         return committed - 1 - self.seen
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
@@ -101,7 +100,7 @@ class Logged:
     def go_on(
         self, committed: list[int], proposed: list[int], length: int, advise: Adviser | None = None
     ) -> Proposal | None:
-        """Its tokens behind these, until ``advise`` says so."""
+        """The logged draft's tokens after ``proposed``, until ``advise`` ends the draft."""
         trace, held, n = self.trace, len(committed), len(self.drafts)
         begin = held + len(proposed) - trace.prompt - 1
         right = begin < n and self.text[held : held + len(proposed)] == proposed
@@ -132,12 +131,12 @@ class Logged:
         """Nothing to reserve."""
 
     def rollback(self, length: int) -> None:
-        """As of a model."""
+        """As for a model."""
         self.seen = min(self.seen, length)
 
 
 def _next_rejected(accepted: list[bool]) -> list[int]:
-    """Of each position the first from there on that is rejected, the end for none."""
+    """For each position the first rejected position at or after it; the end of the text if there is none."""
     found, following = [0] * len(accepted), len(accepted)
     for place in range(len(accepted) - 1, -1, -1):
         if not accepted[place]:
@@ -147,14 +146,14 @@ def _next_rejected(accepted: list[bool]) -> list[int]:
 
 
 class HistoryAlone(FixedLength):
-    """History wherever it finds anything, so many tokens; else plain decoding."""
+    """History alone: a proposal of at most ``length`` tokens wherever it finds anything, else plain decoding."""
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
-        """No model."""
+        """Never draft with the model."""
         return 0
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
-        """Whatever was found."""
+        """All that was found, up to ``length``."""
         return Lead(min(self.length, limit, len(reach)), 0)
 
 
@@ -162,7 +161,7 @@ class HistoryFirst(FixedLength):
     """A fixed precedence: history wherever it finds anything, else the model's draft of fixed length."""
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
-        """Whatever was found."""
+        """All that was found, else the model's draft."""
         return Lead(min(DEPTH, limit, len(reach)), 0) if reach else Lead(0, length)
 
 
@@ -170,11 +169,11 @@ class ModelFirst(FixedLength):
     """The other precedence: the model's draft of fixed length, and history behind it wherever it finds anything."""
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
-        """Always the model."""
+        """Always the model's draft."""
         return Lead(0, length)
 
     def tail_may_pay(self, drafted: int, sure: float) -> bool:
-        """Always."""
+        """Always, up to the longest draft."""
         return drafted < DEPTH
 
     def tail(self, drafted: int, sure: float, reach: Sequence[float], limit: int) -> int:
@@ -183,13 +182,13 @@ class ModelFirst(FixedLength):
 
 
 class Either(FixedLength):
-    """What a fixed draft length does as it is used: the model's draft, or history where more is expected of it."""
+    """The default behaviour of a fixed draft length: the model's draft, or history where that promises more tokens."""
 
 
 @dataclass
 class Replayed:
-    """What came of a workload: ``committed`` tokens, ``seconds``, ``rounds``, ``looks`` for what may follow, and of
-    every drafter tokens that it drafted and of these accepted."""
+    """Totals over a workload: ``committed`` tokens, ``seconds``, ``rounds``, ``looks`` (history lookups), and by
+    drafter the tokens drafted and accepted."""
 
     committed: int
     seconds: float
@@ -205,8 +204,8 @@ class Replayed:
 
 
 def replay(make: object, workload: list[Stretch], costs: CostTable, seed: int = 0, model: bool = True) -> Replayed:
-    """Run the policy that ``make`` makes of a clock over all generations. Without ``model`` there is no draft, and with
-    a policy that leads with no history none is looked for."""
+    """Run the policy that ``make`` returns for a clock over all generations. Without ``model`` there is no draft.
+    Policies that never lead with history make no lookups."""
     noise, clock = Noise(seed), Clock()
     policy: LengthPolicy = make(clock)  # type: ignore[operator]
     looks = type(policy) not in (FixedLength, GoodputLength)
@@ -282,8 +281,8 @@ def _replay_one(
 
 
 def with_history(logged: dict[str, list[Trace]]) -> dict[str, list[Stretch]]:
-    """All workloads of ``controller.py``, and those that are about history: the same prompts again and again, and
-    all kinds by turns without any repetition."""
+    """All workloads of ``controller.py``, and two about history: the same prompts several times over, and all kinds
+    shuffled without any repetition."""
     found = workloads_of(logged)
     kinds = [name for name in logged if "+" not in name and name not in ("rewrites", "conversation")]
     chance = np.random.default_rng(0)
@@ -298,8 +297,8 @@ def with_history(logged: dict[str, list[Trace]]) -> dict[str, list[Stretch]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One workload: tokens per second of each way over those of the best single choice, which ``best`` names, and
-    tokens a round; and who drafted and had accepted how much where all is together."""
+    """One workload: the tokens per second of each way over those of the best single choice (named by ``best``), tokens
+    a round by way, and for the full controller the tokens drafted and accepted by drafter."""
 
     workload: str
     generations: int
@@ -312,7 +311,7 @@ class Row:
 
 
 def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int) -> Row:
-    """Everything over one workload; what decides by itself over ``seeds`` orders of noise."""
+    """Replay everything over one workload; the policies that decide by themselves run with ``seeds`` seeds of noise."""
 
     def fixed(kind: type[FixedLength], model: bool, lengths: Sequence[int] = LENGTHS) -> dict[int, Replayed]:
         return {k: replay(lambda clock, k=k: kind(k), workload, costs, 0, model) for k in lengths}
@@ -349,7 +348,7 @@ def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int) -> R
 
 
 def show(rows: list[Row]) -> None:
-    """One line a workload and the means."""
+    """Print one line a workload and the means."""
     names = list(rows[0].ways)
     heads = "  ".join(f"{name:>13}" for name in names)
     print(f"{'workload':34} {'gen':>4} {'tokens':>6} {'best single':>11} {'x plain':>7}  {heads}")

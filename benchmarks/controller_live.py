@@ -1,7 +1,7 @@
-"""The controller on the clock: ``auto`` against every fixed length, interleaved, on the bundled pair.
+"""Measures the controller in real time: ``auto`` against every fixed length, interleaved, on the bundled pair.
 
-Every prompt is answered in each way, one after the other in random order, and that several times over: of
-the times of one prompt in one way the median counts, so that a slow moment of the machine is nobody's
+Every prompt is answered in each way, one after the other in random order, several times over. The median
+of the times of one prompt in one way counts, so that a slow moment of the machine puts no way at a
 disadvantage. Greedy: the text is the same in every way. Prints, for every kind of prompts, tokens per
 second by way, ``auto`` over the best fixed length, the speed-up that ``adaptive calibrate`` predicted
 from other prompts of the kind over the measured one, and ``auto`` over plain decoding with a draft of
@@ -39,19 +39,19 @@ from cli.prompts import PromptLine, read_prompts
 from trainers.dataset import repeated_ngrams
 
 GREEDY = SamplingParams(temperature=0.0)
-# Prompts from which calibration takes its sample: every second one of a file, the others are raced on.
+# Most prompts in the calibration sample: every second prompt of a file; the race uses the others.
 SAMPLE = 64
 
 
 class Timed(LengthPolicy):
-    """A policy, and the seconds that asking it takes."""
+    """A policy that measures the seconds its own calls take."""
 
     def __init__(self, inner: GoodputLength) -> None:
         self.inner = inner
         self.name = inner.name
         self.attentive = inner.attentive
         self.seconds = 0.0
-        self.asked = 0  # times at most that a confidence was computed for it
+        self.asked = 0  # upper bound on the confidences that were computed for it
 
     def _timed(self, call: Callable[[], object]) -> object:
         began = time.perf_counter()
@@ -67,11 +67,11 @@ class Timed(LengthPolicy):
 
     @property
     def adviser(self) -> Adviser | None:
-        """Not timed: a proposal in one call asks nobody."""
+        """Not timed: the thresholds that a proposal in one call evaluates without the policy."""
         return self.inner.adviser
 
     def observe(self, outcome: Round) -> None:
-        """Timed, and what was asked of the draft counted: of what it proposed, and perhaps of one token more."""
+        """Timed. Also counts confidences: one for each drafted token, and perhaps for one token more."""
         self.asked += outcome.drafted + 1
         self._timed(lambda: self.inner.observe(outcome))
 
@@ -81,8 +81,7 @@ class Timed(LengthPolicy):
 
 
 def confidence_seconds(vocab: int, repeats: int = 200) -> float:
-    """What a greedy draft step takes longer for knowing how sure it is: a softmax with its largest entry
-    against an argmax."""
+    """Extra seconds that confidence adds to a greedy draft step: a softmax and its largest entry, less an argmax."""
     logits = torch.randn(1, vocab)
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
@@ -96,7 +95,8 @@ def confidence_seconds(vocab: int, repeats: int = 200) -> float:
 
 @dataclasses.dataclass
 class Way:
-    """One way of decoding: tokens and seconds of every answer, by prompt, and seconds of all rounds."""
+    """One way of decoding: by prompt, the tokens and the seconds of every answer; and ``spent``, seconds of all
+    rounds."""
 
     name: str
     assistant: Assistant
@@ -106,7 +106,7 @@ class Way:
 
     @property
     def seconds(self) -> list[float]:
-        """Of every prompt, the median over the passes."""
+        """For every prompt the median over the passes."""
         return [statistics.median(times) for times in self.times.values()]
 
     @property
@@ -115,7 +115,7 @@ class Way:
         return sum(self.tokens.values()) / sum(self.seconds)
 
     def take(self, other: Way) -> None:
-        """Add what was measured in another race over the same prompts."""
+        """Add the measurements of another race over the same prompts."""
         self.tokens.update(other.tokens)
         for number, times in other.times.items():
             self.times.setdefault(number, []).extend(times)
@@ -123,7 +123,7 @@ class Way:
 
 
 def interleaved(ways: list[Way], prompts: list[PromptLine], tokens: int, passes: int) -> float:
-    """Answer every prompt in every way, ``passes`` times; the share of repeated 8-grams in the answers."""
+    """Answer every prompt in every way, ``passes`` times. Returns the share of repeated 8-grams in the answers."""
     stop, repeated, order = StopParams(max_new_tokens=tokens), [], random.Random(0)
     for _ in range(passes):
         for number, prompt in enumerate(prompts):
@@ -140,7 +140,7 @@ def interleaved(ways: list[Way], prompts: list[PromptLine], tokens: int, passes:
 
 
 def forecast(pair: Pair, costs: CostTable, prompts: list[PromptLine], tokens: int) -> Forecast:
-    """What ``adaptive calibrate --prompts`` says about these prompts."""
+    """The forecast of ``adaptive calibrate --prompts`` for these prompts."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "records.db"
         answer_plainly(Assistant(pair, FixedLength(0), None), GREEDY, prompts, log, tokens)
@@ -150,7 +150,7 @@ def forecast(pair: Pair, costs: CostTable, prompts: list[PromptLine], tokens: in
 
 
 def one_kind(pair: Pair, kind: str, prompts: list[PromptLine], args: argparse.Namespace) -> None:
-    """All ways on the prompts of one kind."""
+    """Run and print all ways on the prompts of one kind."""
     costs = measure(pair, GREEDY, thorough=True).costs
     expected = forecast(pair, costs, prompts[1::2][:SAMPLE], args.tokens)
     policy = Timed(GoodputLength(expected.costs, attentive=attentive_on(pair)))
@@ -180,7 +180,7 @@ def one_kind(pair: Pair, kind: str, prompts: list[PromptLine], args: argparse.Na
 
 
 def useless(args: argparse.Namespace) -> None:
-    """``auto`` with a draft of random weights against plain decoding."""
+    """Race ``auto`` with a draft of random weights against plain decoding."""
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BUNDLED / "draft")).save_pretrained(folder)

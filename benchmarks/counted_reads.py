@@ -1,5 +1,5 @@
-"""How many bytes of a checkpoint are read when it is loaded: counted where transformers takes tensors out of the file,
-of which it reads a header and what it takes. Used by ``scripts/model_table.py`` and by tests."""
+"""Counts the bytes of a checkpoint that loading it reads. Reads are counted where transformers takes tensors out of a
+safetensors file; besides these it reads only the header. Used by ``scripts/model_table.py`` and by tests."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class _File:
 
 @contextlib.contextmanager
 def counted_reads() -> Iterator[Counter[str]]:
-    """Bytes read of each tensor by whatever transformers loads within the block; a part that is looked at before the
-    tensor is read counts again."""
+    """Bytes of each tensor that transformers reads within the block. A slice read before the whole tensor is counted
+    in addition to it."""
     from transformers import modeling_utils
 
     read = Counter[str]()

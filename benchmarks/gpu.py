@@ -1,15 +1,15 @@
-"""Everything that is to be known of a GPU, by one command: is decoding exact there, and how fast is it.
+"""Measures everything about a GPU with one command: whether decoding is exact on it, and how fast it is.
 
     python benchmarks/gpu.py --out DIR [--minutes 8] [--only PART ...] [--device cuda:1]
     python benchmarks/gpu.py --plan                  # parts, their seconds and bytes of the device's memory
 
 Needs neither a network nor weights: the models are made on the device, from the bundled pair or of random weights
-(``gpu_parts/``). Each part writes ``DIR/PART.json``, and is not run again where that holds a result of this device;
-``--only`` runs the parts that it names, in any case. A part that fails is noted and the others are run. At the end
-``DIR/gpu.json`` and ``DIR/gpu.md`` hold all that there is. On a machine without a GPU the same parts run on tiny models
-on the CPU, so that they cannot rot: what is exact there is so, what is timed there says nothing.
+(``gpu_parts/``). Each part writes ``DIR/PART.json``, and is skipped if that file holds a result of this device;
+``--only`` runs the parts that it names even then. If a part fails, the failure is noted and the others still run. At
+the end ``DIR/gpu.json`` and ``DIR/gpu.md`` hold all results. On a machine without a GPU the same parts run with tiny
+models on the CPU, which keeps them tested: exactness results are valid there, timings are not.
 
-Exit status: 1 where a part failed, 2 for what was asked wrongly.
+Exit status: 1 if a part failed, 2 for invalid options.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCALES = {scale.name: scale for scale in (FULL, TINY)}
 
 
 def main() -> int:
-    """Run what was asked for; the exit status."""
+    """Run the requested parts. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=plan.MINUTES, help="that all parts take together")
     parser.add_argument("--out", type=Path, help="the folder of results")
@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _named(names: list[str]) -> list[Part]:
-    """The parts of these names, all of them where none is named."""
+    """The parts of these names; all parts if ``names`` is empty."""
     known = {part.name: part for part in plan.PARTS}
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -1,14 +1,14 @@
-"""A head grown from nothing on a stream of real answers, beside the separate draft distilled on the same ones.
+"""Trains a head from scratch on a stream of real answers, and for comparison distills the separate draft on the same.
 
     python benchmarks/grow_head.py --cache DIR [--kind math] [--generations 100,300,1000] [--head unroll=3] [--draft ""]
 
-In:  prompts by kind; the target answers each once (``streams.py``), and gives its hidden states of the answers.
-Out: after so many generations, on prompts that never come: acceptance by step of the draft, tokens a round at length
+In:  prompts by kind; the target answers each once (``streams.py``) and provides its hidden states of the answers.
+Out: after each number of generations, on held-out prompts: acceptance by step of the draft, tokens a round at length
      4 (both by replay, which is exact), processor seconds of training on one thread, and the share of repeated 8-grams.
 
-The head goes on from one number of generations to the next, as training runs do; the draft's adapter starts afresh, as
-its runs do. Both keep the weights that are best on a tenth of the generations. ``--exact`` trains on hidden states as
-they are, instead of on those of the spool, in 8 bits.
+The head continues from one number of generations to the next, as training runs do; the draft's adapter starts afresh,
+as its training runs do. Both keep the weights that are best on a tenth of the generations. ``--exact`` trains on the
+original hidden states instead of those of the spool, which have 8 bits.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Exact(Features):
     """Hidden states that were not rounded to 8 bits: ``values`` are float16."""
 
     def states(self) -> Any:
-        """See the base."""
+        """See ``Features.states``."""
         return self.values.astype(np.float32)
 
 
 def with_features(examples: Sequence[Example], folder: Path, target: str, exact: bool) -> list[Example]:
-    """The examples with the target's hidden states, made once for a cache ``folder``."""
+    """The examples with the target's hidden states. Unless ``exact``, ``folder`` caches the states."""
     spool = FeatureSpool(folder / "features", 1 << 40)
     model: Any = None
     found = []
@@ -93,7 +93,7 @@ def by_step(replays: Sequence[Replay]) -> list[float]:
 
 
 def grown(student: Student, said: Sequence[Example], held: Sequence[Example], recipe: Recipe) -> dict[str, Any]:
-    """Train on ``said``, keep the best weights by a tenth of it, and replay ``held``."""
+    """Train on ``said``, keep the weights that are best on a tenth of it, and replay ``held``."""
     validation = max(4, len(said) // 10)
     began = time.process_time()
     result = fit(student, said[:-validation], lambda: acceptance_rate(student.replay(said[-validation:])), recipe)
@@ -112,7 +112,7 @@ def grown(student: Student, said: Sequence[Example], held: Sequence[Example], re
 
 
 def main() -> None:
-    """Run and print one line for each number of generations."""
+    """Train, and print one line for each number of generations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts", help="folder of <kind>.jsonl")
     parser.add_argument("--cache", type=Path, required=True, help="folder for the target's answers, made once")
@@ -172,7 +172,7 @@ def main() -> None:
 
 
 def _repeated(generations: Sequence[Any]) -> float:
-    """The share of 8-grams of the answers that stood before in the same answer."""
+    """The share of 8-grams in the answers that occurred before in the same answer."""
     from trainers.dataset import repeated_ngrams
 
     return float(np.concatenate([repeated_ngrams(g.output) for g in generations]).mean())

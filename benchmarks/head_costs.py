@@ -1,11 +1,11 @@
-"""What features and a head cost: plain passes with the hidden states kept against without, and a head's proposal
-against the draft model's, interleaved.
+"""Measures the costs of features and of a head, interleaved: plain passes that keep the hidden states against passes
+that do not, and a head's proposal against the draft model's.
 
     python benchmarks/head_costs.py [--target MODEL --draft MODEL --dtype float32] [--busy]
 
-With ``--busy``, for a machine that others use, on one thread and by that thread's own time.
+``--busy`` is for a machine that other programs use: it runs on one thread and counts that thread's own time.
 
-The head is the one that is made from the target's last layer: its weights make no difference to its time.
+The head is initialized from the target's last layer; its time does not depend on its weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adaptive.pair import load_pair
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams
 
-# Tokens before what is timed, as in the middle of an answer.
+# Tokens before the timed pass, as in the middle of an answer.
 CONTEXT = 200
 SAMPLED = SamplingParams(temperature=0.7)
 
@@ -32,7 +32,7 @@ clock: Callable[[], float] = time.perf_counter
 
 
 def interleaved(calls: dict[str, Callable[[], object]], turns: int, each: int = 1) -> dict[str, list[float]]:
-    """Seconds of every call by turn, one call after the other, each turn in another order."""
+    """Seconds of every call by turn. Each turn runs all calls, starting with a different one."""
     began = clock()
     while clock() - began < SETTLED:
         for call in calls.values():
@@ -49,7 +49,7 @@ def interleaved(calls: dict[str, Callable[[], object]], turns: int, each: int = 
 
 
 def show(found: dict[str, list[float]], base: str) -> None:
-    """Medians, and of the ratios within a turn to ``base`` the median and the quartiles."""
+    """Print medians, and the median and quartiles of the ratios to ``base`` within a turn."""
     for name, taken in found.items():
         ratios = [one / other for one, other in zip(taken, found[base], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -61,14 +61,14 @@ def show(found: dict[str, list[float]], base: str) -> None:
 
 
 def filled(sequence: Sequence, vocab: int) -> Sequence:
-    """With ``CONTEXT`` tokens."""
+    """The sequence, filled with ``CONTEXT`` tokens."""
     sequence.reserve(CONTEXT + 64)
     sequence.extend([token * 7919 % (vocab - 1) for token in range(CONTEXT)], 1)
     return sequence
 
 
 def a_pass(sequence: Sequence, count: int) -> Callable[[], object]:
-    """A pass over so many tokens with logits of all, undone."""
+    """A pass over ``count`` tokens with logits of all, and its rollback."""
     tokens, held = list(range(1, count + 1)), sequence.length
 
     def call() -> None:
@@ -79,7 +79,7 @@ def a_pass(sequence: Sequence, count: int) -> Callable[[], object]:
 
 
 def a_proposal(draft: Sequence, held: int, length: int, waiting: int, vocab: int) -> Callable[[], object]:
-    """A proposal of so many tokens where ``waiting`` were committed since the last one, and a rollback."""
+    """A proposal of ``length`` tokens after ``waiting`` tokens committed since the last proposal, and its rollback."""
     uniform = [0.3] * length
 
     def call() -> None:
@@ -92,7 +92,7 @@ def a_proposal(draft: Sequence, held: int, length: int, waiting: int, vocab: int
 
 
 def bound(target: Engine, draft: Engine) -> tuple[Sequence, Sequence]:
-    """Sequences of one text."""
+    """The sequences of target and draft for one text, both filled."""
     held, small = sequences(target, draft)
     assert small is not None
     filled(held, target.vocab_size)

@@ -1,8 +1,8 @@
-"""What opening the history of a long log costs: a log of 20,000 answers of 50 rounds, read as the dashboard reads it.
+"""Measures the cost of opening the history of a long log: 20,000 answers of 50 rounds, read as by the dashboard.
 
     python benchmarks/history.py [--answers 20000] [--rounds 50] [--keep DIR]
 
-Prints the seconds that the process needed (the best of five), which a busy machine does not change much.
+Prints processor seconds (the best of five), which a busy machine does not change much.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adaptive.types import Generation, Message, Round, SamplingParams, Timings
 
 
 def answer(number: int, rounds: int, chance: random.Random) -> Generation:
-    """Made up, with rounds of every length."""
+    """A made-up answer with rounds of several draft lengths."""
     taken = []
     for _ in range(rounds):
         drafted = chance.choice((0, 2, 4, 6, 6))
@@ -50,7 +50,7 @@ def answer(number: int, rounds: int, chance: random.Random) -> Generation:
 
 
 def opened(path: Path, by: By) -> float:
-    """Seconds of the processor for what a refresh of the dashboard reads and computes."""
+    """Processor seconds of what a refresh of the dashboard reads and computes."""
     began = time.process_time()
     with Log(path) as log:
         history(log.figures(), by)

@@ -1,5 +1,5 @@
-"""What history drafting costs and brings: the index by size, its rebuilding at the start, a round by the size of the
-log, and speed with history and without, answer by answer in turns.
+"""Measures the cost and the gain of history drafting: the index by its size, its rebuild at the start, a round by the
+size of the log, and decoding speed with and without history, answer by answer in turns.
 
 python benchmarks/history_drafting.py index --tokens 10000000
 python benchmarks/history_drafting.py start --tokens 10000000
@@ -41,11 +41,11 @@ from adaptive.settings import load_settings
 from adaptive.types import Generation, Message, SamplingParams, StopParams, Timings
 
 WAYS = ("plain", "model", "model+history")
-TEXT = 700  # tokens of a record, about what the lived session's had
+TEXT = 700  # tokens of a record, about as many as in the lived session
 
 
 def texts(tokens: int, vocab: int = 32_000) -> np.ndarray:
-    """Token ids as of text: by Zipf's law, and a third of the pieces of 50 tokens repeat one of the 1,000 before."""
+    """Token ids that resemble text: Zipf's law, and a third of the 50-token pieces repeat one of the 1,000 before."""
     chance = np.random.default_rng(0)
     made = (chance.zipf(1.2, tokens) % vocab).astype(np.int32)
     for start in np.flatnonzero(chance.random(tokens // 50) < 1 / 3) * 50:
@@ -62,7 +62,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def measure_index(tokens: int, rounds: int = 20_000) -> dict[str, object]:
-    """Loading, memory and, among other work that empties the processor's caches, lookups and updates."""
+    """Measure loading, memory, lookups and updates; every 40th lookup comes after work that empties the caches."""
     made = texts(tokens)
     index = suffixes()
     began = time.perf_counter()
@@ -94,8 +94,8 @@ def measure_index(tokens: int, rounds: int = 20_000) -> dict[str, object]:
 
 
 def measure_start(tokens: int) -> dict[str, object]:
-    """A log of so many tokens, and what the index of all of it takes to be there: read by the thread that a server
-    begins with, while this one waits."""
+    """Write a log of ``tokens`` tokens and measure how long the index of all of it takes to load. The server's start
+    thread reads the log while this thread waits."""
     vocab = 32_000
     made = texts(tokens, vocab)
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +142,7 @@ def _record(number: int, tokens: np.ndarray) -> Generation:
 
 
 class Way:
-    """One way of drafting: an assistant with a log of its own, and what it took."""
+    """One way of drafting: an assistant with a log of its own, and the figures of its answers."""
 
     def __init__(self, pair: Pair, name: str, policy: LengthPolicy, folder: Path) -> None:
         self.name = name
@@ -152,7 +152,7 @@ class Way:
         self.answers: list[dict[str, Any]] = []
 
     def answer(self, messages: list[Message], sampling: SamplingParams, tokens: int, label: str) -> str:
-        """One answer; its figures under ``label``."""
+        """Answer once, keep the figures under ``label``, return the text."""
         for _ in self.assistant.chat(messages, sampling, StopParams(tokens)):
             pass
         done = self.assistant.last
@@ -167,7 +167,7 @@ class Way:
         return done.text
 
     def figures(self, label: str) -> dict[str, Any]:
-        """Over the answers under ``label``."""
+        """Totals over the answers under ``label``."""
         of = [a for a in self.answers if a["label"] == label]
         tokens, rounds, seconds = (sum(a[key] for a in of) for key in ("tokens", "rounds", "s"))
         by: dict[str, list[int]] = {}
@@ -190,7 +190,7 @@ class Way:
 
 
 def compared(ways: list[Way], label: str) -> list[dict[str, Any]]:
-    """Of each way but the first of them that drafts its speed over that one's, answer by answer: quartiles."""
+    """Quartiles of the speed ratio by answer: every later way that drafts over the first one that drafts."""
     first, *others = [way for way in ways if way.name != WAYS[0]]
     found = []
     for way in others:
@@ -207,7 +207,7 @@ def read(data: Path, kind: str) -> list[list[Message]]:
 
 
 def mixed(data: Path, count: int, seed: int) -> list[list[Message]]:
-    """First messages of several kinds by turns."""
+    """First messages of several kinds, the kinds alternating."""
     kinds = ("gsm8k_train", "code_instructions", "roleplay", "tool_calls", "instructions_1k")
     chance = random.Random(seed)
     chosen = {kind: chance.sample(read(data, kind), count) for kind in kinds}
@@ -217,8 +217,8 @@ def mixed(data: Path, count: int, seed: int) -> list[list[Message]]:
 def ways_of(
     pair: Pair, folder: Path, sampling: SamplingParams, names: Sequence[str] = WAYS, sizes: Sequence[int] = ()
 ) -> list[Way]:
-    """Plain decoding, the model under the controller, and the model and history under it, or instead of them the last
-    one with logs of so many tokens; all know the same costs."""
+    """Plain decoding, the model under the controller, and the model with history under the controller. With ``sizes``,
+    only the last of these, once for a log of each size in tokens. All start from the same measured costs."""
     costs = measure(pair, sampling).costs
     attentive = attentive_on(pair)
     print(json.dumps({"costs": dataclasses.asdict(costs)}), flush=True)
@@ -238,7 +238,7 @@ def ways_of(
 
 
 def repeat(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
-    """The same prompts again and again, in another order each time and others in between."""
+    """Several passes over the same prompts, each in another order, with other prompts in between."""
     prompts, others = mixed(args.data, args.prompts, 1), mixed(args.data, args.passes * args.prompts // 4 + 1, 2)
     chance = random.Random(3)
     for number in range(1, args.passes + 1):
@@ -253,7 +253,7 @@ def repeat(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) 
 
 
 def fresh(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
-    """No prompt twice; with a seed each answer is the same text in every way."""
+    """No prompt twice. With ``--seeded`` each answer is the same text in every way."""
     for number, messages in enumerate(mixed(args.data, args.prompts, args.chosen)):
         seeded = dataclasses.replace(sampling, seed=1000 * args.chosen + number) if args.seeded else sampling
         for way in in_turns(ways, number):
@@ -262,12 +262,12 @@ def fresh(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -
 
 
 def in_turns(ways: list[Way], number: int) -> list[Way]:
-    """Each of them first as often as the others: what was just computed is in the caches."""
+    """The ways in rotated order, so that each comes first equally often: the first one finds colder caches."""
     return ways[number % len(ways) :] + ways[: number % len(ways)]
 
 
 def tools(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
-    """One growing conversation of tool calls, whose first message has the tool's schema."""
+    """One growing conversation of tool calls; its first message contains the tool's schema."""
     by_schema: dict[str, list[str]] = {}
     for chat in read(args.data, "tool_calls"):
         *head, task = chat[0].content.rsplit("\n", 1)
@@ -284,7 +284,7 @@ def tools(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -
 
 
 class Forced:
-    """The sequence of a target that says what it is told: ``script`` from position ``start`` of the text on."""
+    """The sequence of a target that generates a given ``script`` from position ``start`` of the text on."""
 
     def __init__(self, inner: Any, owner: ForcedEngine) -> None:
         self.inner, self.owner = inner, owner
@@ -294,7 +294,7 @@ class Forced:
         return getattr(self.inner, name)
 
     def extend(self, tokens: Any, rows: int, parents: list[int] | None = None) -> torch.Tensor:
-        """With the scripted token the likeliest in every row; of chains only."""
+        """Extend, and make the scripted token the likeliest in every row. Chains only, no trees."""
         logits = self.inner.extend(tokens, rows, parents).clone()
         first = self.inner.length - rows - self.owner.start + 1
         for row in range(rows):
@@ -305,7 +305,7 @@ class Forced:
 
 
 class ForcedEngine:
-    """The engine of such a target."""
+    """The engine of a target that generates a given script."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -316,12 +316,12 @@ class ForcedEngine:
         return getattr(self.inner, name)
 
     def sequence(self, features: bool = False) -> Any:
-        """A sequence that is forced."""
+        """A sequence that generates the script."""
         return Forced(self.inner.sequence(features), self)
 
 
 def rewrites(pair: Pair, ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) -> list[str]:
-    """A file and an instruction to change one name in it; the answer is the file so changed."""
+    """A file and an instruction to rename one name in it; the answer is the file with that change."""
     chance = random.Random(5)
     files = [chat[1].content for chat in read(args.data, "code_instructions")]
     files = [text for text in files if 300 < len(text) < 1500 and text.count("\n") > 8]

@@ -1,12 +1,12 @@
-"""What our forward of a hybrid (Qwen 3.5) comes to, on a pair whose draft computes the target's function.
+"""Measures our forward of a hybrid (Qwen 3.5), on a pair whose draft computes the target's function.
 
     python benchmarks/inflate.py --hybrid /tmp/hybrid
     python benchmarks/hybrid.py --pair /tmp/hybrid --dtype float32 --length 7
 
-Prints plain decoding against transformers' own; passes over several tokens against one; what rollbacks cost, in the
-call and in the passes, as a share of a round; and speculation against what the forwards alone allow. Ours and theirs
-are timed in turn, and on as many threads: a target that chooses (one thread, beside another program) is compared with
-transformers, which does not.
+Prints plain decoding against transformers' own; passes over several tokens against one; the cost of rollbacks, in the
+call and in the passes, as a share of a round; and speculation against what the forwards alone allow. Our forward and
+transformers' are timed in turn on the same number of threads: the target's own choice of threads (one beside another
+program) is overridden, because transformers makes no such choice.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.settings import load_settings
 from cli.prompts import read_prompts
 
-# Tokens of a text before what is timed, and how many lengths of texts.
+# Tokens of text before the timed passes, and the number of text lengths.
 CONTEXT, PLACES = 200, 16
 
 
 class Clocked(BaseStreamer):  # type: ignore[misc]  # transformers' own is not typed
-    """When ``generate`` has made each token."""
+    """Notes the time at which ``generate`` has made each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt, and then each token."""
+        """Called for the prompt, then for each token."""
         self.times.append(timing.clock())
 
     def end(self) -> None:
-        """The text is over."""
+        """Called at the end of the text."""
 
 
 def show_plain(engine: Engine, tokens: int, repeats: int) -> float:
-    """Tokens decoded one by one, by our forward and by transformers' own; how many times as fast ours is."""
+    """Print and return how many times as fast our forward decodes token by token as transformers' own."""
     assert isinstance(engine, TransformersEngine)
     prompt = [token % (engine.vocab_size - 1) for token in range(CONTEXT)]
     ids = torch.tensor([prompt])
@@ -69,7 +69,7 @@ def show_plain(engine: Engine, tokens: int, repeats: int) -> float:
         given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
         clocked = Clocked()
         engine.model.generate(ids, max_new_tokens=1 + tokens, streamer=clocked, **given)
-        return clocked.times[1:]  # the first is the prompt's, before its pass
+        return clocked.times[1:]  # the first time is the prompt's, taken before its pass
 
     settle(sequence, 1)
     taken: tuple[list[float], list[float]] = ([], [])
@@ -85,8 +85,8 @@ def show_plain(engine: Engine, tokens: int, repeats: int) -> float:
 
 
 def show_passes(engine: Engine) -> float:
-    """Passes over several tokens against one; the ratio of 8. Means over texts of 16 lengths in a row, because our
-    kernels apply tokens to a recurrent state a chunk of 16 at a time."""
+    """Print passes over several tokens against one, and return the ratio for 8 tokens. Means over texts of 16
+    consecutive lengths, because our kernels apply tokens to a recurrent state in chunks of 16."""
     sequence = filled(engine, CONTEXT)
     found: dict[int, list[float]] = {count: [] for count in (1, 2, 4, 8, 16)}
     for count in found:
@@ -95,16 +95,16 @@ def show_passes(engine: Engine) -> float:
         for count, seen in found.items():
             seen.append(statistics.median(bare(sequence, count, repeats=1) for _ in range(timing.REPEATS // 3)))
         sequence.extend([1], 1)
-        sequence.rollback(sequence.length)  # nothing of it will be taken back
+        sequence.rollback(sequence.length)  # declares that no token before this point will be rolled back
     times = {count: statistics.mean(seen) for count, seen in found.items()}
     print("passes: " + ", ".join(f"{n} {t * 1e3:.2f} ms ({t / times[1]:.2f})" for n, t in times.items()))
     return times[8] / times[1]
 
 
 def show_rollback(pair: Pair, length: int) -> float:
-    """What taking back half of every verification costs: a pass and its rollback in a text that grows by half of each
-    pass, against one that keeps all of it. Both grow by as many tokens. The share of a round, of ``length`` drafted
-    tokens."""
+    """Print and return the cost of rejecting half of every verification, as a share of a round of ``length`` drafted
+    tokens. It is the time of a pass and its rollback in a text that keeps half of each pass, less the time in a text
+    that keeps all of it. Both texts grow by the same number of tokens."""
     assert pair.draft is not None
     sequence, beginning = pair.target.sequence(), filled(pair.target, CONTEXT)
     count = length + 1
@@ -115,7 +115,7 @@ def show_rollback(pair: Pair, length: int) -> float:
 
     def round_s(stand: int) -> float:
         sequence.copy_prefix(beginning, CONTEXT)
-        sequence.extend([0], 1)  # a pass on the threads that the next ones have
+        sequence.extend([0], 1)  # an untimed pass on the same threads as the timed ones
         began, rounds = timing.clock(), grown // stand
         for _ in range(rounds):
             held = sequence.length
@@ -138,7 +138,7 @@ def show_rollback(pair: Pair, length: int) -> float:
 
 
 def main() -> None:
-    """Everything, one after the other."""
+    """Run all measurements, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, required=True, help="a folder with target and draft")
     parser.add_argument("--dtype", default="float32")

@@ -1,17 +1,17 @@
-"""Make a model that computes the same function as a small Llama checkpoint at the cost of a large one.
+"""Makes a model that computes the same function as a small Llama checkpoint at the cost of a large one.
 
     python benchmarks/inflate.py checkpoints/bundled/target OUT --width 1024 --feed-forward 4096 --heads 16 --layers 28
     python benchmarks/inflate.py --hybrid OUT        # a pair: OUT/target, OUT/draft
 
-Widths are padded with zeros, heads are added whose output is zero, and layers that add nothing. The
-distribution of the next token stays that of the small model (to rounding), so that acceptance is real
-text's; time and memory are the large model's. ``--adapter`` merges a LoRA adapter in first.
+Widths are padded with zeros; added heads have zero output, and added layers add nothing. The
+distribution of the next token stays that of the small model (to rounding), so acceptance is that of
+real text; time and memory are those of the large model. ``--adapter`` merges a LoRA adapter in first.
 
-Where RMS norms divide by the mean over the width, padding changes the mean by small / large: the norm's
-eps is scaled by that ratio and its weight by its square root. Widths that are the small one times a
+RMS norms divide by the mean over the width, and padding changes that mean by small / large: the norm's
+eps is scaled by that ratio and its weight by the ratio's square root. Widths that are the small one times a
 power of four keep this exact in bfloat16.
 
-``--hybrid`` begins with a small Qwen 3.5 of random weights, the draft, and makes a large one of it
+``--hybrid`` starts from a small Qwen 3.5 of random weights, the draft, and makes a large one from it
 (``inflate_hybrid.py``).
 """
 
@@ -34,7 +34,7 @@ from adaptive.pair import BUNDLED
 
 @dataclass(frozen=True)
 class Size:
-    """What the large model is to have; nothing may be smaller than the small model's."""
+    """The size of the large model; no part may be smaller than in the small model."""
 
     width: int
     feed_forward: int
@@ -45,8 +45,8 @@ class Size:
 def inflate(small: LlamaForCausalLM, size: Size, device: torch.device | str = "cpu") -> LlamaForCausalLM:
     """A model of the given size with the small one's function, in its dtype, made on ``device``.
 
-    Raises AdaptiveError for another architecture than Llama's and for a size that does not contain the small
-    one or divide into its head groups.
+    Raises AdaptiveError for an architecture other than Llama's, and for a size that does not contain the small
+    model or does not divide into its head groups.
     """
     config = small.config
     if type(small) is not LlamaForCausalLM or config.attention_bias or config.mlp_bias:
@@ -58,17 +58,17 @@ def inflate(small: LlamaForCausalLM, size: Size, device: torch.device | str = "c
     for name in ("width", "feed_forward", "heads", "layers"):
         if getattr(size, name) < getattr(have, name):
             raise AdaptiveError(f"{name} {getattr(size, name)} is less than the model's own {getattr(have, name)}")
-    with torch.device(device):  # where only the large one has to fit, in its own dtype
+    with torch.device(device):  # only the large model has to fit there, in its own dtype
         large = LlamaForCausalLM._from_config(config_of(config, size), dtype=small.dtype)
     root = (have.width / size.width) ** 0.5
     sources = dict(small.named_parameters())
     with torch.no_grad():
         for name, parameter in large.named_parameters():
-            # Norms of the added widths multiply zeros; those of added layers feed products that end in zeros.
+            # Norm weights of the added widths multiply zeros; those of added layers feed products that end in zeros.
             parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
             source = sources.get(name)
             if source is None:
-                # An added layer: real numbers in, zero out, so that it costs what a real one costs.
+                # An added layer: random numbers in, zero out, so that it costs as much as a real layer.
                 if not name.endswith(("norm.weight", "o_proj.weight", "down_proj.weight")):
                     parameter.normal_(std=0.02)
             elif parameter.dim() == 1:
@@ -81,7 +81,7 @@ def inflate(small: LlamaForCausalLM, size: Size, device: torch.device | str = "c
 
 
 def config_of(config: LlamaConfig, size: Size) -> LlamaConfig:
-    """The config of a model of this size, which the one of ``config`` is inflated to."""
+    """The config of a model of this size, inflated from ``config``."""
     large, group = copy.deepcopy(config), config.num_attention_heads // config.num_key_value_heads
     large.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     large.hidden_size, large.intermediate_size = size.width, size.feed_forward
@@ -92,7 +92,7 @@ def config_of(config: LlamaConfig, size: Size) -> LlamaConfig:
 
 
 def main() -> None:
-    """Read a checkpoint, write the large one beside its tokenizer."""
+    """Read a checkpoint, write the large one with the same tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, nargs="?")
     parser.add_argument("out", type=Path)
@@ -117,8 +117,8 @@ def main() -> None:
 
 
 def write_hybrids(out: Path, large: HybridSize = LARGE, small: HybridSize = SMALL) -> None:
-    """A hybrid of random weights as ``out``/draft, and as ``out``/target one of the same function; with the tokenizer
-    of the bundled pair."""
+    """Write a hybrid of random weights to ``out``/draft and a large one of the same function to ``out``/target, both
+    with the tokenizer of the bundled pair."""
     tokens = BUNDLED / "target"
     draft = small_hybrid(small, vocab=AutoConfig.from_pretrained(tokens).vocab_size)
     _write(draft, tokens, out / "draft")

@@ -1,8 +1,8 @@
-"""A small Qwen 3.5 of random weights, and one that computes the same function at the cost of a large one.
+"""Makes a small Qwen 3.5 of random weights, and a model that computes the same function at the cost of a large one.
 
-In: sizes. Out: models, which ``inflate.py`` writes. As for Llama there: widths are padded with zeros, and heads,
-feed-forward numbers and layers are added that give nothing. Norms over the width have their weight scaled, which Qwen
-keeps less one; the eps of all norms is the same setting, so that it has to be too small to count.
+In: sizes. Out: models, which ``inflate.py`` writes. As for Llama there, widths are padded with zeros, and the added
+heads, feed-forward units and layers contribute nothing. The weights of norms over the width are scaled; Qwen stores
+them minus one. All norms share one eps setting, so it cannot be scaled for some norms only and has to be negligible.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from adaptive.errors import AdaptiveError
 
-# Layers of a hybrid, over and over.
+# The repeating pattern of a hybrid's layers.
 PATTERN = ["linear_attention"] * 3 + ["full_attention"]
 EPS = 1e-12
-# Spread of likeliest tokens' logits: they lie further apart than bfloat16 rounds, so that both models say the same.
+# Spread of the logits: the likeliest tokens lie further apart than bfloat16 rounds, so both models choose the same.
 SPREAD = 8.0
 
 
 @dataclass(frozen=True)
 class HybridSize:
-    """``heads`` and ``key_heads`` attend; ``delta_heads`` are those of a delta net's keys, and of its values. The sizes
-    of heads are ``head`` and ``delta_head``."""
+    """``heads`` and ``key_heads``: attention heads of queries and of keys. ``delta_heads``: heads of a delta net's
+    keys, and of its values. ``head`` and ``delta_head``: the sizes of these heads."""
 
     width: int
     feed_forward: int
@@ -39,7 +39,7 @@ class HybridSize:
     delta_head: int
 
 
-# What a Qwen 3.5 of 0.8 billion parameters has but for its vocabulary, and one that fits into it.
+# The size of a Qwen 3.5 of 0.8 billion parameters except for its vocabulary, and a size that fits into it.
 LARGE = HybridSize(1024, 3584, 8, 2, 16, 24, 256, 128)
 SMALL = HybridSize(256, 896, 4, 1, 4, 4, 256, 128)
 
@@ -66,7 +66,7 @@ def config_of(size: HybridSize, vocab: int, context: int, eps: float) -> Qwen3_5
 
 
 def small_hybrid(size: HybridSize, vocab: int, context: int = 16384, seed: int = 0) -> Qwen3_5ForCausalLM:
-    """A model of random weights, by which each token's distribution hangs on all before it."""
+    """A model of random weights in which each token's distribution depends on all tokens before it."""
     torch.manual_seed(seed)
     model = Qwen3_5ForCausalLM(config_of(size, vocab, context, EPS))
     with torch.no_grad():
@@ -82,7 +82,7 @@ def inflate_hybrid(
 ) -> Qwen3_5ForCausalLM:
     """A model of the given size with the small one's function, in its dtype, made on ``device``.
 
-    Raises AdaptiveError for a model of another kind, or a size that does not contain it.
+    Raises AdaptiveError for a model of another kind, and for a size that does not contain the small model.
     """
     if type(small) is not Qwen3_5ForCausalLM:
         raise AdaptiveError(f"{type(small).__name__} cannot be inflated to a hybrid; only Qwen 3.5 can")
@@ -96,7 +96,7 @@ def inflate_hybrid(
             raise AdaptiveError(f"{name} {getattr(size, name)} is less than the model's own {getattr(have, name)}")
     config, ratio = small.config, have.width / size.width
     whole = config_of(size, config.vocab_size, config.max_position_embeddings, config.rms_norm_eps)
-    with torch.device(device):  # where only the large one has to fit, in its own dtype
+    with torch.device(device):  # only the large model has to fit there, in its own dtype
         large = Qwen3_5ForCausalLM._from_config(whole, dtype=small.dtype)
     sources = dict(small.named_parameters())
     with torch.no_grad():
@@ -107,7 +107,7 @@ def inflate_hybrid(
             elif name.endswith(("layernorm.weight", "model.norm.weight")):
                 parameter.fill_(0)
                 parameter[: len(source)] = (1 + source.float()) * math.sqrt(ratio) - 1
-            elif name.endswith(("in_proj_qkv.weight", "conv1d.weight")):  # of queries, of keys, of values
+            elif name.endswith(("in_proj_qkv.weight", "conv1d.weight")):  # parts for queries, keys and values
                 parameter.fill_(0)
                 parts = parameter.chunk(3), source.chunk(3)
                 for part, given in zip(*parts, strict=True):
@@ -123,7 +123,7 @@ def inflate_hybrid(
 
 
 def same_buffers(large: nn.Module, small: nn.Module) -> None:
-    """Give the large model what the small one has beside its parameters: frequencies, which a cast may have rounded."""
+    """Copy the small model's buffers (rotary frequencies) to the large one, where a cast may have rounded them."""
     sources = dict(small.named_buffers())
     for name, buffer in large.named_buffers():
         if name in sources:
@@ -150,8 +150,8 @@ def _corner(large: torch.Tensor, small: torch.Tensor) -> None:
 
 
 def _added(name: str, parameter: nn.Parameter) -> None:
-    """A layer's parameter that the small model has not: real numbers in, zero out, so that it costs what a real one
-    costs."""
+    """Fill a parameter that the small model lacks: random numbers in, zero out, so that it costs as much as a real
+    one."""
     if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
         parameter.zero_()
     elif parameter.ndim >= 2:

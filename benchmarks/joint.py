@@ -1,10 +1,10 @@
-"""What one pass over several answers takes, without a server: the bound of what slots can bring on this machine.
+"""Measures joint passes over several answers, without a server: the upper bound of what slots gain on this machine.
 
     python benchmarks/joint.py --target ... --draft ... --answers 1 2 4 8
 
-For each number of answers, each with so much context, the medians of a joint pass over 1, 2, 3, ... tokens of each and
-of their proposals made together; and how many times the tokens per second of a lone answer without a draft that would
-be, if each verified token stood. Nothing is sampled, logged or sent.
+For each number of answers, each with ``--context`` tokens: the medians of a joint pass over 1, 2, 3, ... tokens of each
+and of their proposals made together; and the tokens per second over those of a lone answer without a draft, if every
+verified token were accepted. Nothing is sampled, logged or sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def main() -> None:
-    """Run it, print a table."""
+    """Run the measurements, print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--draft")
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _pass(engine: Engine, sequences: list[Sequence], tokens: int) -> Callable[[], None]:
-    """A joint pass over so many tokens of each, with logits of all, which are then forgotten."""
+    """A joint pass over ``tokens`` tokens of each sequence, with logits of all, and its rollback."""
 
     def call() -> None:
         held = [sequence.length for sequence in sequences]
@@ -68,7 +68,7 @@ def _pass(engine: Engine, sequences: list[Sequence], tokens: int) -> Callable[[]
 
 
 def _proposals(engine: Engine | None, sequences: list[Sequence], length: int) -> Callable[[], None]:
-    """A proposal of so many tokens for each, made together where the engine can, and then forgotten."""
+    """A proposal of ``length`` tokens for each sequence, made together if the engine can, and its rollback."""
     assert engine is not None
 
     def call() -> None:
@@ -83,7 +83,7 @@ def _proposals(engine: Engine | None, sequences: list[Sequence], length: int) ->
 
 
 def _in_turns(calls: dict[tuple[str, int, int], Callable[[], None]], repeats: int) -> dict[tuple[str, int, int], float]:
-    """Median seconds of each, all of them in turns: what else the machine does meets each alike."""
+    """Median seconds of each call. The calls take turns, so that other load on the machine affects all alike."""
     times: dict[tuple[str, int, int], list[float]] = {name: [] for name in calls}
     for number in range(repeats + 1):
         for name, call in calls.items():

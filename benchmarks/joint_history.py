@@ -1,11 +1,11 @@
-"""Replay answers that share rounds, with history to draft from, over logged generations and without models.
+"""Replays answers that share rounds and draft from history, over logged generations and without models.
 
 In:  the file of ``benchmarks/replay_workloads.py`` and the costs that ``adaptive calibrate --json`` measured. Out: for
-     every workload tokens per second of so many answers at a time without history, and with history drafting where it
-     is worth its time, against history wherever anything was found, of the best fixed length in hindsight.
+     every workload tokens per second of ``--answers`` answers at a time, without history and with history where its
+     use is worth the time, against history wherever it finds anything, of the best fixed length in hindsight.
 
-A pass over the tokens of all takes what a lone one over as many does, and beyond the longest verification each token
-what the last ones do; all drafts are made together, in the time of the longest. Everything else is as in
+A joint pass costs as much as a lone pass over the same number of tokens; beyond the longest verification each further
+token costs as much as the last ones. All drafts are made together, in the time of the longest. Everything else is as in
 ``controller_history.py``.
 
     python benchmarks/joint_history.py workloads.npz --costs costs.json --answers 4
@@ -36,18 +36,18 @@ from adaptive.types import FREE, Round
 
 
 class FoundBeside(Beside):
-    """History wherever it finds anything, so many tokens of it."""
+    """History wherever it finds anything, at most ``length`` tokens."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
     def lead(self, reach: list[float], length: int, limit: int, singly: bool = False) -> Lead:  # type: ignore[override]
-        """Whatever was found."""
+        """All that was found, up to ``length``."""
         return Lead(min(self.length, limit, len(reach)), 0)
 
 
 class Found(FixedLength):
-    """The policy of that."""
+    """The policy that uses ``FoundBeside`` in shared rounds."""
 
     def among(self, scope: Scope) -> Beside:
         """See ``FoundBeside``."""
@@ -55,7 +55,7 @@ class Found(FixedLength):
 
 
 class Answer:
-    """One of those under way."""
+    """One answer in progress."""
 
     def __init__(self, trace: Trace, policy: LengthPolicy, history: Looking | None) -> None:
         self.trace, self.logged = trace, Logged(trace)
@@ -65,7 +65,7 @@ class Answer:
         self.grafting = None if history is None else Grafting(self.logged, history, self.beside)
 
     def propose(self, answers: int) -> tuple[str, list[int]]:
-        """Who drafts its next round, and what."""
+        """The drafter of the next round ("none" for no proposal) and the tokens that it proposes."""
         held, logged = len(self.committed), self.logged
         limit = len(logged.text) - held - 1 if self.trace.limited else UNLIMITED
         length = self.beside.next_length(limit, answers)
@@ -80,7 +80,7 @@ class Answer:
         return ("none", []) if proposal is None else (proposal.drafter, list(proposal.tokens))  # type: ignore[arg-type]
 
     def judge(self, who: str, tokens: list[int], draft_s: float, verify_s: float) -> int:
-        """How many tokens the round committed."""
+        """Judge the proposal and commit the round. Returns the number of tokens committed."""
         held = len(self.committed)
         right = self.logged.text[held : held + len(tokens)]
         accepted = next((i for i, (a, b) in enumerate(zip(tokens, right, strict=False)) if a != b), len(right))
@@ -102,7 +102,7 @@ def replay(
     seed: int,
     looks: bool,
 ) -> float:
-    """Tokens per second of all, so many at a time."""
+    """Tokens per second of all answers, ``answers`` at a time. ``looks``: with history lookups."""
     noise, clock = Noise(seed), Clock()
     policy = make(clock)
     true, joint = CostModel(costs), JointCosts()

@@ -1,6 +1,6 @@
-"""Draft-length policies of other software and of the literature, to compare with.
+"""Draft-length policies of other software and of the literature, for comparison.
 
-None of them knows what anything costs.
+None of them takes the costs of drafting and verifying into account.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AdditiveLength(LengthPolicy):
         self.length = start
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
-        """The present length."""
+        """The current length."""
         return min(self.length, limit)
 
     def observe(self, outcome: Round) -> None:
@@ -35,7 +35,7 @@ class AdditiveLength(LengthPolicy):
 
 
 class ThresholdLength(LengthPolicy):
-    """transformers' default: as many tokens as allowed, until the draft's own probability of one falls
+    """transformers' default: as many tokens as allowed, until the draft's own probability of a token falls
     below a constant (``assistant_confidence_threshold``, 0.4 there)."""
 
     attentive = True
@@ -60,7 +60,7 @@ class ThresholdLength(LengthPolicy):
 class AverageLength(LengthPolicy):
     """exllamav3's ``dynamic_draft_tokens``: just above a moving average of accepted tokens.
 
-    A wholly accepted draft counts one token more than it showed. Drafting pauses while the average is
+    A wholly accepted draft counts as one token more than were accepted. Drafting pauses while the average is
     under ``SKIP``, with a probe every ``PROBE_EVERY`` rounds.
     """
 
@@ -74,7 +74,7 @@ class AverageLength(LengthPolicy):
         self.idle = 0
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
-        """The window above the average; 0 while it is too low, but for a probe of one token."""
+        """One more than the average, rounded down; 0 while the average is too low, except for a probe of one token."""
         if self.average < self.SKIP:
             self.idle += 1
             if self.idle < self.PROBE_EVERY:
@@ -94,15 +94,15 @@ class AverageLength(LengthPolicy):
 class BanditLength(LengthPolicy):
     """UCB1 over the lengths 0 to ``longest``; the reward of a round is its tokens per second.
 
-    Means are discounted (Garivier and Moulines 2011), so that it can follow a change. Rewards are
-    scaled by the largest one seen. Tokens per second averaged over rounds is not tokens per second
-    over all: rounds that take longer should count for more. That is the policy's, not a slip here.
+    Means are discounted (Garivier and Moulines 2011), so that the policy can follow a change. Rewards are
+    scaled by the largest one seen. The mean over rounds of tokens per second is not the overall tokens per
+    second, in which longer rounds count for more. That is a property of the policy, not an error here.
     """
 
     name = "ucb"
-    # A memory of about 1,000 rounds: shorter never ends exploring 13 lengths, longer misses changes.
+    # Remembers about 1,000 rounds. Lower: exploring the lengths never ends. Higher: changes are missed.
     DISCOUNT = 0.999
-    # Width of the confidence bound; sqrt(2) is UCB1's own and explores for ever on rewards this noisy.
+    # Width of the confidence bound. UCB1's own is sqrt(2), which never stops exploring on rewards this noisy.
     WIDTH = 0.3
 
     def __init__(self, longest: int) -> None:
@@ -122,7 +122,7 @@ class BanditLength(LengthPolicy):
         return min(self.chosen, limit)
 
     def observe(self, outcome: Round) -> None:
-        """Credit the length that was drafted, whatever the limit made of the choice."""
+        """Credit the length that was drafted, even if the limit made it shorter than the chosen one."""
         reward = (outcome.accepted + 1) / max(outcome.draft_s + outcome.verify_s, 1e-9)
         self.best = max(self.best, reward)
         self.counts = [n * self.DISCOUNT for n in self.counts]

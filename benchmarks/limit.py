@@ -1,4 +1,4 @@
-"""What this machine allows, and how near decoding comes to it.
+"""Measures the limits of this machine, and how near decoding comes to them.
 
     python benchmarks/limit.py [--target DIR --draft DIR] [--length 4] [--prompts FILE]
 
@@ -33,12 +33,12 @@ from cli.calibrate import answer_plainly, read_sample
 from cli.prompts import PromptLine, read_prompts
 from trainers.replay import acceptance_rate, replay_on
 
-# Bytes read to find the bandwidth: far beyond any cache.
+# Bytes read to measure the bandwidth: far more than any cache holds.
 STREAM = 1 << 29
 
 
 def bandwidth() -> float:
-    """Bytes a second that all cores together read from memory."""
+    """Bytes per second that all cores together read from memory."""
     data = torch.ones(STREAM // 4)
     square = data.view(-1, 1 << 14)
     vector = torch.ones(square.shape[1])
@@ -47,7 +47,7 @@ def bandwidth() -> float:
 
 
 def weight_bytes(engine: Engine) -> int:
-    """Bytes of weights that one pass reads; an embedding table only where it is also the head."""
+    """Bytes of weights that one pass reads. An embedding table counts only if it is also the output head."""
     assert isinstance(engine, TransformersEngine)
     model = engine.model
     total = sum(parameter.nbytes for parameter in model.parameters())
@@ -56,10 +56,10 @@ def weight_bytes(engine: Engine) -> int:
 
 
 def show_model(name: str, engine: Engine, speed: float) -> None:
-    """Floor and bare passes of one model."""
+    """Print the floor and the bare passes of one model."""
     size = weight_bytes(engine)
     sequence = filled(engine, min(200, engine.context_length - 16))
-    # In turn: the machine's speed changes between one number of tokens and the next.
+    # The numbers of tokens take turns, because the machine's speed changes over time.
     found: dict[int, list[float]] = {count: [] for count in (1, 2, 4, 5, 8)}
     for count in found:
         settle(sequence, count)
@@ -76,7 +76,7 @@ def show_model(name: str, engine: Engine, speed: float) -> None:
 
 
 def show_context(pair: Pair, length: int) -> None:
-    """A round's forwards at a short and at a long context, and what attention alone accounts for."""
+    """Print how a round's forwards grow from a short to a long context, and how much of that is attention alone."""
     assert pair.draft is not None
     long = min(2000, pair.target.context_length - 32, pair.draft.context_length - 32)
     cost = {}
@@ -121,7 +121,7 @@ def attention_alone(pair: Pair, context: int, length: int) -> float:
 
 
 def show_memory(pair: Pair, prompts: list[PromptLine], length: int, tokens: int) -> None:
-    """Resident memory before and after many tokens."""
+    """Print the growth of resident memory over many tokens."""
     assistant, process = Assistant(pair, FixedLength(length), None), psutil.Process()
     each = min(1000, pair.target.context_length - 600)
     done, first = 0, 0
@@ -129,14 +129,14 @@ def show_memory(pair: Pair, prompts: list[PromptLine], length: int, tokens: int)
         prompt = prompts[(done // each) % len(prompts)]
         for _ in assistant.chat(prompt.messages, SamplingParams(temperature=0.7), StopParams(each, ignore_eos=True)):
             done += 1
-        first = first or process.memory_info().rss  # the first answer makes the buffers
+        first = first or process.memory_info().rss  # the first answer allocates the buffers
     grown = process.memory_info().rss - first
     print(f"resident memory grew by {grown / 1e6:.1f} MB from token {each} to token {done}")
 
 
 def show_int8(pair: Pair, settings: Settings, prompts: list[PromptLine]) -> None:
-    """A step of the draft, in its own dtype and with int8 weights, in turn; and acceptance of both on the target's
-    answers."""
+    """Print a step of the draft in its own dtype and with int8 weights, timed in turn, and the acceptance rates of both
+    on the target's answers."""
     drafts: list[Engine] = []
     for kind in ("none", "int8"):
         draft = load_pair(settings.model_copy(update={"draft_quantize": kind})).draft
@@ -163,7 +163,7 @@ def show_int8(pair: Pair, settings: Settings, prompts: list[PromptLine]) -> None
 
 
 def show_second_turn(pair: Pair, length: int) -> None:
-    """First token of a second turn of a long conversation, against a pass over its new tokens alone."""
+    """Print the time to the first token of a second turn in a long conversation, over a pass over its new tokens."""
     ratios = []
     for number in range(7):
         text = f"Number {number}. " + "Tell me about the river and the fox and the winter. " * 60
@@ -188,7 +188,7 @@ def show_second_turn(pair: Pair, length: int) -> None:
 
 
 def main() -> None:
-    """Everything, one after the other."""
+    """Run all measurements, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--draft")

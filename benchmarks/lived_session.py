@@ -1,16 +1,16 @@
-"""Does the gain of learning arrive in a lived session, on a machine that other programs use as well?
+"""Measures whether the gain of learning arrives in a lived session, on a machine that other programs use as well.
 
 A real server with default settings answers questions of two kinds, one kind after the other, with pauses;
-meanwhile other programs come and go (the regime). Before or after each of the session's answers the same prompt
-is answered by plain decoding and by fixed draft lengths, by the same process (``paired_server.py``) with the
-same adapter, so that whatever the machine does, it does to all of them.
+meanwhile other programs come and go (the regime). Before or after each of the session's answers the same
+process (``paired_server.py``) answers the same prompt by plain decoding and by fixed draft lengths, with the
+same adapter, so that disturbances of the machine affect all of them alike.
 
     python benchmarks/lived_session.py --regime busy-start --requests 600 --out lived
     python benchmarks/lived_session.py --regime quiet --useless     # a draft of random weights
 
-Prints a line for every hundred requests, and what is asked of the controller: the share of the gain of the
-best fixed length in hindsight that it collects from the first promotion on, the least speed against plain
-decoding over any fifty requests, and how fast it is within twenty requests of a promotion. --out keeps
+Prints a line for every hundred requests, and the figures that the controller is judged by: the share of the
+gain of the best fixed length in hindsight that it collects from the first promotion on, the lowest speed over
+plain decoding in any fifty consecutive requests, and its speed within twenty requests of a promotion. --out keeps
 every answer's figures, and the log with every round's seconds, for ``controller.py --noise``.
 """
 
@@ -42,16 +42,16 @@ REGIMES = ("quiet", "busy-start", "comes-and-goes", "throttled")
 KINDS = ("math", "code")
 # Share of the requests that are of the first kind.
 FIRST = 0.58
-# Seconds that other programs run at the start, and for which they come and go.
+# Seconds that other programs run at the start; and ranges of seconds for which they run and pause in turn.
 BUSY_START_S = 60.0
 ON_S, OFF_S = (5.0, 40.0), (10.0, 40.0)
-# Seconds between two requests, mostly; the longer pause, in which training finds time, and after how many requests.
+# Range of seconds between two requests; of the longer pause, in which training runs; and requests between long pauses.
 PAUSE_S, LONG_PAUSE_S, LONG_EVERY = (0.05, 0.5), (40.0, 70.0), 40
-# Requests over which the least speed is looked for, and after a promotion.
+# Consecutive requests over which the lowest speed is taken, and requests that count as soon after a promotion.
 WINDOW, SOON = 50, 20
 
 SPIN = "import time\nend = time.time() + 7200\nwhile time.time() < end: pass"
-# Half of a core's time, at a priority above everybody's where the system allows it.
+# Uses half of one core's time, at the highest priority if the system allows it.
 HALF = """
 import os, sys, time
 os.sched_setaffinity(0, {int(sys.argv[1])})
@@ -69,7 +69,7 @@ while time.time() < end:
 
 
 class Disturbance:
-    """Programs that use the machine, by the regime and a seed. ``share`` is how much of the session is over."""
+    """Runs other programs on the machine, by the regime and a seed. ``share``: how much of the session is over."""
 
     def __init__(self, regime: str, seed: int) -> None:
         self.regime = regime
@@ -114,7 +114,8 @@ class Disturbance:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: tokens after the first one, their seconds, rounds, those that drafted, and the figures of these."""
+    """One answer: tokens after the first one, their seconds, rounds, and of rounds that drafted their number, drafted
+    tokens and accepted tokens."""
 
     tokens: int
     seconds: float
@@ -126,7 +127,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: the session's own answer, and the same prompt by fixed draft lengths (0 is plain decoding)."""
+    """One request: the session's own answer, and answers to its prompt by fixed draft lengths (0 is plain decoding)."""
 
     number: int
     kind: str
@@ -138,7 +139,7 @@ class Asked:
 
 
 def ask(server: Served, text: str, tokens: int, length: int | None = None) -> tuple[Answer, str | None]:
-    """The session's answer, or one by a fixed draft length, and the adapter that it began with."""
+    """The session's answer, or the answer by a fixed draft length, and the adapter in use at its beginning."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.7}
     found = server.post("/v1/chat/completions", body, None if length is None else f"{PREFIX}{length}")
     timings, stats = found["timings"], found["speculative_decoding"]
@@ -155,7 +156,7 @@ def ask(server: Served, text: str, tokens: int, length: int | None = None) -> tu
 
 
 def session(options: argparse.Namespace, home: Path, say: Callable[[str], None]) -> list[Asked]:
-    """Ask everything; ``say`` is told of every hundred requests."""
+    """Send all requests; ``say`` receives a line for every hundred of them."""
     randomly = random.Random(options.seed)
     first = round(FIRST * options.requests)
     texts = [(KINDS[0], text) for text in cycled(KINDS[0], first)]
@@ -172,7 +173,7 @@ def session(options: argparse.Namespace, home: Path, say: Callable[[str], None])
         for number, (kind, text) in enumerate(texts):
             disturbance.share = number / len(texts)
             lengths: list[int | None] = [None, 0, *(options.lengths if number % options.every == 0 else [])]
-            randomly.shuffle(lengths)  # the first one after a pause finds a machine that has gone to sleep
+            randomly.shuffle(lengths)  # the first one after a pause finds a machine with sleeping cores
             fixed = {}
             for k in lengths:
                 if k is not None:
@@ -192,24 +193,24 @@ def session(options: argparse.Namespace, home: Path, say: Callable[[str], None])
                 say(f"  {said}")
         if options.out is not None:
             shutil.copy(server.state / "records.db", options.out.with_suffix(".db"))
-            with contextlib.suppress(FileNotFoundError):  # what the log has not taken in yet
+            with contextlib.suppress(FileNotFoundError):  # the part not yet checkpointed into the main file
                 shutil.copy(server.state / "records.db-wal", options.out.with_suffix(".db-wal"))
     return asked
 
 
 def cycled(kind: str, count: int) -> list[str]:
-    """So many prompts of a kind; there are fewer, so that some come twice."""
+    """``count`` prompts of a kind; if there are fewer, they repeat."""
     found = prompts(kind, min(count, len(prompts(kind, 1)) and 10_000))
     return [found[i % len(found)] for i in range(count)]
 
 
 def rate(answers: Sequence[Answer]) -> float:
-    """Tokens per second of all of them together."""
+    """Tokens per second of all answers together."""
     return sum(a.tokens for a in answers) / max(1e-9, sum(a.seconds for a in answers))
 
 
 def speeds(asked: Sequence[Asked]) -> dict[int, float]:
-    """By fixed length, tokens per second over plain decoding's on the same prompts."""
+    """By fixed length, its tokens per second over plain decoding's on the same prompts."""
     found = {}
     for k in sorted({k for a in asked for k in a.fixed}):
         both = [a for a in asked if k in a.fixed]
@@ -223,7 +224,7 @@ def speed(asked: Sequence[Asked]) -> float:
 
 
 def line(asked: Sequence[Asked]) -> str:
-    """What a hundred requests came to."""
+    """The line printed for these requests."""
     fixed = speeds(asked)
     best = max(fixed, key=fixed.__getitem__)
     rounds, drafting = sum(a.session.rounds for a in asked), sum(a.session.drafting for a in asked)
@@ -238,13 +239,13 @@ def line(asked: Sequence[Asked]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the session came to since the first promotion.
+    """The results of the session since the first promotion.
 
-    ``session`` is its speed over plain decoding's, ``same`` that on the prompts that fixed lengths answered too (most
-    of those answers follow another, where most of the session's follow a pause). ``collected`` is the share of the
-    ``best`` fixed length's gain that ``same`` has, ``least`` the lowest speed over plain decoding of ``WINDOW``
-    requests in a row, ``soon`` by promotion the speed in the first ``SOON`` requests after it over that of those until
-    the next.
+    ``session`` is its speed over plain decoding's. ``same`` is the same on the prompts that fixed lengths answered too
+    (there most answers follow another one directly; on other prompts half of the session's answers follow a pause).
+    ``collected`` is the share of the ``best`` fixed length's gain that ``same`` has, None if that gain is too small.
+    ``least`` is the lowest speed over plain decoding in ``WINDOW`` consecutive requests of the whole session. ``soon``
+    is, by promotion, the speed in the ``SOON`` requests after it over that in the requests from there to the next one.
     """
 
     promotions: int
@@ -258,7 +259,7 @@ class Verdict:
 
 
 def judge(asked: Sequence[Asked]) -> Verdict:
-    """From the first promotion on; of the whole session where there was none."""
+    """Judge the requests from the first promotion on, or all of them if there was no promotion."""
     changes = [b.number for a, b in itertools.pairwise(asked) if a.adapter != b.adapter]
     after = asked[changes[0] :] if changes else asked
     fixed = speeds(after)
@@ -283,7 +284,7 @@ def judge(asked: Sequence[Asked]) -> Verdict:
 
 @contextlib.contextmanager
 def useless(options: argparse.Namespace) -> Iterator[None]:
-    """A draft of random weights in the place of the draft."""
+    """With ``--useless``, replace the draft by one of random weights."""
     if not options.useless:
         yield
         return
@@ -306,7 +307,7 @@ def useless(options: argparse.Namespace) -> Iterator[None]:
 
 
 def main() -> None:
-    """Run one session and say what it came to."""
+    """Run one session and print its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--regime", choices=REGIMES, default="quiet")
     parser.add_argument("--requests", type=int, default=600)

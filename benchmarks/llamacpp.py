@@ -1,14 +1,14 @@
-"""Our loop on llama.cpp against llama-server, on the same GGUF files and threads, in turns on the same prompts.
+"""Races our loop on llama.cpp against llama-server, on the same GGUF files and threads, in turns on the same prompts.
 
     python benchmarks/llamacpp.py --server llama-server --target T.gguf --draft D.gguf [--lengths 2,4]
                                   [--kind math --skip 200] [--count 40] [--tokens 200] [--threads 2]
                                   [--adapter FOLDER] [--merged MERGED.gguf] [--temperature 0.7] [--out FILE]
 
 Every contender answers every prompt, in rotating order. Speed is that of decoding: tokens after the first
-and the seconds they took, ours by our clock and the server's by its own (so that HTTP costs it nothing).
-"On one prompt" is ours against llama-server with the same draft length: the median over prompts of the ratio on each,
-which what the prompts have apart does not shake. ``--adapter`` adds our loop with that PEFT adapter, ``--merged``
-llama-server with that file as its draft.
+and their seconds, ours by our clock and the server's by its own (so that HTTP does not count).
+"On one prompt" is our speed over llama-server's with the same draft length: the median over prompts of the ratio
+on each, which does not depend on differences between prompts. ``--adapter`` adds our loop with that PEFT adapter,
+``--merged`` adds llama-server with that file as its draft.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from cli.prompts import PromptLine, read_prompts
 
 # Seconds that a server may take to load its files.
 START = 120
-# Answers shorter than this say little about speed.
+# Tokens of the shortest answer that counts for speed: shorter ones are too noisy.
 LEAST = 16
 
 
@@ -109,7 +109,7 @@ class Server:
 
 
 def theirs(server: Server, pair: Pair, sampling: SamplingParams, tokens: int) -> Answer:
-    """llama-server, asked for the same tokens."""
+    """llama-server, prompted with the same tokens."""
 
     def answer(prompt: PromptLine, number: int) -> tuple[list[int], float, int, int]:
         said = server.ask(
@@ -125,7 +125,7 @@ def theirs(server: Server, pair: Pair, sampling: SamplingParams, tokens: int) ->
         )
         timings = said["timings"]
         found = said["tokens"]
-        if len(found) < timings["predicted_n"]:  # it counts the end of the answer and does not return it
+        if len(found) < timings["predicted_n"]:  # the server counts the end token but does not return it
             found = [*found, pair.tokenizer.eos_token_id]
         drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
         return found, timings["predicted_ms"] / 1000, drafted, accepted
@@ -146,8 +146,8 @@ def race(field: dict[str, Answer], prompts: list[PromptLine]) -> Iterator[Answer
 
 
 def rows(answers: list[Answered], names: list[str]) -> list[dict[str, Any]]:
-    """One row a contender. ``against`` is how many times as fast as the first, by medians of seconds a token;
-    ``paired`` how many times as fast as llama-server with the same length, the median over prompts of the ratio."""
+    """One row a contender. ``against``: how many times as fast as the first, by medians of seconds a token. ``paired``:
+    how many times as fast as llama-server with the same length, the median over prompts of the ratio."""
     first = {a.prompt: a.tokens for a in answers if a.contender == names[0]}
     paces = {(a.contender, a.prompt): a.seconds / (len(a.tokens) - 1) for a in answers if len(a.tokens) >= LEAST}
     found: list[dict[str, Any]] = []
@@ -182,7 +182,7 @@ def _paired(paces: dict[tuple[str, int], float], ours: str) -> float | None:
 
 
 def markdown(table: list[dict[str, Any]]) -> str:
-    """The table as it stands in the docs."""
+    """The table in the format of the docs."""
     lines = [
         "| | tokens/s | times the first | on one prompt | acceptance | a round | same answer | 8-grams repeated |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,14 +1,15 @@
-"""Is what our loop says on llama.cpp what llama.cpp says alone, and is a GGUF adapter the PEFT adapter?
+"""Checks that our loop on llama.cpp generates the same text as llama.cpp alone, and that a GGUF adapter equals PEFT's.
 
     python benchmarks/llamacpp_exact.py --target T.gguf --draft D.gguf [--checkpoint DIR --adapter FOLDER]
                                         [--count 40] [--tokens 200] [--lengths 0,1,4,9]
 
-**Ties.** The target alone is decoded by the binding's own generation, in none of our code. Where our
-greedy answer differs, the two candidates' logits at that place are computed again in passes of 1 to 10 tokens:
-a tie is a difference that these passes disagree about by themselves, printed with the gap and the noise.
+**Ties.** The target alone is decoded by the binding's own generation, without any of our code. Where our
+greedy answer differs, the logits of both candidates at that position are computed again in passes of 1 to 10
+tokens. A tie is a difference no larger than these passes' differences among themselves; it is printed with the gap
+and the noise.
 
 **Adapter.** Argmaxes of the adapted GGUF draft and of PEFT's model in float32 at 5,000 positions of the
-target's answers, and how long swapping takes.
+target's answers, and the time of a swap.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def alone(file: str, prompts: list[list[int]], count: int, threads: int) -> list
 
 
 def looks(engine: LlamaCppEngine, text: list[int], one: int, other: int) -> list[float]:
-    """Logit of ``one`` less that of ``other`` after ``text``, by passes of 1 to LARGEST_PASS tokens at its end."""
+    """Logit of ``one`` less that of ``other`` after ``text``, for passes of 1 to LARGEST_PASS tokens at its end."""
     gaps = []
     for size in range(1, LARGEST_PASS + 1):
         sequence = engine.sequence()
@@ -61,12 +62,12 @@ def looks(engine: LlamaCppEngine, text: list[int], one: int, other: int) -> list
 
 
 def compare(pair: Pair, prompts: list[PromptLine], tokens: int, lengths: list[int], references: list[list[int]]) -> int:
-    """Print every difference; how many there are."""
+    """Print every difference and return their number."""
     assert isinstance(pair.target, LlamaCppEngine)
     differences = 0
     for length in lengths:
         for number, prompt in enumerate(prompts):
-            assistant = Assistant(pair, FixedLength(length), None)  # nothing cached, as where the target is alone
+            assistant = Assistant(pair, FixedLength(length), None)  # nothing cached, as with the target alone
             for _ in assistant.chat(prompt.messages, SamplingParams(), StopParams(tokens, ignore_eos=True)):
                 pass
             assert assistant.last is not None
@@ -87,7 +88,7 @@ def compare(pair: Pair, prompts: list[PromptLine], tokens: int, lengths: list[in
 
 
 def agreement(engine: LlamaCppEngine, checkpoint: Path, adapter: Path, texts: list[list[int]]) -> None:
-    """Print the share of equal argmaxes, and what swapping takes."""
+    """Print the share of equal argmaxes and the time of a swap."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -122,7 +123,7 @@ def agreement(engine: LlamaCppEngine, checkpoint: Path, adapter: Path, texts: li
         began = time.perf_counter()
         for _ in engine.swap_adapter(adapter if number % 2 == 0 else None):
             pass
-        sequence.extend(torch.tensor([5]), 1)  # the first pass under other weights pays for the new graph
+        sequence.extend(torch.tensor([5]), 1)  # the first pass with other weights builds the new graph
         swaps.append(1000 * (time.perf_counter() - began))
     print(
         f"swap on a running session, to the first token after it: median {statistics.median(swaps[::2]):.1f} ms, "

@@ -1,13 +1,13 @@
-"""Do an exported adapter and a merged draft show in llama-server the acceptance that replay predicts?
+"""Checks that an exported adapter and a merged draft have in llama-server the acceptance that replay predicts.
 
     python benchmarks/llamacpp_export.py --server llama-server --target T.gguf --draft D.gguf --adapter FOLDER
                                          --adapter-gguf A.gguf --merged M.gguf [--kind tools] [--count 40]
 
 The target answers prompts greedily; replay of the adapted draft predicts how many of K drafted tokens a round are
 accepted. llama-server then speculates with the merged file on the same prompts, and its own counts are
-compared. As a draft it takes no adapter: there the exported one is loaded on the draft as a model of its own,
-which is asked for the next token at every position of the answers; the share of the target's tokens is the
-acceptance rate.
+compared. llama-server applies no adapter to a draft. So the exported adapter is loaded on the draft, served as a
+model of its own, and the next token is requested at every position of the answers; the share of tokens equal to
+the target's is the acceptance rate.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from trainers.replay import Replay, acceptance_rate, expected_rounds
 
 
 def end_uncounted(replay: Replay, length: int) -> bool:
-    """Whether the end of a greedy answer is drafted, accepted and not counted: llama-server stops looking at a draft
-    where the answer ends, and counts the end as accepted only in the last place."""
+    """Whether the end of a greedy answer is drafted and accepted but not counted: llama-server stops checking a draft
+    where the answer ends, and counts the end as accepted only in the last place of the draft."""
     at, last = 0, replay.positions - 1
     while at <= last and not replay.limited:
         for step in range(length):
@@ -45,7 +45,7 @@ def end_uncounted(replay: Replay, length: int) -> bool:
 
 
 def main() -> None:
-    """Answer, replay, ask the servers, print both."""
+    """Answer the prompts, replay, query the servers, print both acceptance rates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("server", "target", "draft", "adapter-gguf", "merged"):
         parser.add_argument(f"--{name}", required=True)

@@ -1,4 +1,4 @@
-"""What logging costs: tokens per second with the log on and off, interleaved on the same prompts.
+"""Measures the cost of logging: tokens per second with the log on and off, interleaved on the same prompts.
 
     python benchmarks/logging_cost.py [--prompts FILE] [--count 40] [--target DIR --draft DIR]
 

@@ -1,10 +1,10 @@
-"""What our forward of a mixture of experts comes to, on a Qwen 3 mixture of random weights.
+"""Measures our forward of a mixture of experts, on a Qwen 3 mixture of random weights.
 
     python benchmarks/mixture.py
     python benchmarks/mixture.py --experts 128 --layers 4
 
 Prints plain decoding by our forward and by transformers' own in the same engine, timed in turn; and passes over several
-tokens of a text that the model says, against one, with the experts that they choose in a layer.
+tokens of a text sampled from the model, against one token, with the number of experts that they use in a layer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from adaptive.engines.cpu.feed_forward import Mixture
 from adaptive.engines.hf.engine import TransformersEngine
 
-# Tokens of a text before what is timed, and of the text in which passes are timed at several places.
+# Tokens of text before the first timed pass, and tokens of the whole text; passes are timed at several places in it.
 CONTEXT, TEXT = 64, 128
 COUNTS = (1, 2, 4, 8, 16)
 
 
 def make_model(args: argparse.Namespace) -> Qwen3MoeForCausalLM:
-    """Random weights, by which each token's distribution hangs on all before it."""
+    """A model of random weights in which each token's distribution depends on all tokens before it."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=args.vocab,
@@ -53,7 +53,7 @@ def make_model(args: argparse.Namespace) -> Qwen3MoeForCausalLM:
 
 
 def say(engine: TransformersEngine, count: int) -> list[int]:
-    """What the model says when it draws each token from its distribution."""
+    """A text of ``count`` tokens sampled from the model."""
     torch.manual_seed(1)
     sequence, text = engine.sequence(), [1]
     while len(text) < count:
@@ -62,7 +62,7 @@ def say(engine: TransformersEngine, count: int) -> list[int]:
 
 
 def show_plain(ours: TransformersEngine, theirs: TransformersEngine, text: list[int], args: argparse.Namespace) -> None:
-    """Tokens one by one, by each forward in turn."""
+    """Print plain decoding, token by token, by each forward in turn."""
     taken: tuple[list[float], list[float]] = ([], [])
     held = [engine.sequence() for engine in (ours, theirs)]
     for sequence in held:
@@ -83,7 +83,7 @@ def show_plain(ours: TransformersEngine, theirs: TransformersEngine, text: list[
 
 
 def show_passes(engine: TransformersEngine, text: list[int], repeats: int) -> None:
-    """Passes over several tokens against one, at several places of the text."""
+    """Print passes over several tokens against one, at several places of the text."""
     sequence = engine.sequence()
     sequence.extend(text, 1)
     found: dict[int, list[float]] = {count: [] for count in COUNTS}
@@ -108,7 +108,7 @@ def show_passes(engine: TransformersEngine, text: list[int], repeats: int) -> No
 
 
 def experts_chosen(engine: TransformersEngine, text: list[int]) -> list[torch.Tensor]:
-    """By layer, the experts of each token (n, chosen)."""
+    """For each layer the experts of each token, (n, chosen)."""
     found: list[torch.Tensor] = []
     assert engine.cpu_forward is not None
     given: Any = Mixture.choose
@@ -126,7 +126,7 @@ def experts_chosen(engine: TransformersEngine, text: list[int]) -> list[torch.Te
 
 
 def main() -> None:
-    """Both, one after the other."""
+    """Run both measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {
         "layers": 8, "width": 1024, "experts": 64, "inner": 512, "chosen": 8, "vocab": 32000, "tokens": 32,
@@ -139,7 +139,7 @@ def main() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ours = TransformersEngine(model)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    hook = model.register_forward_pre_hook(lambda *given: None)  # with which a model keeps its own forward
+    hook = model.register_forward_pre_hook(lambda *given: None)  # a model with hooks keeps transformers' own forward
     theirs = TransformersEngine(model)
     hook.remove()
     size = sum(parameter.numel() for parameter in model.parameters())

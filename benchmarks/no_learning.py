@@ -1,12 +1,12 @@
-"""Forty rounds of training with nothing to learn: what does the gate let through, and does it do harm?
+"""Runs forty rounds of training with nothing to learn, to see what the gate promotes and whether it does harm.
 
     python benchmarks/no_learning.py --cache DIR --records self       # the draft's own output, under other seeds
     python benchmarks/no_learning.py --cache DIR --records shuffled   # the target's, its distributions shuffled
 
-Both are a stream of ``adaptation.py`` with a round after every 25 generations, by the real trainer, store
-and gate. ``self``: the draft is the target, so it is right already. ``shuffled``: the stored distributions
-change places among all positions, so that they say nothing of the text they stand with (how often which
-token is said can still be learned from them). Acceptance is on prompts set aside, with nothing shuffled.
+Both are a stream of ``adaptation.py`` with training after every 25 generations, by the real trainer, store
+and gate. ``self``: the draft is also the target, so it is already right. ``shuffled``: the stored distributions
+are permuted among all positions, so that they carry no information about the text at their positions (overall
+token frequencies can still be learned from them). Acceptance is measured on held-out prompts, unshuffled.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from trainers.recipe import Recipe
 ROUNDS, NEW = 40, 25
 SET_ASIDE = 60
 KINDS = ("tools", "math")
-# Retained generations of a round: enough to see a gain of 0.03, and forty rounds take minutes.
+# Generations retained for a round: enough to see a gain of 0.03, few enough that forty rounds take minutes.
 BUFFER = 200
 
 
 def shuffled(generations: list[Generation], seed: int) -> list[Generation]:
-    """The same text, each position with the stored distribution of another one, of any generation."""
+    """The same texts, each position with the stored distribution of another position, of any generation."""
     held = [g.supervision for g in generations if g.supervision is not None]
     order = np.random.default_rng(seed).permutation(sum(len(s.rest) for s in held))
     ids, logprobs, rest = (
@@ -51,7 +51,7 @@ def shuffled(generations: list[Generation], seed: int) -> list[Generation]:
 
 
 def main() -> None:
-    """Run the rounds; print each promotion and what it did to the prompts set aside."""
+    """Run the rounds; print each round's status and the change of acceptance on held-out prompts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="folder for the answers, made once")
     parser.add_argument("--records", choices=("self", "shuffled"), required=True)
@@ -67,7 +67,7 @@ def main() -> None:
     given = stream(f"mixture:{','.join(KINDS)}", answers, (ROUNDS + 1) * NEW, SET_ASIDE, args.seed)
     if args.records == "shuffled":
         given = Stream(shuffled(given.generations, args.seed), given.held_out)
-    rounds = [NEW * n for n in range(2, ROUNDS + 2)]  # the first has two parts: 25 are too few to split
+    rounds = [NEW * n for n in range(2, ROUNDS + 2)]  # the first round has 2 * NEW: 25 generations are too few to split
     promotions, worst = 0, 0.0
     with tempfile.TemporaryDirectory() as folder:
         learner = Rounds(Path(folder), settings, Recipe(buffer=BUFFER, seed=args.seed))

@@ -1,9 +1,9 @@
-"""``adaptive serve`` that also answers by fixed draft lengths, in the same process, when a benchmark asks for it.
+"""``adaptive serve`` that, for a benchmark, also answers by fixed draft lengths in the same process.
 
-Two processes of the same program differ by up to a tenth in speed for as long as they live, by where their
-memory lies. So what a session is held against has to come from its own models. A request whose session id is
-``fixed-3`` is answered by draft length 3 (0 is plain decoding), and leaves no trace in what the session
-learns from: it has its own length policy, log and choice of threads, and nobody is told of it.
+Two processes of the same program differ in speed by up to a tenth for their whole life, depending on their memory
+layout. So a session has to be compared with answers of its own process. A request whose session id is
+``fixed-3`` is answered with draft length 3 (0 is plain decoding), and does not affect anything that the session
+learns from: it has its own length policy, log and choice of threads, and no listener is called for it.
 
     python benchmarks/paired_server.py serve --port 0 --target ... (as for ``adaptive``)
 """
@@ -30,19 +30,19 @@ PREFIX = "fixed-"
 
 
 class PairedEngine(EngineThread):
-    """An engine thread with a second way to answer."""
+    """An engine thread that answers either as the session does or by a fixed draft length."""
 
     log: LogWriter
     choices: dict[int, ThreadChoice]
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._wanted = "1"  # what is told apart is told apart in time
+        self._wanted = "1"  # one slot: the two ways of answering must not run at the same time
         self._apart_from_session = contextlib.ExitStack()
 
     def _next(self, assistant: Assistant, work: Work) -> None:
-        self._apart_from_session.close()  # of the job's answer before
-        assistant.conversations.forget_drafts()  # whoever comes second has not read the question either
+        self._apart_from_session.close()  # left over from the previous job's answer
+        assistant.conversations.forget_drafts()  # so that the second answer to a prompt has no draft cache of the first
         session = work.job.ask.session or ""
         if session.startswith(PREFIX):
             self._apart_from_session.enter_context(self._apart(assistant, int(session.removeprefix(PREFIX))))
@@ -54,7 +54,7 @@ class PairedEngine(EngineThread):
 
     @contextlib.contextmanager
     def _apart(self, assistant: Assistant, length: int) -> Iterator[None]:
-        """Everything that learns from an answer is another one meanwhile."""
+        """Within the block, replace everything that learns from an answer."""
         engines = [engine for engine in (assistant.pair.target, assistant.pair.draft) if engine is not None]
         if not hasattr(self, "log"):
             self.log = LogWriter(Path(tempfile.mkdtemp()) / "records.db")
@@ -73,7 +73,7 @@ class PairedEngine(EngineThread):
 
 
 def _choose(engine: Engine, choice: ThreadChoice) -> ThreadChoice:
-    """Put another choice of threads into an engine; the one that was there."""
+    """Put another choice of threads into an engine. Returns the previous one."""
     holder = getattr(engine, "cpu_forward", engine)
     before: ThreadChoice = holder.threads
     holder.threads = choice

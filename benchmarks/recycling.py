@@ -1,10 +1,10 @@
-"""Whether token recycling earns its place: tokens a round by it, by history, by the draft, and by it beside these.
+"""Measures whether token recycling is worth having: tokens a round of recycling, history, the draft and combinations.
 
-In:  the file of ``benchmarks/replay_workloads.py`` and its target. Out: by workload, counts and nothing timed.
+In:  the file of ``benchmarks/replay_workloads.py`` and its target. Out: by workload, counts; nothing is timed.
 
-Recycling proposes, after a token, what the target itself ranked highest when it last saw that token. The target's
-ranks are computed anew along the logged answers (``RANKS`` of them; the log holds 32), and successors are learned of
-answers only, as they would be logged. As a chain it follows the first rank; as a tree it has the nodes of ``TREE``.
+Recycling proposes after a token the tokens that the target itself ranked highest when it last processed that token. The
+target's ranks are computed anew along the logged answers (``RANKS`` of them; the log holds 32). Successors are learned
+from answers only, as they would be logged. A chain follows the first rank; a tree has the nodes of ``TREE``.
 
     python benchmarks/recycling.py workloads.npz
 """
@@ -21,12 +21,12 @@ from replay_workloads import Trace, load
 from adaptive.drafting.suffixes import Suffixes, suffixes
 
 RANKS = 8
-# Nodes of a tree by the ranks that lead to them: as many as cost some percent of a pass each.
+# Nodes of a tree by the ranks that lead to them. Each node adds some percent to the time of a pass.
 TREE = (
     (0,), (1,), (2,), (3,), (4,), (5,), (0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0),
     (0, 0, 0, 0), (0, 0, 0, 0, 0),
 )  # fmt: skip
-# Tokens of a chain of recycling, of history, and of the draft.
+# Longest chain of recycling, of history and of the draft, in tokens.
 CHAIN, HISTORY, DRAFT = 4, 8, 4
 
 
@@ -40,17 +40,17 @@ def ranked(target: Any, trace: Trace) -> np.ndarray:
 
 
 class Recycled:
-    """What the target ranked highest when it last saw a token."""
+    """The tokens that the target ranked highest when it last processed each token."""
 
     def __init__(self) -> None:
         self.after: dict[int, list[int]] = {}
 
     def learn(self, token: int, ranks: list[int]) -> None:
-        """The target has seen ``token``."""
+        """Store the target's ranks after ``token``."""
         self.after[token] = ranks
 
     def chain(self, text: list[int], held: int) -> int:
-        """Accepted tokens of a chain."""
+        """Accepted tokens of a chain proposed after ``held`` tokens."""
         token, accepted = text[held - 1], 0
         for right in text[held : held + CHAIN]:
             token = self.after.get(token, [-1])[0]
@@ -60,7 +60,7 @@ class Recycled:
         return accepted
 
     def tree(self, text: list[int], held: int) -> int:
-        """Accepted tokens of a tree."""
+        """Accepted tokens of a tree proposed after ``held`` tokens."""
         most = 0
         for path in TREE:
             token, depth = text[held - 1], 0
@@ -74,9 +74,9 @@ class Recycled:
 
 
 def play(traces: list[Trace], ranks: list[np.ndarray]) -> tuple[dict[str, float], dict[str, tuple[float, int]]]:
-    """Tokens a round of every way over these answers, one after the other, each learned from when it is over but for
-    what recycling and history have of the text under way; and how often, of how many places, the first token of a
-    chain is right where others have nothing."""
+    """Tokens a round of every way over these answers, one after the other; and the share, and the number, of positions
+    at which the first token of a recycling chain is right although the others have no right token. Records learn from
+    an answer when it ends; recycling and history also use the current text so far."""
     totals: dict[str, list[int]] = {}
     hits: dict[str, list[bool]] = {"history finds nothing": [], "history and the draft are both wrong": []}
     records, kept = suffixes(), Recycled()
@@ -113,8 +113,8 @@ def play(traces: list[Trace], ranks: list[np.ndarray]) -> tuple[dict[str, float]
 def _places(
     trace: Trace, rows: np.ndarray, records: Suffixes, kept: Recycled
 ) -> tuple[list[int], list[int], list[bool], list[int], list[int]]:
-    """At every place of an answer behind its first token how many tokens would be accepted: of the draft's, of
-    history's and whether it has any, of a chain and of a tree of recycling."""
+    """For every position of an answer after its first token, the number of tokens that would be accepted: of the draft,
+    of history (and whether it finds any), of a chain and of a tree of recycling."""
     text: list[int] = trace.text.tolist()
     begin, accepted = trace.prompt + 1, trace.accepted.tolist()
     draft, history, has, chain, tree = list[int](), list[int](), list[bool](), list[int](), list[int]()
@@ -148,7 +148,7 @@ def _either(has: list[bool], one: list[int], other: list[int]) -> list[int]:
 
 
 def _behind(draft: list[int], other: list[int]) -> list[int]:
-    """The draft's tokens, and those of ``other`` behind them where all of them stand."""
+    """The draft's tokens, plus those of ``other`` behind them where the whole draft is accepted."""
     ends = len(other)
     return [n + (other[at + n] if n == DRAFT and at + n < ends else 0) for at, n in enumerate(draft)]
 

@@ -1,14 +1,13 @@
-"""Logged generations as the controller's replay needs them: what was accepted, how sure the draft was.
+"""Logs generations in the form that the controller's replay needs: accepted positions and the draft's confidence.
 
 In:  a pair of models, and a folder of chat records (``*.jsonl.gz``, ``{"messages": [...]}`` a line).
 Out: one ``.npz`` file of ``Trace`` objects by name, which ``benchmarks/controller.py`` replays.
 
-The target answers greedily, or with ``--temperature`` each answer under a seed of its own, answers are cut at the
-first loop, and one teacher-forced pass of the draft says at every position whether its token is the target's and how
-probable it held its likeliest. What a
-draft does *after* a token that will be rejected costs time too, and depends on its confidence
-there, so each rejected token is continued by the draft (all rejections of an answer in one batch).
-With both, a replayed round is exactly the round that would have run.
+The target answers greedily, or with ``--temperature`` each answer under its own seed. Answers are cut at their
+first loop. One teacher-forced pass of the draft gives for every position whether its token is the target's, and the
+probability of its likeliest token. The draft's steps *after* a token that will be rejected cost time too, and their
+number depends on its confidence there, so the draft continues each rejected token (all rejections of an answer in one
+batch). With both, a replayed round is exactly the round that would have run.
 
     python benchmarks/replay_workloads.py --data DATA --out workloads.npz
 """
@@ -31,11 +30,11 @@ import numpy.typing as npt
 
 from adaptive.noise import keys_of, winner
 
-# Draft positions logged after a rejection: no policy may draft further than this.
+# Draft positions logged after a rejection. No policy may draft further than this.
 DEPTH = 16
-# Tokens of the recorded answer that go before the continuation where many records share one prompt.
+# Where several records share a prompt: tokens of the recorded answer that are added to the prompt.
 GIVEN = 16
-# Kinds that are also logged with a draft of random weights, and with one that learned from their first half.
+# Kinds that are also logged with a draft of random weights, and with a draft distilled on their first half.
 USELESS = ("gsm8k_train",)
 ADAPTED = ("gsm8k_train", "tool_calls")
 
@@ -45,15 +44,15 @@ Text = tuple[list[int], list[int], bool]
 
 @dataclass(frozen=True)
 class Trace:
-    """One generation of n + 1 tokens after ``prompt`` tokens, seen by one draft.
+    """One generation of n + 1 tokens after ``prompt`` tokens, with the proposals of one draft.
 
     ``accepted`` (n,) bool: whether the draft's token at output position i + 1 is the target's.
     ``confidence`` (n,) float32: the probability that the draft gives its own token there. ``beyond``
-    (n, DEPTH) float32: its confidence at the positions after token i, had it gone on from its own
-    token; NaN where that token is the target's, so that the path itself goes on (the last row is
-    always there). ``limited``: the answer ends at the length limit, which the policy knows. For drafters that look at
-    the tokens: ``text`` is all of the prompt and the answer, ``drafts`` (n,) are the draft's tokens at those
-    positions, and ``after`` (n, DEPTH) those behind its own, where ``beyond`` is a number.
+    (n, DEPTH) float32: its confidence at the positions after token i if it continues from its own
+    token; NaN where that token is the target's, because then the trace itself continues (the last row is
+    always set). ``limited``: the answer ends at the length limit, which a policy is given. For drafters that depend
+    on tokens: ``text`` is the whole prompt and answer, ``drafts`` (n,) the draft's tokens at the positions of
+    ``accepted``, and ``after`` (n, DEPTH) its tokens after its own token, where ``beyond`` is a number.
     """
 
     prompt: int
@@ -67,7 +66,7 @@ class Trace:
 
 
 def save(file: Path, workloads: dict[str, list[Trace]]) -> None:
-    """All paths of all workloads, end to end, in one compressed file."""
+    """Write all traces of all workloads, joined end to end, to one compressed file."""
     arrays: dict[str, Any] = {}
     for name, paths in workloads.items():
         arrays[f"{name}/lengths"] = np.array([len(p.accepted) for p in paths])
@@ -100,8 +99,8 @@ def load(file: Path) -> dict[str, list[Trace]]:
 
 
 def openings(data: Path, kind: str, count: int, tokenizer: Any) -> list[list[int]]:
-    """``count`` token-id prompts of one kind: records in hash order; where a prompt came before, with
-    the first words of its answer as well, so that every generation is another one."""
+    """``count`` token-id prompts of one kind: records in hash order. A prompt that occurred before is extended by the
+    first ``GIVEN`` tokens of its answer, so that every generation is different."""
     with gzip.open(data / f"{kind}.jsonl.gz", "rt", encoding="utf-8") as file:
         records = [json.loads(line)["messages"] for line in file]
     records.sort(key=lambda messages: hashlib.sha256(json.dumps(messages).encode()).digest())
@@ -121,8 +120,8 @@ def openings(data: Path, kind: str, count: int, tokenizer: Any) -> list[list[int
 def answers(
     model: Any, prompts: list[list[int]], longest: int, pad: int, end: int, temperature: float = 0.0
 ) -> Iterator[tuple[int, list[int]]]:
-    """The target's answer to each prompt, at a temperature under a seed of its own, in batches of prompts
-    of like length; yields (index, answer)."""
+    """Yield (index, answer) of the target for each prompt, each under its own seed at a temperature above 0, in batches
+    of prompts of similar length."""
     import torch
 
     def drawn(pads: list[int], seeds: list[int], ids: Any, logits: Any) -> Any:
@@ -147,12 +146,12 @@ def answers(
 
 
 def seed_of(prompt: list[int]) -> int:
-    """That of the answer to a prompt."""
+    """The seed of the answer to a prompt."""
     return zlib.crc32(np.array(prompt, np.int32).tobytes())
 
 
 def trace_of(draft: Any, prompt: list[int], output: list[int], limited: bool, temperature: float = 0.0) -> Trace:
-    """What ``draft`` would have proposed along this answer, under its seed at a temperature above 0."""
+    """The proposals of ``draft`` along this answer, under the answer's seed at a temperature above 0."""
     import torch
     from transformers import DynamicCache
 
@@ -175,7 +174,7 @@ def trace_of(draft: Any, prompt: list[int], output: list[int], limited: bool, te
 
 
 def _chosen(logits: Any, places: Sequence[int], temperature: float, seed: int) -> tuple[Any, Any]:
-    """Of rows (n, vocab) the tokens that the draft says at these places of the text, and how sure it is."""
+    """The tokens that the draft chooses from logits (n, vocab) at these positions of the text, and its confidence."""
     import torch
 
     if not temperature:
@@ -186,8 +185,8 @@ def _chosen(logits: Any, places: Sequence[int], temperature: float, seed: int) -
 
 
 def _continued(draft: Any, cache: Any, held: Any, tokens: Any, temperature: float, seed: int) -> tuple[Any, Any]:
-    """Confidence (rows, DEPTH) and tokens of the draft going on from ``tokens`` (rows,), each after the first
-    ``held`` + 1 tokens of the text that is in ``cache``."""
+    """Confidence (rows, DEPTH) and tokens of the draft as it continues ``tokens`` (rows,), each of which follows the
+    first ``held`` + 1 tokens of the text in ``cache``."""
     import torch
 
     length, rows = cache.get_seq_length(), len(tokens)
@@ -212,7 +211,7 @@ def _continued(draft: Any, cache: Any, held: Any, tokens: Any, temperature: floa
 
 
 def adapted(folder: Path, texts: list[Text]) -> Any:
-    """The draft after a distillation on these answers, its adapter merged; the last fifth chooses the checkpoint."""
+    """The draft distilled on these answers, its adapter merged; the last fifth chooses the checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -238,7 +237,7 @@ def adapted(folder: Path, texts: list[Text]) -> Any:
 
 
 def main() -> None:
-    """Log every kind with the draft; some with random weights, and with an adapter made from their first half."""
+    """Log every kind with the draft; some also with random weights, and with an adapter made from their first half."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     bundled = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
     parser.add_argument("--data", type=Path, required=True, help="folder of *.jsonl.gz chat records")
@@ -278,19 +277,19 @@ def main() -> None:
 
 
 class Logbook:
-    """The workloads logged so far, in their file; a name that is there is not logged again."""
+    """The workloads logged so far, in their file. A name already in it is not logged again."""
 
     def __init__(self, args: argparse.Namespace, target: Any, tokenizer: Any) -> None:
         self.args, self.target, self.tokenizer = args, target, tokenizer
         self.workloads = load(args.out) if args.out.exists() else {}
 
     def add(self, name: str, texts: Callable[[], list[Text]], draft: Any) -> None:
-        """Log ``name``: these texts as ``draft`` sees them."""
+        """Log ``name``: these texts with ``draft``."""
         if name not in self.workloads:
             self._keep(name, texts(), draft)
 
     def log(self, name: str, kind: str, model: Callable[[list[Text]], Any]) -> None:
-        """Log ``name``: the answers of ``kind`` as the model made from them sees them."""
+        """Log ``name``: the answers of ``kind`` with the model that ``model`` makes from them."""
         if name in self.workloads:
             return
         texts = answered(self.target, self.tokenizer, self.args, kind)
@@ -306,8 +305,8 @@ class Logbook:
 
 
 def rewrites(target: Any, tokenizer: Any, args: argparse.Namespace) -> list[Text]:
-    """Files in which one name is to be changed, and as the answer the file so changed: no bundled model does that, so
-    that the answer is given, and the draft is judged by it token by token."""
+    """Prompts to rename one name in a file; the answer is the file with that change. No bundled model can do that, so
+    the answer is given, and the draft is judged against it token by token."""
     with gzip.open(args.data / "code_instructions.jsonl.gz", "rt", encoding="utf-8") as file:
         files = [json.loads(line)["messages"][1]["content"] for line in file]
     files = sorted({text for text in files if 300 < len(text) < 1500 and text.count("\n") > 8})
@@ -323,7 +322,7 @@ def rewrites(target: Any, tokenizer: Any, args: argparse.Namespace) -> list[Text
 
 
 def conversation(target: Any, tokenizer: Any, args: argparse.Namespace) -> list[Text]:
-    """Tool calls one after the other in one growing conversation, whose first message has the tool's schema."""
+    """Successive tool calls in one growing conversation; its first message contains the tool's schema."""
     by_schema: dict[str, list[str]] = {}
     with gzip.open(args.data / "tool_calls.jsonl.gz", "rt", encoding="utf-8") as file:
         for line in file:
@@ -348,7 +347,8 @@ def _prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 def answered(target: Any, tokenizer: Any, args: argparse.Namespace, kind: str) -> list[Text]:
-    """Prompts of one kind with the target's answers, cut at their first loop; made once and kept beside the file."""
+    """Prompts of one kind with the target's answers, cut at their first loop. Answers are kept beside the output file
+    and reused."""
     from trainers.dataset import loop_start, repeated_ngrams
 
     prompts = openings(args.data, kind, args.generations, tokenizer)

@@ -1,4 +1,4 @@
-"""The tables and the plot of ``adaptation.py``, from its results as JSON values: means over seeds, 95% intervals."""
+"""Prints the tables and the plot of ``adaptation.py`` from its JSON results: means over seeds, 95% intervals."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from scipy.stats import t
 
 from adaptive.control.costs import CostTable
 
-# Tokens of the generation that break-even is counted in.
+# Tokens of a generation, the unit of break-even.
 GENERATION = 200
 
 Result = dict[str, Any]
 
 
 def interval(values: list[float], digits: int = 3, sign: str = "") -> str:
-    """Mean over seeds and the 95% interval by Student's t; the mean alone of a single seed."""
+    """The mean over seeds and the 95% interval by Student's t; only the mean if there is one seed."""
     if any(value == float("inf") for value in values):
         return "never"
     text = f"{mean(values):{sign}.{digits}f}"
@@ -27,7 +27,7 @@ def interval(values: list[float], digits: int = 3, sign: str = "") -> str:
 
 
 def report(results: list[Result], costs: CostTable, plot: bool) -> None:
-    """Everything that the results say, as Markdown."""
+    """Print all results as Markdown."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result["stream"], result["recipe"]), []).append(result)
@@ -54,7 +54,7 @@ def speed(figures: dict[str, Any], costs: CostTable) -> float:
 
 
 def table(runs: list[Result], costs: CostTable) -> None:
-    """A line for every round and kind."""
+    """Print a line for every round of training and kind."""
     print("| generations | kind | acceptance | tokens a round | predicted tokens/s | training, s | promoted | live |")
     print("|---|---|---|---|---|---|---|---|")
     for points in zip(*(run["points"] for run in runs), strict=True):
@@ -73,7 +73,7 @@ def table(runs: list[Result], costs: CostTable) -> None:
 
 
 def gain(run: Result, point: int = -1, kind: str | None = None) -> float:
-    """Acceptance gained since before any training, on all of the stream's kinds or on one."""
+    """Acceptance gained since before any training, on all of the stream's kinds or on one kind."""
     first, then = run["points"][0], run["points"][point]
     if kind is None:
         return float(then["all"]["acceptance"] - first["all"]["acceptance"])
@@ -81,9 +81,9 @@ def gain(run: Result, point: int = -1, kind: str | None = None) -> float:
 
 
 def break_even(run: Result, costs: CostTable) -> float:
-    """Generations of ``GENERATION`` tokens after which the first promoted round's seconds are saved again.
+    """Generations of ``GENERATION`` tokens after which the seconds of the first promoted training are saved.
 
-    Speculation before it counts: what is saved is against the undistilled draft at its own best length.
+    The saving is relative to speculation with the undistilled draft at its own best length.
     """
     first = run["points"][0]["all"]
     for point in run["points"][1:]:
@@ -94,7 +94,7 @@ def break_even(run: Result, costs: CostTable) -> float:
 
 
 def summary(runs: list[Result], costs: CostTable) -> None:
-    """Gain, how soon, how much longer the rounds, and when it has paid."""
+    """Print the gain, the share of it after the first training, the growth of rounds, and break-even."""
     first, last = [[run["points"][i]["all"] for run in runs] for i in (0, -1)]
     longer = [b["mean_acceptance_length"] / a["mean_acceptance_length"] for a, b in zip(first, last, strict=True)]
     faster = [speed(b, costs) / speed(a, costs) for a, b in zip(first, last, strict=True)]
@@ -108,7 +108,7 @@ def summary(runs: list[Result], costs: CostTable) -> None:
 
 
 def retention(runs: list[Result], groups: dict[tuple[str, str], list[Result]], recipe: str) -> None:
-    """After a change of kind: what the new one gains of what it gains alone, what the old one keeps."""
+    """After a change of kind, print the new kind's gain over its gain alone, and how much gain the old kind keeps."""
     before, after = runs[0]["stream"].split(":")[1].split(",")
     seen = [point["by_kind"] for point in runs[0]["points"]]
     change = max(i for i, by_kind in enumerate(seen) if not by_kind[after])
@@ -124,7 +124,7 @@ def retention(runs: list[Result], groups: dict[tuple[str, str], list[Result]], r
 
 
 def compare(groups: dict[tuple[str, str], list[Result]]) -> None:
-    """Recipes side by side at the end of each stream, and against the first one, paired by seed."""
+    """Print the recipes side by side at the end of each stream, and their gains over the first one, paired by seed."""
     for stream in dict.fromkeys(stream for stream, _ in groups):
         print(f"\n### Recipes on {stream}\n")
         print("| recipe | acceptance | against the first | tokens a round | training, s |")

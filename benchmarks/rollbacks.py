@@ -1,11 +1,11 @@
-"""Does live acceptance roll back the right adapters? A good one over many restarts of a real server under load, with
-drafting and without, and harmful ones (random weights), which must go within some answers. After every answer the
-sentence of ``/props`` about what decoding does is checked against the rounds of that answer in the log.
+"""Checks that live acceptance rolls back the right adapters: never a good one, over many restarts of a real server
+under load, with drafting and without; but harmful ones (random weights) within some answers. After every answer, the
+sentence of ``/props`` about decoding is checked against the rounds of that answer in the log.
 
     python benchmarks/rollbacks.py --restarts 40 --spin 2
 
-Prints a line a restart and the counts; exit status 1 where a good adapter went, a harmful one stayed, or a sentence
-was wrong.
+Prints a line a restart and the counts. Exit status 1 if a good adapter was rolled back, a harmful one stayed, or a
+sentence was wrong.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ import peft  # noqa: F401
 import torch
 from served import Served, prompts, wait_until_served
 
-import adaptive.service.server  # noqa: F401 - for the servers, which are forked
+import adaptive.service.server  # noqa: F401 - imported for the servers, which are forked
 from adaptive.pair import load_draft_for_training, pair_identity
 from adaptive.records.log import Log
 from adaptive.settings import load_settings
 from checkpoints.manifest import TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 
-# Answers that a rollback of a harmful adapter may take.
+# Most answers until a harmful adapter is rolled back.
 WITHIN = 30
-# Drafted tokens by which answers are learned from, and the passes over them: enough for a clear gain.
+# Draft length of the answers that the good adapter is trained on, and passes over them: enough for a clear gain.
 LEARN_LENGTH, EPOCHS = 4, 6
 
 
 @dataclass
 class Tally:
-    """What came of it: prompts not asked yet, answers, sentences that were wrong."""
+    """Prompts left, the number of answers, and the sentences that were wrong."""
 
     left: Iterator[str]
     answers: int = 0
@@ -52,10 +52,10 @@ class Tally:
 
 
 def main() -> None:
-    """Run it and print what came of it."""
+    """Run the checks and print the results."""
     options = _options()
-    torch.set_num_threads(1)  # no thread may run where a process is forked
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers end with this
+    torch.set_num_threads(1)  # no other thread may run when the process forks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with this process
     tally = Tally(itertools.cycle(prompts(options.kind, 320)))
     with contextlib.ExitStack() as stack:
         home = options.home or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -89,12 +89,12 @@ def _options() -> argparse.Namespace:
 
 
 def _in_use(home: Path) -> str | None:
-    """The adapter that an earlier run left in use."""
+    """The id of the adapter that an earlier run left in use."""
     return next((AdapterStore(folder).current_id() for folder in home.glob("*/adapters")), None)
 
 
 def _learn(home: Path, tally: Tally, options: argparse.Namespace) -> str:
-    """Answers of a server that drafts with the plain draft, and an adapter that learned from them; its id."""
+    """Collect answers drafted by the undistilled draft, train an adapter on them, and return its id."""
     from trainers.recipe import Recipe
     from trainers.run import distill
 
@@ -114,12 +114,12 @@ def _learn(home: Path, tally: Tally, options: argparse.Namespace) -> str:
 
 
 def _restart(home: Path, good: str, number: int, tally: Tally, options: argparse.Namespace) -> bool:
-    """One start with some answers; whether the good adapter was rolled back."""
+    """Start a server and ask for some answers. Returns whether the good adapter was rolled back."""
     length = "0" if number % 2 else "auto"
     with _served(home, length) as server:
         for _ in range(options.answers):
             _ask(server, tally, options)
-        time.sleep(1.5)  # live acceptance is looked at twice a second
+        time.sleep(1.5)  # live acceptance is checked twice a second
         watch, said = server.get("/adaptive/trainer")["watch"], server.get("/props")["speculation"]["sentence"]
         store = AdapterStore(server.state / "adapters")
         gone = store.current_id() != good
@@ -130,12 +130,12 @@ def _restart(home: Path, good: str, number: int, tally: Tally, options: argparse
 
 
 def _harmful(home: Path, length: str, tally: Tally, options: argparse.Namespace) -> list[int | None]:
-    """Answers after which each harmful adapter was gone; None for one that stayed."""
+    """The number of answers after which each harmful adapter was rolled back; None if it stayed."""
     took: list[int | None] = []
     with _served(home, length) as server:
         store = AdapterStore(server.state / "adapters")
         for seed in range(options.harmful):
-            for _ in range(options.answers):  # which say what is usual
+            for _ in range(options.answers):  # these establish the usual acceptance
                 _ask(server, tally, options)
             bad = _publish_random(store, seed)
             store.promote(bad, "forced by the benchmark")
@@ -156,7 +156,7 @@ def _harmful(home: Path, length: str, tally: Tally, options: argparse.Namespace)
 
 
 def _publish_random(store: AdapterStore, seed: int) -> str:
-    """A candidate of large random weights, which leaves nothing of what the draft knew."""
+    """Publish a candidate of large random weights, which destroys the draft's predictions. Returns its id."""
     from trainers import lora
     from trainers.recipe import Recipe
 
@@ -171,11 +171,11 @@ def _publish_random(store: AdapterStore, seed: int) -> str:
 
 
 def _ask(server: Served, tally: Tally, options: argparse.Namespace) -> None:
-    """One answer, and whether what the server says of it is so."""
+    """Ask for one answer and check the server's sentence about it."""
     body = {
         "messages": [{"role": "user", "content": next(tally.left)}],
         "max_tokens": options.tokens,
-        "temperature": 0.7,  # and no seed: fewer drafted tokens stand under one, so that such answers do not count
+        "temperature": 0.7,  # and no seed: a seed lowers acceptance, so answers with one do not count
     }
     server.post("/v1/chat/completions", body)
     found = server.get("/props")["speculation"]
@@ -194,9 +194,9 @@ def _ask(server: Served, tally: Tally, options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _served(home: Path, length: str) -> Iterator[Served]:
-    """``adaptive serve`` with this draft length in a process of its own, which has what this one has imported: most of
-    a start's time is that."""
-    (home / "stderr").unlink(missing_ok=True)  # which says where the last one listened
+    """Run ``adaptive serve`` with this draft length in a forked process. It has this process's imports, which take most
+    of the time of a start."""
+    (home / "stderr").unlink(missing_ok=True)  # it contains the previous server's address
     process = multiprocessing.get_context("fork").Process(target=_serve, args=(home, length))
     process.start()
     assert process.pid is not None
@@ -222,7 +222,7 @@ def _serve(home: Path, length: str) -> None:
 
 @contextlib.contextmanager
 def _spinning() -> Iterator[None]:
-    """Another program that takes what it can get of a core."""
+    """Run another program that uses as much of a core as it gets."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where the time of a speculative round goes; ``limit.py`` prints it."""
+"""Measures where the time of a speculative round goes; ``limit.py`` prints it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from cli.prompts import PromptLine
 
 # Tokens of an answer.
 TOKENS = 100
-# Tokens whose choice is timed at once: more would not be found in the caches, as a round finds its own.
+# Token choices timed in one call. With more, the logits would not stay in the caches as those of a round do.
 MANY = 16
-# Tokens before passes that are timed alone, as in the middle of an answer, and how many such passes after each.
+# Tokens before the passes that are timed alone, as in the middle of an answer, and the number of such passes.
 CONTEXT, PASSES = 150, 7
 
 
 class Timed:
-    """An engine or one of its sequences that adds up the seconds spent in its forward, by both clocks."""
+    """An engine or one of its sequences that sums up the wall-clock and processor seconds of its forward."""
 
     def __init__(self, inner: Any, owner: Timed | None = None) -> None:
         self.inner, self.owner = inner, owner or self
@@ -67,7 +67,7 @@ class Timed:
 
 @dataclass
 class Breakdown:
-    """Seconds of many rounds, by where they went."""
+    """Seconds of many rounds, by part of the round; ``processor`` is processor seconds, the others are wall-clock."""
 
     rounds: int = 0
     draft_model: float = 0.0
@@ -80,17 +80,17 @@ class Breakdown:
 
     @property
     def whole(self) -> float:
-        """Seconds in all."""
+        """Wall-clock seconds in total."""
         return self.draft_model + self.drafting + self.target_model + self.verifying + self.rest
 
     @property
     def forwards(self) -> float:
-        """The share of it that is one model's forward."""
+        """The share of the total spent in the two models' forwards."""
         return (self.draft_model + self.target_model) / self.whole
 
 
 class Rounds:
-    """Answers by rounds of one length, and where their time went; the prompt's own pass apart."""
+    """Answers with rounds of one draft length, and where their time goes, without the prompt's own pass."""
 
     def __init__(self, pair: Pair, length: int, sampling: SamplingParams) -> None:
         self.sampling, self.total = sampling, Breakdown()
@@ -102,7 +102,7 @@ class Rounds:
         self._whole = [pair.draft.sequence().fused, pair.target.sequence().fused]  # type: ignore[union-attr]
 
     def answer(self, prompt: PromptLine) -> tuple[float, float]:
-        """Answer one; how many rounds that took, and seconds a token."""
+        """Answer one prompt. Returns the number of rounds and seconds a token."""
         target, draft, total = self._target, self._draft, self.total
         draft.seconds = target.seconds = before = used = models = 0.0
         stop = StopParams(TOKENS, ignore_eos=True)
@@ -117,7 +117,7 @@ class Rounds:
         total.rounds += len(done.rounds)
         draft_s, verify_s = sum(r.draft_s for r in done.rounds), sum(r.verify_s for r in done.rounds)
         drafts, verifies = draft.seconds, target.seconds - before
-        # Where a proposal or a verification is one call, it is not all forward.
+        # If a proposal or a verification is one fused call, the choice of tokens is not part of the forward.
         if self._whole[0]:
             drafts -= (self._row_s + self._draw_s) * sum(r.drafted for r in done.rounds)
         if self._whole[1]:
@@ -132,8 +132,8 @@ class Rounds:
 
 
 def seconds_of_choice(pair: Pair, sampling: SamplingParams) -> tuple[float, float]:
-    """Seconds in which a call of ours makes a row of logits a distribution, or finds its likeliest token, and draws a
-    token. Of many at once, since within a call there is nothing of Python."""
+    """Seconds in which our kernels turn a row of logits into a distribution (greedy: find its likeliest token), and in
+    which they draw a token. Measured for many rows at once, since within a fused call no Python runs."""
     found = sampling_kernels()
     if found is None:
         return 0.0, 0.0
@@ -150,7 +150,7 @@ def seconds_of_choice(pair: Pair, sampling: SamplingParams) -> tuple[float, floa
 
 
 class Alone:
-    """Passes that are timed alone: the target's over one token and over a verification's, the draft's over one."""
+    """Passes timed alone: the target's over one token and over a verification's tokens, the draft's over one."""
 
     def __init__(self, pair: Pair, length: int) -> None:
         assert pair.draft is not None
@@ -163,7 +163,7 @@ class Alone:
         return [(self._target, 1), (self._target, self.length + 1), (self._draft, 1)]
 
     def speed_up(self, tokens: float) -> float:
-        """What they allow, here and now, where a round brings so many tokens."""
+        """The speed-up that these passes allow, measured now, if a round commits ``tokens`` tokens."""
         times: list[list[float]] = [[], [], []]
         for _ in range(PASSES):
             for (sequence, count), seen in zip(self._kinds(), times, strict=True):
@@ -173,14 +173,14 @@ class Alone:
 
 
 def show_round(pair: Pair, prompts: list[PromptLine], length: int) -> None:
-    """Where the time of rounds goes, greedy and sampled, and what is left of the speed-up that forwards allow."""
+    """Print where the time of rounds goes, greedy and sampled, and how much of the possible speed-up is reached."""
     alone = Alone(pair, length)
     for name, sampling in (("greedy", SamplingParams(seed=1)), ("sampled", SamplingParams(temperature=0.7))):
         for kind in (length, 0):
             Rounds(pair, kind, sampling).answer(prompts[0])
         rounds, plain = Rounds(pair, length, sampling), Rounds(pair, 0, sampling)
         shares = []
-        for prompt in prompts:  # in turn, since the machine's speed changes
+        for prompt in prompts:  # the measurements take turns, because the machine's speed changes
             count, each = rounds.answer(prompt)
             allowed = alone.speed_up((TOKENS - 1) / count)
             shares.append(plain.answer(prompt)[1] / each / allowed)

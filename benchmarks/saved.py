@@ -1,10 +1,10 @@
-"""Is "time saved" what was saved? Two real servers answer the same prompts in turn, one plainly and one with a draft,
-as many tokens each; what the second says that it saved is held against the difference of what both took.
+"""Checks the figure "time saved". Two real servers answer the same prompts in turn with the same number of tokens, one
+by plain decoding and one with a draft; the second one's "time saved" is compared with the difference of their times.
 
     python benchmarks/saved.py --count 300
     python benchmarks/saved.py --count 300 --home DIR     (with the adapter in use there; only its adapters are read)
 
-Prints the true saving with its interval, what the drafting server says, and what the plain one says, which must be 0.
+Prints the true saving with its interval, and the savings that the two servers report; the plain one's must be 0.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ DRAWS = 2000
 
 
 def main() -> None:
-    """Run it and print what came of it."""
+    """Run both servers and print the results."""
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers end with this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with this process
     texts = itertools.islice(itertools.cycle(prompts(options.kind, 320)), options.count)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         home = Path(folder)
@@ -65,7 +65,7 @@ def _options() -> argparse.Namespace:
 
 
 def _ask(server: Served, text: str, seed: int, tokens: int) -> float:
-    """Seconds of all tokens but the first of one answer of exactly so many."""
+    """Seconds of one answer of exactly ``tokens`` tokens, without its first token."""
     body = {
         "messages": [{"role": "user", "content": text}],
         "max_tokens": tokens,

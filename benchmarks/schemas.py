@@ -1,13 +1,14 @@
-"""Answers to many JSON schemas: each is valid, and that of masked plain decoding whatever drafts.
+"""Checks answers to many JSON schemas: each is valid and equals masked plain decoding, whatever drafts.
 
     pip download --no-deps --no-binary :all: jsonschema    # its json/tests/draft2020-12 is the public test suite
     python benchmarks/schemas.py --suite json/tests/draft2020-12 --tools tool_calls.jsonl.gz
 
 Schemas are those of the suite, those of the models of the ``openai`` package, and those of calls of the tools that the
-first message of a chat in ``--tools`` describes. What llguidance refuses is counted. To each other one the pair, in
-float32, gives greedy answers with draft lengths 0, 1, 4 and auto, and with history too; each is to be that of the
-target alone, one token a pass, among the tokens that may stand there. Answers that end by themselves are held to their
-schema by another library. Exits with 1 where one is another, or not valid.
+first message of a chat in ``--tools`` describes. Schemas that llguidance refuses are counted. For every other schema
+the pair, in float32, answers greedily with draft lengths 0, 1, 4 and auto, and also with history. Each answer must
+equal the answer of the target alone: one token a pass, the likeliest of the tokens that the grammar allows. Answers
+that end by themselves are validated against their schema by another library. Exits with 1 if an answer differs or is
+not valid.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True)
 class Case:
-    """A schema, where it is from, and what is asked."""
+    """A schema, its source, and the question to answer."""
 
     source: str
     name: str
@@ -56,7 +57,7 @@ class Case:
 
 @dataclass
 class Found:
-    """Of one source."""
+    """Results of one source; ``ended``: answers that ended by themselves."""
 
     refused: Counter[str] = field(default_factory=Counter)
     cases: int = 0
@@ -65,7 +66,7 @@ class Found:
 
 
 def main() -> None:
-    """Run it, print what came of it."""
+    """Run the checks, print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", type=Path, help="folder of the test suite's files")
     parser.add_argument("--tools", type=Path, help="chats, a line of JSON each, gzipped")
@@ -100,7 +101,7 @@ def suite(folder: Path) -> Iterator[Case]:
 
 
 def models(most: int) -> Iterator[Case]:
-    """So many of what the ``openai`` package sends and receives, evenly over all of it."""
+    """At most ``most`` of the models that the ``openai`` package sends and receives, evenly spread over it."""
     known: dict[str, type[pydantic.BaseModel]] = {}
     for module in pkgutil.walk_packages(openai.types.__path__, "openai.types."):
         for one in vars(importlib.import_module(module.name)).values():
@@ -115,7 +116,7 @@ def models(most: int) -> Iterator[Case]:
 
 
 def tools(file: Path) -> Iterator[Case]:
-    """Calls of each tool that is described, and of either of two of them."""
+    """Calls of each tool that is described, and calls of either of two of them."""
     described: dict[str, tuple[dict[str, Any], str]] = {}
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -140,7 +141,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(assistant: Assistant, case: Case, tokens: int, found: Found) -> None:
-    """Answer one in every way, and hold the answers to one another and to the schema."""
+    """Answer one case in every way, and compare the answers with one another and with the schema."""
     try:
         grammar = json_schema(case.schema)
         assistant.grammars.compile(grammar)
@@ -170,14 +171,14 @@ def check(assistant: Assistant, case: Case, tokens: int, found: Found) -> None:
 
 
 def _kind(said: str) -> str:
-    """Why a schema was refused, in words that schemas have in common."""
+    """The reason why a schema was refused, without the schema's own names, so that reasons can be counted."""
     reason = re.sub(r"/.*/|'[^']*'|\d+", "...", said.split("cannot be used: ")[-1])
     keys = re.search(r'Unimplemented keys: \["([^"]+)', reason)
     return f"{keys[1]} is not known" if keys else reason[:60]
 
 
 def plainly(assistant: Assistant, prompt: list[int], grammar: Grammar, tokens: int) -> list[int]:
-    """The likeliest of the tokens that may stand there, one after the other, by the target alone."""
+    """The answer of the target alone: token by token the likeliest of the tokens that the grammar allows."""
     constraint, sequence = assistant.grammars.constraint(grammar), assistant.pair.target.sequence()
     said: list[int] = []
     fed = prompt

@@ -1,4 +1,4 @@
-"""What a seed costs in acceptance: the usual rule against the one under a seed, on the bundled pair.
+"""Measures the acceptance that a seed costs: the usual acceptance rule against the seeded one, on the bundled pair.
 
 python benchmarks/seeded.py [--prompts 40] [--tokens 60] [--length 4]
 """
@@ -17,7 +17,7 @@ from cli.prompts import read_prompts
 
 
 def main() -> None:
-    """Prints acceptance and tokens a round, by temperature and rule."""
+    """Print acceptance and tokens a round, by temperature and rule."""
     parser = argparse.ArgumentParser()
     for name, default in (("--prompts", 40), ("--tokens", 60), ("--length", 4)):
         parser.add_argument(name, type=int, default=default)

@@ -1,4 +1,4 @@
-"""A real ``adaptive serve`` process for the benchmarks, and a client that notes when each token came."""
+"""A real ``adaptive serve`` process for the benchmarks, and a client that notes the time of each token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True)
 class Served:
-    """A server that is ready."""
+    """A server that is ready. ``home`` is its state folder."""
 
     url: str
     pid: int
@@ -32,12 +32,12 @@ class Served:
 
     @property
     def state(self) -> Path:
-        """The folder of the one pair."""
+        """The state folder of its only pair."""
         return next(self.home.glob("*/records.db")).parent
 
     @property
     def said(self) -> str:
-        """What the server has written so far."""
+        """The server's output so far."""
         return (self.home / "stderr").read_text(encoding="utf-8")
 
     def get(self, path: str) -> Any:
@@ -45,7 +45,7 @@ class Served:
         return httpx.get(self.url + path, timeout=PATIENCE_S).raise_for_status().json()
 
     def post(self, path: str, body: dict[str, Any] | None = None, session: str | None = None) -> Any:
-        """The JSON that a request with ``body`` is answered with."""
+        """The JSON answer to a POST request with ``body``."""
         headers = {} if session is None else {"x-session-id": session}
         return httpx.post(self.url + path, json=body, headers=headers, timeout=PATIENCE_S).raise_for_status().json()
 
@@ -54,8 +54,8 @@ class Served:
 def served(
     home: Path, options: Sequence[str] = (), program: Sequence[str] = ("-m", "cli.main"), **settings: object
 ) -> Iterator[Served]:
-    """``adaptive serve`` on the bundled pair, with ``settings`` by their names in ``adaptive.toml``; ``program`` is
-    what Python runs in the place of ``adaptive``."""
+    """Run ``adaptive serve`` on the bundled pair, with ``settings`` by their names in ``adaptive.toml``. ``program``:
+    the arguments with which Python runs the command instead of ``adaptive``."""
     home.mkdir(parents=True, exist_ok=True)
     environment = {f"ADAPTIVE_{name.upper()}": str(value) for name, value in {"home": home, **settings}.items()}
     command = [sys.executable, *program, "serve", "--port", "0", *options]
@@ -69,7 +69,7 @@ def served(
 
 
 def wait_until_served(runs: Callable[[], bool], said: Path) -> str:
-    """The address of the server that writes to ``said``, when it is ready."""
+    """Wait until the server that writes to ``said`` is ready, and return its address."""
     while runs():
         found = re.search(r"listening on (http\S+)", said.read_text() if said.exists() else "")
         if found and httpx.get(f"{found.group(1)}/health", timeout=PATIENCE_S).status_code == 200:
@@ -80,7 +80,7 @@ def wait_until_served(runs: Callable[[], bool], said: Path) -> str:
 
 @dataclass(frozen=True)
 class Stream:
-    """One streamed answer. ``times`` are seconds (perf_counter) at which text came; ``ending`` its last chunk."""
+    """One streamed answer. ``times``: seconds (perf_counter) at which text arrived. ``ending``: the last chunk."""
 
     asked: float
     times: tuple[float, ...]
@@ -89,13 +89,12 @@ class Stream:
 
     @property
     def whole(self) -> bool:
-        """Whether the answer came to its end."""
+        """Whether the answer was complete."""
         return self.ending is not None and bool(self.ending["choices"][0]["finish_reason"])
 
 
 def stream(client: httpx.Client, body: dict[str, Any], stop_after: int | None = None) -> Stream:
-    """Ask for a completion, of a chat where there are messages, and read it as it comes; go away after ``stop_after``
-    pieces of text."""
+    """Stream a completion, of a chat if ``body`` has messages. Disconnects after ``stop_after`` pieces of text."""
     times: list[float] = []
     text, ending = "", None
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -119,7 +118,7 @@ def stream(client: httpx.Client, body: dict[str, Any], stop_after: int | None = 
 
 
 def prompts(kind: str, count: int, file: Path | None = None) -> list[str]:
-    """The first ``count`` prompts of ``file`` (lines with a "prompt"), or of a kind of the bundled ones."""
+    """The first ``count`` prompts of ``file`` (lines with a "prompt"), or of a kind of the bundled prompts."""
     lines = (file or PROMPTS / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
     if len(lines) < count:
         print(f"there are {len(lines)} prompts of {kind}, not {count}", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""Does a server get faster while it is used? Two servers, one with background training and one without, get
-the same prompts of one kind in turn, with pauses; speed and tokens a round of the first and of the last prompts.
+"""Measures whether a server gets faster in use. Two servers, one with background training and one without, get the same
+prompts of one kind in turn, with pauses; compares speed and tokens a round of the first and of the last prompts.
 
     python benchmarks/session.py --kind tools --count 320 --out session.json
     python benchmarks/session.py --prompts FILE.jsonl --count 400
@@ -21,15 +21,15 @@ from served import Served, prompts, served
 
 from adaptive.records.stats import SpeculativeStats
 
-# Seconds that the trainer waits after an answer. Both servers answer within them, so that neither is
-# measured while it trains; the rest of the pause is the trainer's.
+# Seconds from an answer until the trainer starts. Both servers answer within them, so that neither is
+# measured while it trains; the trainer has the rest of the pause.
 IDLE_S = 0.5
 NAMES = {"idle": "training", "off": "no training"}
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer: tokens and seconds after the first token, rounds that drafted, tokens of theirs accepted."""
+    """One answer: tokens and seconds after the first token, rounds that drafted, their accepted and drafted tokens."""
 
     tokens: int
     seconds: float
@@ -40,7 +40,7 @@ class Answered:
 
 
 def main() -> None:
-    """Run the session and print what came of it."""
+    """Run the session and print the results."""
     options = _options()
     texts = prompts(options.kind, options.count, options.prompts)
     answers: dict[str, list[Answered]] = {policy: [] for policy in NAMES}
@@ -48,7 +48,7 @@ def main() -> None:
         servers = {policy: stack.enter_context(_server(Path(home) / policy, policy, options)) for policy in NAMES}
         for number, text in enumerate(texts):
             time.sleep(options.pause)
-            # The trainer pauses before either is measured; the order alternates, so that neither is always first.
+            # This request pauses the trainer before both measurements. The order alternates, so that none is favoured.
             servers["idle"].post("/v1/completions", {"prompt": "a", "max_tokens": 1, "store": False})
             for policy in sorted(servers, reverse=bool(number % 2)):
                 answers[policy].append(_ask(servers[policy], text, number, options))
@@ -113,7 +113,7 @@ def _ask(server: Served, text: str, seed: int, options: argparse.Namespace) -> A
 
 
 def _speed(answers: list[Answered]) -> float:
-    """Tokens per second of all of them together."""
+    """Tokens per second of all answers together."""
     return sum(a.tokens for a in answers) / max(sum(a.seconds for a in answers), 1e-9)
 
 
@@ -131,7 +131,7 @@ def _print_block(number: int, answers: dict[str, list[Answered]], block: int) ->
 
 
 def _print_plot(answers: dict[str, list[Answered]], block: int) -> None:
-    """Tokens per second over the prompts, a running mean of half a block."""
+    """Print a plot of tokens per second over the prompts, a running mean of half a block."""
     import plotext
 
     half = block // 2

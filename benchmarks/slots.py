@@ -1,12 +1,12 @@
-"""Several streaming clients on one server: tokens per second, time to the first token, and what one client alone loses.
+"""Runs several streaming clients on one server: tokens per second, time to the first token, and a lone client's loss.
 
     python benchmarks/slots.py --target ... --draft ... --clients 8 --tokens 128 --rounds 6
     python benchmarks/slots.py --target ... --draft ... --clients 1 --rounds 30    # what a lone client loses
 
-One process answers with one slot and with N, in turns whose order changes (``slotted_server.py``), so that what else
-the machine does, and where memory lies, meets both. In every round one client is answered alone and then all clients
-at once with either number, greedy, by prompts that no cache holds. Prints the figures of each and their ratios,
-medians over the rounds, and how many texts are the same with both.
+One process answers with one slot and with N, in turns whose order changes (``slotted_server.py``), so that other load
+and the process's memory layout affect both alike. In every round, with either number of slots, one client is answered
+alone and then all clients at once, greedily, with prompts that no cache holds. Prints the figures of each and their
+ratios, medians over the rounds, and the number of texts that are the same with both.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from served import PATIENCE_S, Served, Stream, prompts, served, stream
 from slotted_server import PREFIX
 
 PROGRAM = Path(__file__).with_name("slotted_server.py")
-# What is wanted: all clients' tokens per second over one slot's, and a lone client's over one slot's.
+# Required ratios over one slot: all clients' tokens per second, and a lone client's.
 TOGETHER, ALONE = 2.5, 0.98
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of some clients at once: tokens per second of all, and the median and longest seconds to a first text."""
+    """Figures of simultaneous clients: tokens per second in total, and median and longest seconds to a first text."""
 
     tokens_per_s: float
     first_s: float
@@ -42,7 +42,7 @@ class Figures:
 
 
 def main() -> None:
-    """Run it, print what came of it."""
+    """Run the benchmark, print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--draft")
@@ -70,7 +70,7 @@ def main() -> None:
     ):
         if len(server.get("/slots")) != int(options.slots):
             raise SystemExit(server.get("/health")["slots"]["why_not_more"])
-        for number in range(options.rounds + 1):  # the first is for the caches of the machine, and for the policy
+        for number in range(options.rounds + 1):  # the first is not counted: it warms up the machine and the policy
             for slots in ("1", options.slots) if number % 2 else (options.slots, "1"):
                 for count in sorted({1, options.clients}):
                     asked = [f"Question {number}.{count}: {text}" for text in texts[:count]]
@@ -83,13 +83,13 @@ def main() -> None:
 
 
 def ask(server: Served, texts: list[str], tokens: int, slots: str) -> tuple[list[Stream], float]:
-    """Each text by a client of its own, all at once; the streams, and the seconds until the last has ended."""
+    """Send each text by its own client, all at once. Returns the streams and the seconds until the last one ended."""
     shared = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "store": False}
     messages = [[{"role": "user", "content": text}] for text in texts]
     bodies = [{"messages": one, "user": f"{number}", **shared} for number, one in enumerate(messages)]
     with contextlib.ExitStack() as stack:
         clients = []
-        for _ in texts:  # before the time begins: making one takes tens of milliseconds of a processor
+        for _ in texts:  # created before timing begins: each takes tens of milliseconds of processor time
             session = {"x-session-id": f"{PREFIX}{slots}/{uuid.uuid4().hex}"}
             client = httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers=session, verify=False)
             clients.append(stack.enter_context(client))
@@ -100,7 +100,7 @@ def ask(server: Served, texts: list[str], tokens: int, slots: str) -> tuple[list
 
 
 def figures(streams: list[Stream], seconds: float) -> Figures:
-    """Raises SystemExit where an answer did not come whole."""
+    """The figures of these streams. Raises SystemExit if an answer is not complete."""
     if not all(one.whole and one.times for one in streams):
         raise SystemExit("an answer did not come whole")
     tokens = sum(one.ending["timings"]["predicted_n"] for one in streams if one.ending is not None)
@@ -115,7 +115,7 @@ def report(options: argparse.Namespace, found: dict[tuple[str, str], list[Figure
         return statistics.median(getattr(one, name) for one in found[slots, how])
 
     def ratio(how: str, name: str) -> float:
-        """The median of the rounds' ratios: both servers' of a round were measured next to each other."""
+        """The median of the rounds' ratios; both measurements of a round were made next to each other."""
         both = zip(found[options.slots, how], found["1", how], strict=True)
         return statistics.median(getattr(many, name) / getattr(one, name) for many, one in both)
 

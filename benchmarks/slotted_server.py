@@ -1,9 +1,9 @@
-"""``adaptive serve`` whose number of slots is another one from request to request, when a benchmark asks for it.
+"""``adaptive serve`` that, for a benchmark, changes its number of slots from request to request.
 
-Two processes of the same program differ by up to a tenth in speed for as long as they live, by where their memory
-lies. So what several slots bring is measured in one process. A request whose session is named ``slots-8/anything`` is
-answered with 8 slots, as are those that come while it is under way; each number has a length policy of its own, and at
-a change all caches are given back.
+Two processes of the same program differ in speed by up to a tenth for their whole life, depending on their memory
+layout. So different numbers of slots are compared in one process. From a request whose session is named
+``slots-8/anything`` on, the server answers with 8 slots, until a request names another number. Each number has a length
+policy of its own, and a change frees all caches.
 
     python benchmarks/slotted_server.py serve --port 0 --slots 8 --target ... (as for ``adaptive``)
 """
@@ -22,13 +22,13 @@ PREFIX = "slots-"
 
 
 class SlottedEngine(EngineThread):
-    """An engine thread with as many slots as the last request's session says, at most as many as it began with."""
+    """An engine thread with the number of slots that the last such session names, at most the number at the start."""
 
     policies: dict[int, LengthPolicy]
     first: LengthPolicy
 
     def submit(self, job: Job) -> None:
-        """Queue a job; a benchmark changes the number while nothing is under way."""
+        """Queue a job. The benchmark changes the number of slots only while no answer is in progress."""
         session = job.ask.session or ""
         if session.startswith(PREFIX):
             wanted = int(session.removeprefix(PREFIX).split("/")[0])
@@ -47,7 +47,7 @@ class SlottedEngine(EngineThread):
 
 
 def _copied(policy: LengthPolicy) -> LengthPolicy:
-    """What it has learned, by the same clock."""
+    """A copy of the policy with all it has learned; the clock is shared."""
     return copy.deepcopy(policy, {id(policy.clock): policy.clock})
 
 

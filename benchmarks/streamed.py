@@ -1,13 +1,13 @@
-"""A target that is streamed from disk: what it reads of what the disk gives, what passes take, and tokens a second.
+"""Measures a target that is streamed from disk: its reading against the disk's speed, passes, and tokens a second.
 
     python benchmarks/streamed.py reading|passes|decoding|ahead|resident --target T --memory 540MB --state-dir S
         [--draft D] [--adapter FOLDER] [--kind math] [--prompts 4] [--tokens 48] [--dtype bfloat16]
 
-reading   plain decoding against reading the same file from one end to the other, in turn, both past the system's cache
+reading   plain decoding against reading the same file from beginning to end, in turn, both bypassing the page cache
 passes    seconds of a pass over 1 to 64 tokens, in turn
 decoding  tokens a second of plain decoding, chains, trees and the controller, in turn, at temperatures 0.7 and 0
-ahead     what rounds wait for the draft, and what is drafted while the target verifies, with and without that, in turn
-resident  the most memory that a whole session took, as the system counts it, beyond --memory
+ahead     with and without drafting while the target verifies, in turn: the time that rounds wait for the draft
+resident  the peak memory of a whole session, as the system counts it, beyond --memory
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def main() -> None:
-    """One of the measurements."""
+    """Run one of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["reading", "passes", "decoding", "ahead", "resident"])
     parser.add_argument("--target", required=True)
@@ -77,14 +77,14 @@ def main() -> None:
 
 
 def packed_file(settings: Settings) -> Path:
-    """The packed weights, which are the only ones in the state folder."""
+    """The packed weights; the state folder must have exactly one set of them."""
     (folder,) = packed_root(settings.state_dir).iterdir()
     return folder / "weights.bin"
 
 
 def read_through(file: Path, size: int, piece: int, readers: int) -> float:
-    """Bytes a second of reading the first ``size`` bytes past the system's cache, in requests of ``piece`` bytes of
-    which ``readers`` are under way."""
+    """Bytes per second of reading the first ``size`` bytes, bypassing the page cache, in requests of ``piece`` bytes,
+    ``readers`` of them at a time."""
     descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
     places, lock = iter(range(0, size, piece)), threading.Lock()
 
@@ -109,14 +109,14 @@ def read_through(file: Path, size: int, piece: int, readers: int) -> float:
 
 
 def read_in_a_pass(target: Any, file: Path) -> int:
-    """Bytes of the layers that a pass reads: those whose memory is another's too."""
+    """Bytes of the layers that every pass reads: those that share their memory with another layer."""
     memory = [id(layer.qkv.memory) for layer in target.cpu_forward.plan.layers]
     layers = PackedFile(file.parent).layers
     return sum(layer.bytes for layer, one in zip(layers, memory, strict=True) if memory.count(one) > 1)
 
 
 def reading(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
-    """Plain decoding and plain reading in turn."""
+    """Compare plain decoding and plain reading, in turn."""
     file = packed_file(settings)
     size = read_in_a_pass(pair.target, file)
     ways = {"one request of 4 MB": (4 << 20, 1), f"{READERS} requests of {PIECE >> 20} MB": (PIECE, READERS)}
@@ -126,7 +126,7 @@ def reading(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
     for _ in range(args.repeats):
         for name, way in ways.items():
             rates[name].append(read_through(file, size, *way))
-        sequence.extend([6], 1)  # which finds two layers read
+        sequence.extend([6], 1)  # not timed: it finds two layers already read
         began = time.perf_counter()
         for token in (7, 8, 9):
             sequence.extend([token], 1)
@@ -141,7 +141,7 @@ def reading(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
 
 
 def passes(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
-    """Passes of several sizes in turn, each behind another, as in decoding."""
+    """Time passes of several sizes in turn, each right after another one, as in decoding."""
     times: dict[int, list[float]] = {size: [] for size in SIZES}
     sequence = pair.target.sequence()
     sequence.extend([(7 * i) % 400 + 3 for i in range(64)], 1)
@@ -158,7 +158,7 @@ def passes(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
 
 
 def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
-    """Every policy on the same prompts, in turn."""
+    """Run every policy on the same prompts, in turn."""
     prompts, costs = list(said(args.kind, args.skip, args.prompts)), costs_of(pair)
     for temperature in args.temperatures:
         sampling = SamplingParams(temperature=temperature)
@@ -171,7 +171,7 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
             for name, policy in policies.items():
                 assistant = Assistant(pair, policy, None)
                 assistant.chance = random.Random(number)
-                # Plain decoding takes the same for every token.
+                # Plain decoding is shorter: it takes the same time for every token.
                 stop = StopParams(max(6, args.tokens // 8) if name == "plain" else args.tokens, ignore_eos=True)
                 for _ in assistant.chat([Message("user", prompt)], sampling, stop):
                     pass
@@ -188,7 +188,7 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
 
 
 def ahead(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
-    """Each shape with what is drafted ahead and without, on the same prompts, in turn."""
+    """Run each shape with and without drafting ahead, on the same prompts, in turn."""
     prompts = list(said(args.kind, args.skip, args.prompts))
     shapes = [(n, False) for n in args.chains] + [(n, True) for n in args.trees]
     for temperature in args.temperatures:
@@ -231,7 +231,7 @@ def _verify_s(outcome: Round) -> float:
 
 
 def costs_of(pair: Pair) -> CostTable:
-    """What the controller of chains starts from; ``adaptive calibrate`` measures it for minutes here."""
+    """Quickly measured costs for the controller of chains; ``adaptive calibrate`` would take minutes here."""
     assert pair.draft is not None
     target, draft, verify = pair.target.sequence(), pair.draft.sequence(), dict[int, list[float]]()
     for sequence in (target, draft):
@@ -249,7 +249,7 @@ def costs_of(pair: Pair) -> CostTable:
 
 
 def said(kind: str, skip: int, count: int) -> Iterator[str]:
-    """Prompts of a kind."""
+    """``count`` prompts of a kind after the first ``skip``."""
     import json
 
     for line in (PROMPTS / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()[skip : skip + count]:
@@ -257,8 +257,8 @@ def said(kind: str, skip: int, count: int) -> Iterator[str]:
 
 
 def resident(args: argparse.Namespace) -> None:
-    """The peak of a process that answers prompts, read from outside while it runs; packing is part of it, where the
-    state folder has no packed weights yet."""
+    """Print the peak memory of a process that answers prompts, read from outside while it runs. The peak includes
+    packing if the state folder has no packed weights yet."""
     from adaptive.settings import memory_bytes
 
     prompts = Path(args.home) / "prompts.jsonl"

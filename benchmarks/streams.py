@@ -1,9 +1,9 @@
-"""Streams of real generations, as an assistant would see them, for ``benchmarks/adaptation.py``.
+"""Makes streams of real generations, in the order in which an assistant would see them, for ``adaptation.py``.
 
-In:  prompt files by kind and a target. Out: ``Stream``: generations in order, and others set aside.
+In:  prompt files by kind and a target. Out: ``Stream``: generations in order, and held-out ones.
 
-The target's text does not depend on the draft (that is losslessness), so each prompt is answered
-once, logged with the stored distributions into ``CACHE/<kind>-<temperature>/records.db``, and every
+The target's text does not depend on the draft (decoding is lossless), so each prompt is answered
+once and logged with the stored distributions into ``CACHE/<kind>-<temperature>/records.db``. Every
 recipe and seed replays the same answers.
 """
 
@@ -29,15 +29,15 @@ from adaptive.settings import Settings
 from adaptive.types import Generation, Message, SamplingParams, Timings
 from cli.prompts import read_prompts
 
-# Prompts answered together. Fewer leave a core waiting for memory; more wait for the longest answer.
+# Prompts answered together. Fewer leave a core waiting for memory; more wait longer for the longest answer.
 BATCH = 32
-# Generations of one kind before the other's turn, where two kinds take turns.
+# Generations of one kind in a row in a ``turns`` stream.
 TURN = 25
 
 
 @dataclass(frozen=True)
 class Stream:
-    """``generations`` in the order in which they were said; ``held_out`` by kind, of prompts that never come."""
+    """``generations``: in the order of the stream. ``held_out``: by kind, of prompts that never occur in the stream."""
 
     generations: list[Generation]
     held_out: dict[str, list[Generation]]
@@ -45,7 +45,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one kind: ``by_prompt[i]`` are those to prompt i, drawn with different seeds."""
+    """The answers of one kind. ``by_prompt[i]``: the answers to prompt i, drawn with different seeds."""
 
     kind: str
     by_prompt: list[list[Generation]]
@@ -54,10 +54,10 @@ class Answers:
 def stream(spec: str, answers: dict[str, Answers], length: int, set_aside: int, seed: int) -> Stream:
     """``length`` generations of a spec like ``change:math,tools``; ``set_aside`` prompts of each kind are held out.
 
-    ``stationary`` has one kind, ``turns`` goes back and forth between kinds, ``change`` spends an equal
-    part on each, one after the other, ``mixture`` shuffles them. Kinds that are not in the stream are
-    held out too, so that forgetting what the draft could do before is seen. Prompts come in a seeded
-    order, each once before any comes again (with another answer).
+    ``stationary`` has one kind, ``turns`` alternates between kinds, ``change`` spends an equal
+    part on each, one after the other, ``mixture`` shuffles them. Prompts of kinds that are not in the stream
+    are held out too, which shows whether training makes the draft worse on them. Prompts come in a seeded
+    order; each comes once before any is repeated (with another answer).
     """
     shape, _, names = spec.partition(":")
     kinds = names.split(",")
@@ -86,7 +86,7 @@ def stream(spec: str, answers: dict[str, Answers], length: int, set_aside: int, 
 
 
 def answers_of(kind: str, settings: Settings, prompts: Path, cache: Path, temperature: float, each: int) -> Answers:
-    """``each`` answers to every prompt of ``prompts/<kind>.jsonl``, from the cache where they are there."""
+    """``each`` answers to every prompt of ``prompts/<kind>.jsonl``; answers already in the cache are reused."""
     chats = [prompt.messages for prompt in read_prompts(prompts / f"{kind}.jsonl")]
     folder = cache / f"{kind}-{temperature:g}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def _answer(
     missing: list[tuple[int, int]],
     temperature: float,
 ) -> Iterator[Generation]:
-    """Answer the missing (repetition, prompt) pairs in batches of like length, under a progress bar."""
+    """Answer the missing (repetition, prompt) pairs in batches of similar length, with a progress bar."""
     from rich.progress import track
     from transformers import AutoModelForCausalLM
 
@@ -159,7 +159,7 @@ def _generation(
     sampling: SamplingParams,
     longest: int,
 ) -> Generation:
-    """The record, its supervision from one teacher-forced pass of the target. ``session`` is the prompt's number."""
+    """The record; one teacher-forced pass of the target gives its supervision. ``session`` is the prompt's number."""
     with torch.inference_mode():
         logits = target(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :].float()
     chosen = torch.zeros(len(output))

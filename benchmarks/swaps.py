@@ -1,9 +1,10 @@
-"""What a swap of the adapter costs the answers under way: gaps between tokens with and without swaps, on one server.
+"""Measures how a swap of the adapter delays answers in progress: gaps between tokens with and without swaps, on one
+server.
 
     python benchmarks/swaps.py --swaps 50
 
-Clients stream answers without a pause while adapters are promoted in turn; stretches with and without swaps
-alternate. Prints the gaps of both, and what became of every request.
+Clients stream answers without a pause while adapters are promoted in turn; periods with and without swaps
+alternate. Prints the gaps of both, and the outcome of every request.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from adaptive.settings import load_settings
 from checkpoints.manifest import TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 
-# Seconds from one promotion to the next, and of a stretch without.
+# Seconds from one promotion to the next; the steps of a period without swaps take as long.
 EVERY_S = 0.8
-# Swaps in a stretch.
+# Swaps in a period.
 STRETCH = 10
 
 
 def main() -> None:
-    """Run it and print what came of it."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--swaps", type=int, default=50)
     parser.add_argument("--clients", type=int, default=2, help="answers asked for at once")
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def _publish(store: AdapterStore) -> list[str]:
-    """Two adapters of the draft with small random deltas: they draft differently, and not much worse."""
+    """Publish two adapters with small random deltas, which draft differently but not much worse. Returns their ids."""
     import torch
 
     from trainers import lora
@@ -80,7 +81,7 @@ def _publish(store: AdapterStore) -> list[str]:
 
 
 def _client(server: Served, number: int, tokens: int, over: threading.Event, given: list[Stream]) -> None:
-    """Answer after answer until ``over``."""
+    """Stream answer after answer until ``over``."""
     turn = 0
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         while not over.is_set():
@@ -97,7 +98,7 @@ def _client(server: Served, number: int, tokens: int, over: threading.Event, giv
 
 
 def _swap(server: Served, names: cycle[str], swaps: int) -> list[tuple[float, float, bool]]:
-    """Promote in turn; spans of time (from, to, with swaps), of one length each."""
+    """Promote the adapters in turn. Returns periods of time (from, to, with swaps), all with the same pauses."""
     spans = []
     for _ in range(0, swaps, STRETCH):
         for with_swaps in (False, True):
@@ -131,7 +132,7 @@ def _report(server: Served, given: list[Stream], spans: list[tuple[float, float,
 
 
 def _gaps(given: list[Stream], spans: list[tuple[float, float, bool]], with_swaps: bool) -> list[float]:
-    """Milliseconds between two pieces of text of one answer, shortest first, in the spans of one kind."""
+    """Milliseconds between two pieces of text of one answer, in ascending order, in the periods of one kind."""
     wanted = [(began, ended) for began, ended, kind in spans if kind is with_swaps]
     return sorted(
         1000 * (after - before)

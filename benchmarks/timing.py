@@ -1,4 +1,4 @@
-"""Medians of what calls and passes take, for the benchmarks beside this file."""
+"""Median times of calls and passes, for the other benchmarks in this folder."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 from adaptive.engines.protocol import Engine, Sequence
 
 REPEATS = 15
-# Seconds of passes after which the number of threads has been tried.
+# Seconds of passes after which the engine has chosen its number of threads.
 SETTLED = 0.3
 
-# What is timed by: wall clock, or the process's own time where other programs use the machine.
+# The clock of all timings: wall clock, or the process's own time if other programs use the machine.
 clock: Callable[[], float] = time.perf_counter
 
 
 def seconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """The median of several calls."""
+    """Median seconds of several calls, after one that is not timed."""
     call()
     times = []
     for _ in range(repeats):
@@ -28,13 +28,13 @@ def seconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def count_processor_time() -> None:
-    """From now on count this process's own time."""
+    """Switch the clock to this process's own time."""
     global clock
     clock = time.process_time
 
 
 def filled(engine: Engine, context: int) -> Sequence:
-    """A sequence that holds so many tokens."""
+    """A sequence that holds ``context`` tokens."""
     sequence = engine.sequence()
     sequence.reserve(context + 16)
     sequence.extend([token % (engine.vocab_size - 1) for token in range(context)], 1)
@@ -42,7 +42,7 @@ def filled(engine: Engine, context: int) -> Sequence:
 
 
 def settle(sequence: Sequence, count: int) -> None:
-    """Passes until it is known how many threads they should use."""
+    """Run passes until the engine has chosen the number of threads for them."""
     held, until = sequence.length, time.perf_counter() + SETTLED
     while time.perf_counter() < until:
         sequence.extend(list(range(count)), count)
@@ -50,7 +50,7 @@ def settle(sequence: Sequence, count: int) -> None:
 
 
 def bare(sequence: Sequence, count: int, repeats: int = REPEATS) -> float:
-    """Seconds of a pass over ``count`` tokens, with logits of all; undone each time."""
+    """Seconds of a pass over ``count`` tokens with logits of all, including its rollback."""
     held, tokens = sequence.length, list(range(count))
 
     def call() -> None:

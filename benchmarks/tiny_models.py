@@ -1,7 +1,7 @@
 """Tiny checkpoints of random weights, of any architecture of transformers, and greedy decoding of them by our loop.
 
-In: a model type. Out: a model of a few layers, of each kind that the architecture has; what it says by itself and when
-it is drafted for. Used by ``scripts/model_table.py`` and by tests.
+In: a model type. Out: a model with a few layers of each kind that the architecture has; its continuation of a prompt by
+transformers alone, and by our loop with and without a draft. Used by ``scripts/model_table.py`` and by tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCAB = 256
 GREEDY = SamplingParams(temperature=0.0)
 LAYERS = 4
 
-# Given to every config that has a setting of the name.
+# Settings that are given to every config that has a field of that name.
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -84,7 +84,7 @@ COMMON: dict[str, Any] = {
     "sliding_window": 24,
 }
 HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-# What is particular to a type; ``None`` leaves a common setting as the config has it.
+# Settings of one type only; ``None`` leaves a common setting at the config's own default.
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [2], "num_key_value_heads": 2},
     "bloom": {"n_layer": LAYERS, "n_head": 4},
@@ -231,8 +231,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Weights by which each token's distribution hangs on all before it: matrices that keep the size of what they
-    read."""
+    """Set random weights such that each token's distribution depends on all tokens before it: matrices preserve the
+    magnitude of their inputs."""
     generator = torch.Generator().manual_seed(seed)
     outputs = model.get_output_embeddings()  # type: ignore[operator]
     with torch.no_grad():
@@ -240,7 +240,7 @@ def randomise(model: nn.Module, seed: int) -> None:
             if parameter.ndim < 2 or "A_log" in name:
                 continue
             width = math.prod(parameter.shape[1:]) if "conv" in name else parameter.shape[-1]
-            # The vocabulary's is larger: likeliest tokens then lie further apart than rounding does.
+            # The output head's weights are larger, so that the likeliest tokens lie further apart than rounding errors.
             size = (8.0 if outputs is not None and parameter is outputs.weight else 1.5) / math.sqrt(width)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
 
@@ -266,13 +266,13 @@ def noisy(model: Any, noise: float = 0.03) -> Any:
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Tokens of a text without an end."""
+    """Random token ids of a prompt, without special tokens."""
     generator = torch.Generator().manual_seed(seed + length)
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
 def alone(model: Any, prompt: list[int], count: int) -> list[int]:
-    """What transformers' own ``generate`` continues a prompt with, greedily."""
+    """The greedy continuation of a prompt by transformers' own ``generate``."""
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
         text = model.generate(
@@ -284,7 +284,7 @@ def alone(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 class Greedy:
-    """One conversation of a target, drafted for by ``draft``, if there is one."""
+    """One conversation decoded greedily by our loop, with ``draft`` if there is one."""
 
     def __init__(self, target: Engine, draft: Engine | None, policy: LengthPolicy | int | None = 4) -> None:
         """``policy``: a draft length, or None for the default policy."""
@@ -302,7 +302,7 @@ class Greedy:
         self.fed = 0  # tokens that went through the target
 
     def say(self, prompt: list[int], count: int) -> list[int]:
-        """The next tokens after a prompt, of which the caches may hold a beginning: ``held`` says how much."""
+        """The next ``count`` tokens after a prompt; the caches may already hold its beginning."""
         self.rounds, self.fed = [], 0
         committed = list(prompt)
         self._round(committed, 0)
@@ -313,7 +313,7 @@ class Greedy:
         return committed[len(prompt) :]
 
     def again(self, held: int) -> None:
-        """Keep at most so many tokens in both caches, as before another prompt."""
+        """Keep at most ``held`` tokens in both caches, as before another prompt."""
         self.target.rollback(held)
         if self.drafter is not None:
             self.drafter.rollback(held)
@@ -329,12 +329,12 @@ class Greedy:
 
     @property
     def accepted(self) -> float:
-        """Share of drafted tokens that stood."""
+        """Share of drafted tokens that were accepted."""
         drafted = sum(outcome.drafted for outcome in self.rounds)
         return sum(outcome.accepted for outcome in self.rounds) / max(1, drafted)
 
 
 def save(model: Any, folder: Path) -> Path:
-    """The model as a checkpoint."""
+    """Save the model as a checkpoint."""
     model.save_pretrained(folder)
     return folder

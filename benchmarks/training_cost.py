@@ -1,10 +1,10 @@
-"""What background training costs the person at the keyboard: a request in the middle of a round, against one without.
+"""Measures how background training slows down a request: one in the middle of a training run against one without.
 
     python benchmarks/training_cost.py --requests 60
 
-Two servers. One has a training process that is in the middle of its round when the request comes and is told
-to pause; the other has none, and is asked when that process has long paused. Prints time to first token and,
-the first 100 ms after the request apart, tokens per second of both.
+Two servers. The first has a training process in the middle of its run when the request arrives, which makes the
+process pause. The second has none, and gets its request when that process has long paused. Prints for both the time
+to the first token and tokens per second, the latter without the first 100 ms after the request.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pathlib import Path
 import httpx
 from served import PATIENCE_S, Served, Stream, prompts, served, stream
 
-# Seconds after an answer until training goes on: longer than the request to the other server takes.
+# Seconds from an answer until training continues: longer than the request to the other server takes.
 IDLE_S = 2.0
-# Answers before the first round; as soon as one round is over, one more answer begins the next.
+# Answers before the first training run; when a run is over, one more answer starts the next.
 ANSWERS = 120
-# Seconds in which nothing is asked before either request, so that both come to a server that was at rest.
+# Seconds without requests before either request, so that both reach an idle server.
 REST_S = 0.3
-# Seconds of a request that are set apart: a pass through the draft that had begun ends in them.
+# Seconds at the beginning of a request that do not count for its speed: a training step in progress ends in them.
 APART_S = 0.1
 
 
 def main() -> None:
-    """Run it, print what came of it."""
+    """Run the benchmark, print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=60, help="requests of each kind")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of an answer")
     options = parser.parse_args()
-    # Both decode plainly: a draft that has learned meanwhile would hide what training costs.
+    # Both decode plainly: a draft that improves during the benchmark would hide the cost of training.
     plain = ["--draft-length", "0"]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -55,10 +55,10 @@ def _fill(server: Served, answers: int) -> None:
 
 
 def _pair(busy: Served, calm: Served, number: int, tokens: int) -> tuple[Stream, Stream]:
-    """The same request in the middle of training, and without any."""
+    """The streams of the same request in the middle of training, and without training."""
     while not _in_the_middle(busy):
         time.sleep(0.02)
-    time.sleep(random.Random(number).uniform(0.0, 0.4))  # at any moment of a step
+    time.sleep(random.Random(number).uniform(0.0, 0.4))  # a random moment of a training step
     body = {
         "prompt": f"{number} " + " ".join(prompts("code", 12))[:1200],
         "max_tokens": tokens,
@@ -71,7 +71,7 @@ def _pair(busy: Served, calm: Served, number: int, tokens: int) -> tuple[Stream,
     for server in (busy, calm):
         time.sleep(REST_S)
         with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
-            client.get("/health")  # the connection is there
+            client.get("/health")  # opens the connection
             answers.append(stream(client, body))
     return answers[0], answers[1]
 

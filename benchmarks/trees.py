@@ -1,8 +1,8 @@
-"""Tokens a round of chains and of trees, and the processor's time a token, by kind of text.
+"""Measures tokens a round of chains and of trees, and processor time a token, by kind of text.
 
     python benchmarks/trees.py [--target T --draft D] [--prompts 6] [--tokens 60] [--adapter FOLDER]
 
-The counts are the same on every machine with the same kernels; the times, of one thread, are not.
+The counts are the same on every machine with the same kernels. The times, of one thread, depend on the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHAINS, TREES = (0, 2, 4, 8), (4, 8, 16, 32, 64)
 
 
 def main() -> None:
-    """Every policy on the same prompts."""
+    """Run every policy on the same prompts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target")
     parser.add_argument("--draft")

@@ -1,11 +1,11 @@
-"""What the proxy costs: latency to the first token and tokens per second through it and direct, in turn.
+"""Measures what the proxy costs: seconds to the first token and tokens per second, through it and direct, in turn.
 
     python benchmarks/upstream.py --upstream http://127.0.0.1:8080 --through http://127.0.0.1:8090
 
-Without addresses it starts ``adaptive serve`` and ``adaptive learn`` on the bundled pair. Each prompt is asked for in
-both ways, the order changing from one to the next, so that a slow moment of the machine falls on both. Streams are
-greedy and as long as ``--tokens``. Prints one JSON object: of each figure the median of both ways, and the median of
-the differences in pairs with its 95% interval (bootstrap), which is what the proxy adds.
+Without addresses it starts ``adaptive serve`` and ``adaptive learn`` on the bundled pair. Each prompt is sent in
+both ways, in an order that alternates between prompts, so that a slow moment of the machine affects both. Streams are
+greedy and as long as ``--tokens``. Prints one JSON object: for each figure the median of both ways, and what the proxy
+adds: the median of the differences in pairs with its 95% interval (bootstrap).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import httpx
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
-# Seconds for a program to start.
+# Seconds allowed for a program to start.
 START_S = 300.0
 RESAMPLES = 2000
 
@@ -66,7 +66,7 @@ def ask(client: httpx.Client, url: str, model: str, prompt: str, tokens: int) ->
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
-    """The median, and the 95% interval that samples of the pairs give it."""
+    """The median and its 95% interval by bootstrap over the pairs."""
     rng = random.Random(0)
     drawn = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
     low, high = drawn[int(0.025 * RESAMPLES)], drawn[int(0.975 * RESAMPLES)]
@@ -74,9 +74,9 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def compare(upstream: str, through: str, prompts: Sequence[str], tokens: int) -> dict[str, object]:
-    """Both ways on every prompt, in turn; the first two prompts only warm up."""
+    """Send every prompt in both ways, in turn; the first two prompts only warm up."""
     pairs: list[tuple[Taken, Taken]] = []
-    # A new connection each time: llama-server may close one behind a stream, just when the next request goes into it.
+    # A new connection each time: llama-server may close a connection after a stream just as the next request uses it.
     limits = httpx.Limits(max_keepalive_connections=0)
     with httpx.Client(timeout=600, trust_env=False, limits=limits) as client:
         model = client.get(f"{upstream}/v1/models").json()["data"][0]["id"]
@@ -84,7 +84,7 @@ def compare(upstream: str, through: str, prompts: Sequence[str], tokens: int) ->
             taken: dict[str, Taken] = {}
             ways = (upstream, through) if number % 2 == 0 else (through, upstream)
             for url in ways:
-                ask(client, url, model, prompt, 2)  # so that the prompt is in the server's cache for both
+                ask(client, url, model, prompt, 2)  # so that the server's cache holds the prompt for both ways
                 taken[url] = ask(client, url, model, prompt, tokens)
             if number >= 2:
                 pairs.append((taken[upstream], taken[through]))
@@ -106,7 +106,7 @@ def compare(upstream: str, through: str, prompts: Sequence[str], tokens: int) ->
 
 @contextlib.contextmanager
 def started(home: Path, *arguments: str) -> Iterator[str]:
-    """A command of ours that listens; yields its address."""
+    """Start one of our commands that listens on a port, and yield its address."""
     errors = home / f"{arguments[0]}.txt"
     command = [sys.executable, "-m", "cli.main", *arguments, "--state-dir", str(home / arguments[0]), "--port", "0"]
     with errors.open("wb") as stream:
@@ -127,7 +127,7 @@ def started(home: Path, *arguments: str) -> Iterator[str]:
 
 
 def wait_until_ready(url: str) -> None:
-    """Until the models are loaded."""
+    """Wait until the models are loaded."""
     deadline = time.monotonic() + START_S
     while httpx.get(f"{url}/health", timeout=START_S).status_code != 200:
         if time.monotonic() > deadline:
@@ -136,7 +136,7 @@ def wait_until_ready(url: str) -> None:
 
 
 def main() -> None:
-    """Read the arguments, start what is not there, print the figures."""
+    """Read the arguments, start the servers if no addresses are given, print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upstream", help="address of a server")
     parser.add_argument("--through", help="address of `adaptive learn` in front of it")

@@ -1,14 +1,15 @@
-"""The whole way with a real llama-server: requests through `adaptive learn`, `adaptive distill`, `adaptive publish`.
+"""Runs the whole process with a real llama-server: requests through `adaptive learn`, `adaptive distill`, then
+`adaptive publish`.
 
     python benchmarks/upstream_publish.py --server llama-server --work FOLDER [--target INFLATED] [--encoding q8_0]
                                           [--kind tools] [--requests 400] [--unseen 40] [--tokens 100] [--threads 2]
 
-The server runs the target without a draft, and real clients ask it through the proxy for ``--requests`` answers of one
-kind at ``--temperature``; the last ``--unseen`` prompts of the kind are kept back, and the others asked for as often as
-it takes. A draft is distilled from what was logged and published, with a restart of the server. Then servers with no
-draft, with the undistilled one at several lengths and with the published one answer the unseen prompts greedily, in
-turn, each of them by its own ``timings``. A second run with the same ``--work`` goes on where the first one ended.
-Prints one JSON object, and the table of it as Markdown.
+The server runs the target without a draft. Real clients request ``--requests`` answers of one kind through the proxy,
+at ``--temperature``; the last ``--unseen`` prompts of the kind are held out, and the others are repeated as needed.
+A draft is distilled from the log and published, with a restart of the server. Then servers without a draft, with the
+undistilled draft at several lengths and with the published draft answer the held-out prompts greedily, in turn, each
+timed by its own ``timings``. A second run with the same ``--work`` continues where the first one ended.
+Prints one JSON object, and its table as Markdown.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from cli.answered import answered_examples, expected_acceptance
 from trainers.dataset import loop_start, repeated_ngrams
 from trainers.replay import replay
 
-# Draft lengths at which the undistilled draft is tried.
+# Draft lengths of the undistilled draft.
 LENGTHS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is given, and where everything lies."""
+    """The given models and options, and the folder of everything that is made."""
 
     folder: Path
     server: str
@@ -64,18 +65,18 @@ class Work:
         return ("--target", str(self.target), "--draft", str(self.draft), "--state-dir", str(self.folder / "learn"))
 
     def gguf(self, role: str) -> Path:
-        """A model of the pair as `adaptive export` names it."""
+        """The GGUF file of a model of the pair, named as `adaptive export` names it."""
         return self.folder / "gguf" / f"{getattr(self, role).name}-{self.encoding}.gguf"
 
     def command(self, port: int, *options: str) -> str:
-        """What starts the server."""
+        """The command that starts the server."""
         words = [self.server, "--model", str(self.gguf("target")), "--host", "127.0.0.1", "--port", str(port)]
         words += ["--ctx-size", "2048", "--parallel", "1", "--threads", str(self.threads), *options]
         return shlex.join(words)
 
 
 def adaptive(*arguments: str, stdout: int | None = subprocess.PIPE) -> str:
-    """Run a command of ours; what it printed. Status 1 says that a publication was rolled back."""
+    """Run one of our commands and return its output. Status 1 means that a publication was rolled back."""
     done = subprocess.run([sys.executable, "-m", "cli.main", *arguments], stdout=stdout, text=True, check=False)
     if done.returncode not in (0, 1):
         raise SystemExit(f"adaptive {arguments[0]} ended with status {done.returncode}")
@@ -83,7 +84,7 @@ def adaptive(*arguments: str, stdout: int | None = subprocess.PIPE) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A port on which nothing listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -91,7 +92,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def restartable(work: Work) -> Iterator[tuple[str, Path, str]]:
-    """The server by a start file and a restart command, as people have them: its address, and the two."""
+    """Run the server from a start file by a restart command, as users do. Yields its address and these two."""
     port, start, pid = free_port(), work.folder / "start.sh", work.folder / "pid"
     start.write_text(f"exec {work.command(port)} > {shlex.quote(str(work.folder / 'server.txt'))} 2>&1\n")
     again = work.folder / "restart.sh"
@@ -110,7 +111,7 @@ def restartable(work: Work) -> Iterator[tuple[str, Path, str]]:
 
 
 def until_up(url: str) -> None:
-    """Until something listens there, and has its model."""
+    """Wait until a server listens there and has loaded its model."""
     for _ in range(600):
         with contextlib.suppress(httpx.TransportError):
             wait_until_ready(url)
@@ -120,7 +121,7 @@ def until_up(url: str) -> None:
 
 
 def ask(url: str, prompts: Sequence[str], requests: int, tokens: int, temperature: float) -> dict[str, Any]:
-    """Have real clients ask for answers to ``prompts`` in turn, every other one streamed; what the proxy says."""
+    """Let real clients request answers to ``prompts`` in turn, every other one streamed. Returns the proxy's status."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600) as client:
         model = client.models.list().data[0].id
 
@@ -137,7 +138,7 @@ def ask(url: str, prompts: Sequence[str], requests: int, tokens: int, temperatur
             else:
                 client.chat.completions.create(**said)
 
-        with ThreadPoolExecutor(2) as pool:  # so that the next request waits while one is answered
+        with ThreadPoolExecutor(2) as pool:  # two, so that the next request waits while one is answered
             list(pool.map(one, range(requests)))
     for _ in range(600):
         said: dict[str, Any] = httpx.get(f"{url}/adaptive/upstream").json()
@@ -148,7 +149,7 @@ def ask(url: str, prompts: Sequence[str], requests: int, tokens: int, temperatur
 
 
 def race(work: Work, contenders: dict[str, tuple[str, ...]], prompts: Sequence[Sequence[int]]) -> dict[str, Measured]:
-    """Servers with these options on the same prompts, in rotating order."""
+    """Measure servers with these options on the same prompts, in rotating order."""
     answers: dict[str, list[Answered]] = {name: [] for name in contenders}
     with contextlib.ExitStack() as stack:
         urls = {}
@@ -171,7 +172,7 @@ def race(work: Work, contenders: dict[str, tuple[str, ...]], prompts: Sequence[S
 
 
 def summed(answers: Sequence[Answered]) -> Measured:
-    """Answers that were measured one by one, together."""
+    """One result from answers that were measured one by one."""
     drafted, accepted = sum(one.drafted or 0 for one in answers), sum(one.accepted or 0 for one in answers)
     return Measured(tuple(answers), drafted, accepted, None)
 
@@ -182,7 +183,7 @@ def draft_options(file: Path, length: int) -> tuple[str, ...]:
 
 
 def learn(work: Work, prompts: Sequence[str], requests: int, temperature: float) -> None:
-    """Answers through the proxy, and a draft distilled from them, where there is none yet."""
+    """Log answers through the proxy and distill a draft from them, unless there is one already."""
     if not work.gguf("target").exists():
         adaptive("export", str(work.folder / "gguf"), "--encoding", work.encoding, *work.pair[:4], stdout=None)
     if any((work.folder / "learn").glob("*/adapters/CURRENT")):
@@ -200,14 +201,14 @@ def learn(work: Work, prompts: Sequence[str], requests: int, temperature: float)
 
 
 def note(work: Work, found: dict[str, Any]) -> None:
-    """Keep what was found for a later run."""
+    """Keep these results for a later run."""
     file = work.folder / "found.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(known | found, indent=2))
 
 
 def publish(work: Work) -> None:
-    """Into a running server, as a person would."""
+    """Publish to a running server, as a user would."""
     with restartable(work) as (url, start, again):
         told = adaptive(
             "publish", *work.pair, "--upstream", url, "--start", str(start), "--restart", again,
@@ -217,7 +218,7 @@ def publish(work: Work) -> None:
 
 
 def unseen(work: Work, prompts: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
-    """What each server came to on prompts that nobody has asked, and what replay says of these answers."""
+    """The figures of each server on prompts that were not requested before, and the acceptance that replay predicts."""
     tokenizer = AutoTokenizer.from_pretrained(work.target)
     asked = [
         list(
@@ -256,7 +257,7 @@ def unseen(work: Work, prompts: Sequence[str], lengths: Sequence[int]) -> dict[s
 
 
 def table(found: dict[str, Any], prompts: int) -> str:
-    """Of the rows, as Markdown."""
+    """The rows as a Markdown table."""
     lines = ["| llama-server | tokens/s | accepted of drafted | replay | same answers |", "|---|---|---|---|---|"]
     for name, row in found["rows"].items():
         shares = ["" if row[key] is None else f"{row[key]:.3f}" for key in ("acceptance", "replay")]
@@ -265,7 +266,7 @@ def table(found: dict[str, Any], prompts: int) -> str:
 
 
 def main() -> None:
-    """Read the arguments, go the whole way, print the figures."""
+    """Read the arguments, run the whole process, print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", required=True, help="llama-server")
     parser.add_argument("--work", type=Path, required=True, help="folder for everything that is made")

@@ -1,14 +1,14 @@
-"""A head's draft vocabulary: what a step takes by its size, and how much of what is said lies within.
+"""Measures a head's draft vocabulary: the time of a step by vocabulary size, and the share of answers within it.
 
     python benchmarks/vocabulary.py steps [--width 1024 --vocab 151936 --sizes 8192,32768 --threads 1,2 --int8]
     python benchmarks/vocabulary.py coverage FILE.jsonl.gz ... [--answers 100,1000 --tokenizer tokenizer.json]
     python benchmarks/vocabulary.py acceptance --cache DIR [--kind math] [--answers 200 --train]
 
-``steps`` times whole proposals of a head on a target of random weights, whose values make no difference to the time.
+``steps`` times whole proposals of a head on a target of random weights; the time does not depend on their values.
 ``coverage`` reads chats, with the bundled tokenizer or another: every other answer orders the tokens, the rest is
-looked up. Of many tokens it also says how many a training run would choose for a target of 28 layers and width 1,024.
-``acceptance`` has the bundled target answer, starts a head on some answers, trains it if asked, on all tokens, and
-replays it on others with the first tokens of the order.
+looked up. For a large vocabulary it also prints the size that a training run would choose for a target of 28 layers
+and width 1,024. ``acceptance`` lets the bundled target answer, starts a head on some answers, trains it on all tokens
+if ``--train`` is given, and replays it on other answers with the first tokens of the order as its vocabulary.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from trainers.students import HeadStudent
 from trainers.vocabulary import WHOLE, Reads, best_size, held_out_coverage, order, said, sizes
 
 PROMPTS = BUNDLED / "prompts"
-# Numbers in a layer of Qwen3-0.6B, whose width is 1,024.
+# Weights in a layer of Qwen3-0.6B, whose width is 1,024.
 LAYER = 15_728_640
-# Prompts whose answers the head is replayed on.
+# Number of prompts whose answers the head is replayed on.
 HELD = 64
 # Steps of a proposal, and tokens before it.
 LENGTH, CONTEXT = 4, 200
@@ -61,7 +61,7 @@ WAYS = {
 
 
 def target_of(width: int, vocab: int) -> Qwen3ForCausalLM:
-    """Two layers of Qwen 3's kind, of random weights."""
+    """A target of Qwen 3's architecture: two layers of random weights."""
     config = Qwen3Config(
         vocab_size=vocab,
         hidden_size=width,
@@ -77,7 +77,7 @@ def target_of(width: int, vocab: int) -> Qwen3ForCausalLM:
 
 
 def steps(width: int, vocab: int, few: list[int], threads: list[int], int8: bool) -> None:
-    """Print the milliseconds of a step, by vocabulary and by how its token is chosen."""
+    """Print the milliseconds of a step, by vocabulary size and by the way its token is chosen."""
     target = TransformersEngine(target_of(width, vocab))
     heads: dict[str, HeadEngine] = {}
     for size in [vocab, *few]:
@@ -93,7 +93,7 @@ def steps(width: int, vocab: int, few: list[int], threads: list[int], int8: bool
         text.extend(context, 1)
         sequence.extend(context[:-1], 1)
         held[name] = sequence
-    # No head runs twice in a row: the next one finds none of its weights in the processor's caches, as behind a target.
+    # No head runs twice in a row, so that none finds its weights in the processor's caches, as after a target's pass.
     calls: dict[str, Callable[[], object]] = {}
     for way, params in WAYS.items():
         for name, sequence in held.items():
@@ -106,14 +106,14 @@ def steps(width: int, vocab: int, few: list[int], threads: list[int], int8: bool
 
 
 def proposed(fused: FusedCalls, rollback: Callable[[int], None], params: SamplingParams, vocab: int) -> None:
-    """One proposal behind the context."""
+    """Make one proposal after the context."""
     rollback(CONTEXT - 1)
     uniform = [0.5] * LENGTH if params.temperature and params.seed is None else []
     fused.propose(ProposalCall([7], LENGTH, vocab, params, uniform, None))
 
 
 def coverage(files: list[Path], answers: list[int], tokens: Path | None) -> None:
-    """Print the share of what is said that lies among the first tokens of the order, by how many answers there are."""
+    """Print the share of answer tokens that are among the first of the order, by number of answers and size."""
     if tokens is None:
         tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
     else:
@@ -144,7 +144,7 @@ def coverage(files: list[Path], answers: list[int], tokens: Path | None) -> None
 
 
 def acceptance(cache: Path, kind: str, count: int, train: bool) -> None:
-    """Print what a head accepts, and what is covered, by how many tokens it drafts among."""
+    """Print a head's acceptance and its coverage, by the size of its draft vocabulary."""
     settings = Settings(device="cpu", max_new_tokens=120)
     target = sources(settings)[0].folder
     answers = answers_of(kind, settings, PROMPTS, cache, 0.7, 1)
@@ -173,7 +173,7 @@ def acceptance(cache: Path, kind: str, count: int, train: bool) -> None:
 
 
 def main() -> None:
-    """See above."""
+    """Run one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     timed = commands.add_parser("steps")

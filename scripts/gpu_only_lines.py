@@ -1,12 +1,12 @@
-"""List the lines that only a CUDA device reaches, for docs/notes/2026-11-gpu.md: what no test here has run.
+"""Lists the lines that only a CUDA device reaches and no test on this machine runs, for docs/notes/2026-11-gpu.md.
 
     python scripts/gpu_only_lines.py               # runs the tests of TESTS, and prints the page's table
     python scripts/gpu_only_lines.py tests/x.py    # other tests
 
-A line is listed if the tests did not run it and it stands behind a condition on CUDA: in a branch whose condition asks
-for it, behind a return without it, or in a function that is called from such places alone. Conditions are followed
-through names: what is assigned by whether there is CUDA asks for it, too. Lines that were not run and stand behind no
-such condition are counted beside: they are what tests could still reach.
+A line is listed if the tests did not run it and it depends on a condition on CUDA: it is in a branch for CUDA, after a
+return without CUDA, or in a function that is called from such places only. Conditions are followed through names: a
+variable whose value depends on CUDA makes a condition on it a condition on CUDA. Lines that were not run and depend on
+no such condition are only counted; tests without CUDA could still reach them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("adaptive", "trainers", "cli")
-# Whose lines ask for CUDA; what is run here runs on its CPU.
+# Tests that reach the code with conditions on CUDA; this script runs them on the CPU.
 TESTS = (
     "test_queued_drafts", "test_cuda_graphs", "test_budget", "test_doctor", "test_worker", "test_trainer",
     "test_quantised_checkpoints",
@@ -32,13 +32,13 @@ TESTS = (
 
 
 def asking_files() -> list[Path]:
-    """The source files in which CUDA is spoken of in code."""
+    """The source files whose code has conditions on CUDA."""
     found = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
     return [path for path in found if Guards(path.read_text(encoding="utf-8")).lines]
 
 
 def executable(source: str, name: str) -> set[int]:
-    """The numbers of the lines that compile to something."""
+    """The numbers of the lines that compile to code."""
 
     def of(code: CodeType) -> Iterator[int]:
         yield from (line for _, _, line in code.co_lines() if line)
@@ -50,11 +50,11 @@ def executable(source: str, name: str) -> set[int]:
 
 
 class Guards:
-    """The ``lines`` of a source that stand behind a condition on CUDA."""
+    """Finds the ``lines`` of a source that depend on a condition on CUDA."""
 
     def __init__(self, source: str) -> None:
         self.tree = ast.parse(source)
-        self.names: set[str] = set()  # variables and attributes that tell whether there is CUDA
+        self.names: set[str] = set()  # variables and attributes whose value depends on CUDA
         self.lines: set[int] = set()
         before = -1
         while len(self.names) + len(self.lines) != before:
@@ -65,7 +65,7 @@ class Guards:
             self._functions()
 
     def asks(self, node: ast.AST | None) -> bool:
-        """Whether an expression depends on there being CUDA."""
+        """Whether an expression depends on the presence of CUDA."""
         for part in ast.walk(node) if node is not None else ():
             if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.startswith("cuda"):
                 return True
@@ -84,10 +84,10 @@ class Guards:
                 continue
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[attr-defined]
             self.names |= {t.attr if isinstance(t, ast.Attribute) else t.id for t in targets if hasattr(t, "ctx")}
-        for node in ast.walk(self.tree):  # a parameter that is given such a thing by name or place asks as well
+        for node in ast.walk(self.tree):  # a parameter that receives such an attribute depends on CUDA too
             if isinstance(node, ast.Call):
                 self._passed(node)
-        for node in ast.walk(self.tree):  # and what is made behind a condition on CUDA is there only with it
+        for node in ast.walk(self.tree):  # an attribute that is set on a line found so far exists only with CUDA
             inside = isinstance(node, ast.Assign) and node.lineno in self.lines
             for target in node.targets if inside else ():  # type: ignore[attr-defined]
                 if isinstance(target, ast.Attribute):
@@ -111,7 +111,7 @@ class Guards:
                     self._take(block[place + 1 :])
 
     def _functions(self) -> None:
-        """Those that are called from such places alone."""
+        """Take the private functions that are called only from lines found so far."""
         defined = {n.name: n for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef)}
         called: dict[str, set[int]] = defaultdict(set)
         choices = [n for n in ast.walk(self.tree) if isinstance(n, ast.IfExp) and self.asks(n.test)]
@@ -131,7 +131,7 @@ class Guards:
 
 
 def _negative(test: ast.expr) -> bool:
-    """Whether a condition holds where there is no CUDA: ``is None``, ``not``, ``!=``."""
+    """Whether a condition is true without CUDA: ``is None``, ``not``, ``!=``."""
     if isinstance(test, ast.BoolOp):
         return all(map(_negative, test.values))
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -143,7 +143,7 @@ def _negative(test: ast.expr) -> bool:
 
 
 class Seen:
-    """Runs something and notes which lines of some files were run, in all threads of this process."""
+    """Runs pytest and notes which lines of some files run, in all threads of this process."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.lines: dict[str, set[int]] = {str(path): set() for path in files}
@@ -161,7 +161,7 @@ class Seen:
         return line
 
     def run(self, arguments: list[str]) -> int:
-        """pytest with these arguments; its exit status."""
+        """Run pytest with these arguments. Returns its exit status."""
         threading.settrace(self._enter)
         sys.settrace(self._enter)
         try:
@@ -172,7 +172,7 @@ class Seen:
 
 
 def main() -> int:
-    """Print the table."""
+    """Run the tests, print the table, return their exit status."""
     tests = sys.argv[1:] or [str(path) for name in TESTS if (path := ROOT / "tests" / f"{name}.py").exists()]
     files = asking_files()
     seen = Seen(files)

@@ -1,13 +1,13 @@
-"""Try tiny checkpoints of every architecture below and write ``docs/models.md``: which are exact, which are refused.
+"""Tries tiny checkpoints of every architecture below and writes ``docs/models.md``: which are exact, which are refused.
 
     python scripts/model_table.py                  # all, and the page
     python scripts/model_table.py qwen3_5_text     # some, printed
 
 Each checkpoint has a few layers of random weights in float32. It is saved, loaded as any model is, and decodes
-greedily after prompts of three lengths: alone, with 1, 4 and 9 drafted tokens and with the default policy, drafted by a
-copy with noise on its weights, so that some tokens stand and others are taken back. What it says must be what
-transformers' own ``generate`` says of the same checkpoint. Then it drafts for itself, where every token must stand; an
-adapter is trained on it for a step, swapped in, and taken out again.
+greedily after prompts of three lengths: plain, and with 1, 4 and 9 drafted tokens and the default policy. The draft is
+a copy with noise on its weights, so that some tokens are accepted and others rejected. The output must equal that of
+transformers' own ``generate`` with the same checkpoint. Then the model is its own draft, and every token must be
+accepted; and an adapter is trained on the draft for some steps, swapped in, and removed again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENS = 40
 PROMPTS = (5, 40, 90)
 LENGTHS: tuple[int | None, ...] = (1, 4, 9, None)
 
-# By what is said of them in the page.
+# Types by their heading in the page.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "attention": (
         "apertus", "arcee", "bloom", "cohere", "cohere2", "cwm", "diffllama", "ernie4_5", "exaone4", "falcon", "gemma",
@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "others": ("deepseek_v32", "recurrent_gemma", "rwkv", "xlstm"),
 }  # fmt: skip
-# Checkpoints of several kinds of input, whose language model is loaded alone: the type, its text part's, its vision's.
+# Types for several kinds of input, mapped to the type of their language model; only that part is loaded.
 SEVERAL = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
@@ -77,7 +77,7 @@ SEVERAL = {
 
 @dataclass
 class Result:
-    """What was seen of one type. ``problems`` are what it did wrong."""
+    """The results of one type. ``problems``: everything it did wrong."""
 
     name: str
     family: str
@@ -86,12 +86,12 @@ class Result:
     plain_reason: str = ""
     accepted: float = 0.0
     distilled: str = ""
-    read: str = ""  # what loading takes of the file's bytes, where it has more than a language model
+    read: str = ""  # bytes that loading reads, of those in the file, if the file has more than a language model
     problems: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
-        """As the page says it."""
+        """The verdict in the words of the page."""
         if self.problems:
             return f"wrong: {'; '.join(self.problems)}"
         if self.plain:
@@ -159,7 +159,7 @@ def _load(folder: Path, settings: Settings) -> TransformersEngine:
 def _distil(
     result: Result, folder: Path, target: TransformersEngine, draft: TransformersEngine, settings: Settings
 ) -> None:
-    """Training on the draft, and a swap: the target's answer stays, the draft's logits change and come back."""
+    """Train an adapter and swap it in and out: the target's answer stays, the draft's logits change and change back."""
     from adaptive.engines.load import load_model
     from trainers.dataset import Example
     from trainers.fit import fit
@@ -192,7 +192,7 @@ def _distil(
 
 
 def several(name: str) -> Any:
-    """A tiny checkpoint of several kinds of input."""
+    """A tiny checkpoint for several kinds of input."""
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
     text = tiny_config(SEVERAL[name])
@@ -202,7 +202,7 @@ def several(name: str) -> Any:
         "num_heads": 2, "out_hidden_size": text.hidden_size, "image_size": 28, "patch_size": 14,
         "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     }  # fmt: skip
-    # Some have none unless it is asked for.
+    # Some configs have no vision config by default.
     usual = config.sub_configs["vision_config"]() if config.vision_config is None else config.vision_config
     known = {key: value for key, value in small.items() if hasattr(usual, key)}
     given = {"text_config": text, "vision_config": type(usual)(**known), "tie_word_embeddings": False}
@@ -236,7 +236,7 @@ Quantised checkpoints: [quantised.md](quantised.md).
 
 
 def page(results: list[Result]) -> str:
-    """The page."""
+    """The whole page as Markdown."""
     lines = [HEAD]
     exact = sum(result.verdict == "exact" for result in results)
     lines.append(f"{len(results)} types tried, {exact} exact.\n")
@@ -259,7 +259,7 @@ def page(results: list[Result]) -> str:
 
 
 def main() -> None:
-    """Try the types named, or all."""
+    """Try the named types, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*")
     asked = parser.parse_args().types

@@ -1,9 +1,10 @@
-"""The pictures in docs/images: dashboard, chat and report of a real server on the bundled pair, in a headless browser.
+"""Takes the pictures in docs/images: dashboard, chat and report of a real server on the bundled pair, in a headless
+browser.
 
     python scripts/screenshots.py [--out docs/images] [--answers 40] [--no-distill]
 
-Each page at 400 CSS pixels, at 1280, and at 1280 in dark mode. Needs chromium with chromedriver, and selenium
-(in the extra dev).
+Each page is taken 400 CSS pixels wide, 1280 wide, and 1280 wide in dark mode. Needs chromium with chromedriver, and
+selenium (in the extra dev).
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from selenium import webdriver
 
 from adaptive.pair import BUNDLED
 
-# CSS pixels of the width, the scheme, and what a picture's name ends with.
+# Width in CSS pixels, color scheme, and the ending of the picture's name.
 VIEWS = ((400, "light", "400"), (1280, "light", "1280"), (1280, "dark", "1280-dark"))
 HIGHEST = 6000
-# Nothing but the pages is asked for, and nothing of an earlier run is known.
+# The browser requests nothing but the pages, and keeps nothing of an earlier run.
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
 )  # fmt: skip
-# Seconds until a page has everything, on a busy machine.
+# Seconds allowed until a page is complete, on a busy machine.
 PATIENCE_S = 120
 QUESTION = "Write a Python function that returns the sum of a list."
 
 
 def at_home(home: Path) -> dict[str, str]:
-    """The environment of somebody whose home folder this is, and who has set nothing."""
+    """The environment of a user with this home folder and no ADAPTIVE_ variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ADAPTIVE_")}
     return {**kept, "HOME": str(home), "XDG_DATA_HOME": str(home / ".local" / "share")}
 
@@ -65,7 +66,7 @@ def served(home: Path) -> Iterator[str]:
 
 
 def ask(url: str, prompts: list[str]) -> None:
-    """Have the prompts answered."""
+    """Send the prompts to the server, ten to a session."""
     for number, prompt in enumerate(prompts):
         body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 100}
         headers = {"X-Session-Id": f"maths-{1 + number // 10}"}
@@ -74,7 +75,7 @@ def ask(url: str, prompts: list[str]) -> None:
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """A headless Chromium that begins anew."""
+    """A headless Chromium with a new profile."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
     with tempfile.TemporaryDirectory() as profile:
@@ -88,7 +89,7 @@ def browser() -> Iterator[Any]:
 
 
 def until(what: Callable[[], bool]) -> None:
-    """Wait for it."""
+    """Wait until ``what`` returns true. Raises TimeoutError after ``PATIENCE_S`` seconds."""
     deadline = time.monotonic() + PATIENCE_S
     while not what():
         if time.monotonic() > deadline:
@@ -97,13 +98,13 @@ def until(what: Callable[[], bool]) -> None:
 
 
 def photograph(driver: Any, name: str, out: Path) -> None:
-    """The page that is open, in every view, as far as HIGHEST."""
+    """Take the open page in every view, at most HIGHEST pixels high."""
     for width, scheme, ending in VIEWS:
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 800}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-        time.sleep(0.5)  # until the plots have followed the width
+        time.sleep(0.5)  # until the plots have adapted to the width
         high = min(driver.execute_script("return document.documentElement.scrollHeight"), HIGHEST)
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**metrics, "height": high})
         driver.execute_script("scrollTo(0, 0)")
@@ -114,21 +115,21 @@ def photograph(driver: Any, name: str, out: Path) -> None:
 
 
 def dashboard(driver: Any, url: str, out: Path) -> None:
-    """With the newest answer open."""
+    """Take the dashboard with the newest answer open."""
     driver.get(url)
     until(lambda: len(driver.find_elements("css selector", "#answers-list > li")) > 3)
     until(lambda: len(driver.find_elements("css selector", ".plot svg[role=img]")) >= 4)
     until(lambda: bool(driver.find_elements("css selector", "#adapters tr, #no-adapters:not([hidden])")))
     driver.find_element("css selector", "#answers-list .asked").click()
     until(lambda: bool(driver.find_elements("css selector", ".whole .said")))
-    # A long list of answers shows no more than a short one.
+    # Keep only the first rows: the rest of a long list shows nothing new.
     script = "document.querySelectorAll('#answers-list > li:nth-child(n + 5)').forEach(row => row.remove())"
     driver.execute_script(script)
     photograph(driver, "dashboard", out)
 
 
 def chat(driver: Any, url: str, out: Path) -> None:
-    """After one answer."""
+    """Take the chat page after one answer."""
     driver.get(f"{url}/chat")
     driver.find_element("css selector", "#ask textarea").send_keys(f"{QUESTION}\n")
     until(lambda: "tokens" in driver.find_element("css selector", "#talk .assistant .note").text)
@@ -137,7 +138,7 @@ def chat(driver: Any, url: str, out: Path) -> None:
 
 
 def report(driver: Any, home: Path, out: Path) -> None:
-    """As ``adaptive history --html`` writes it."""
+    """Take the report that ``adaptive history --html`` writes."""
     file = home / "report.html"
     command = [sys.executable, "-m", "cli.main", "history", "--html", str(file)]
     subprocess.run(command, check=True, env=at_home(home))

@@ -1,14 +1,14 @@
-"""Train the bundled pair from scratch: tokenizer, target, draft, prompts, model card.
+"""Trains the bundled pair from scratch: tokenizer, target, draft, prompts, model card.
 
 In:  a folder of chat records (``*.jsonl.gz``, one ``{"messages": [...]}`` a line).
 Out: ``OUT/target``, ``OUT/draft`` (Hugging Face checkpoints, bf16 safetensors), ``OUT/prompts``
-     (held-out prompts by kind) and ``OUT/README.md`` (the model card, its figures measured here).
+     (held-out prompts by kind) and ``OUT/README.md`` (the model card, with figures measured by this script).
 
     python scripts/train_bundled.py --data DATA --out checkpoints/bundled
 
-The target sees every kind of text, the draft only ``DRAFT_KINDS``: the others are what a user's own
-use will teach it. A prompt is held out
-by its hash, so that no prompt is ever on both sides, whatever the order of the files.
+The target is trained on every kind of text, the draft only on ``DRAFT_KINDS``, so that it can learn the other kinds
+from a user's own prompts. A prompt is held out by its hash, so that no prompt is both trained on and held out,
+whatever the order of the files.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def read_chats(data: Path) -> list[Chat]:
 
 
 def train_tokenizer(chats: list[Chat]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of ``VOCAB`` entries; digits stand alone, so that sums are spelt one way."""
+    """A byte-level BPE of ``VOCAB`` entries. Each digit is a token of its own, so that numbers have one spelling."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -126,8 +126,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, chats: list[Chat]) -> list[list[i
 
 
 def rows(documents: list[list[int]], kinds: list[str], rng: random.Random) -> Iterator[torch.Tensor]:
-    """Endless (ROW + 1,) rows. A quarter of the chats go on in the turn after one of their own
-    kind, without a new beginning of text, so that the models meet chats of several turns."""
+    """Endless rows (ROW + 1,). A quarter of the chats are joined to another chat of their kind, without a new
+    beginning-of-text token, so that the models see chats of several turns."""
     by_kind = defaultdict(list)
     for document, kind in zip(documents, kinds, strict=True):
         by_kind[kind].append(document)
@@ -177,7 +177,7 @@ def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the peak rate, linearly to zero (the first 50 steps after a start warm up besides)."""
+    """Share of the peak learning rate, falling linearly to zero; ``train`` adds a warm-up of 50 steps."""
     return max(0.0, 1 - step / steps)
 
 
@@ -189,8 +189,8 @@ def train(
     tokenizer: PreTrainedTokenizerFast,
     done: int = 0,
 ) -> None:
-    """Train on ``tokens`` tokens. ``done`` steps were made before an interruption: the data and the
-    schedule go on where they were, the optimisers' state starts anew."""
+    """Train on ``tokens`` tokens. ``done`` steps were made before an interruption: data and schedule continue from
+    there, the optimisers' state starts anew."""
     steps = math.ceil(tokens / (ROW * BATCH_ROWS))
     both = optimizers(model)
     peaks = [group["lr"] for optimizer in both for group in optimizer.param_groups]
@@ -223,7 +223,7 @@ def train(
 
 
 def store(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the checkpoint in bf16 beside its tokenizer, leaving the model itself in float32."""
+    """Write the checkpoint in bf16 with its tokenizer; the model itself stays in float32."""
     half = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(half)
@@ -258,7 +258,7 @@ def overlap(draft: LlamaForCausalLM, target: LlamaForCausalLM, documents: list[l
 
 
 def write_prompts(chats: list[Chat], folder: Path) -> None:
-    """The held-out prompts of each kind, which neither model has seen, at most 320 a kind."""
+    """Write the held-out prompts of each kind, at most 320 a kind. Neither model is trained on them."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
         if kind not in PROMPT_KINDS:
@@ -269,7 +269,7 @@ def write_prompts(chats: list[Chat], folder: Path) -> None:
 
 
 def write_card(out: Path, chats: list[Chat], tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> None:
-    """The model card, with losses measured now on the stored weights."""
+    """Write the model card, with losses measured now on the stored weights."""
     target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     draft = LlamaForCausalLM.from_pretrained(out / "draft", dtype=torch.float32)
     table = [

@@ -1,1 +1,1 @@
-"""The parts of ``gpu.py``: what is made on the device, what is checked there, what is timed, how it is written down."""
+"""The parts of ``gpu.py``: the models made on the device, the checks, the timings, and the reports."""

@@ -1,4 +1,4 @@
-"""Where a round's time goes: what the device takes, what the program takes, and what the device waits for."""
+"""Measures where a round's time goes: the device's time, the program's time, and the device's idle time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gpu_parts.saying import GREEDY, SAMPLED, text
 from gpu_parts.speed import CONTEXT
 from gpu_parts.work import Bench, Budget, Figures
 
-# The stretches of a round: between two marks.
+# The stretches of a round, each between two marks.
 STRETCHES = ("propose", "verify", "commit")
 
 
 class MarkedRounds(TimedRounds):
-    """Rounds over real text, marked where one stretch ends and the next begins, and undone."""
+    """Rounds over real text, with a mark at the end of each stretch. Every round starts from the same text."""
 
     def __init__(self, bench: Bench, pair: Pair, sampling: SamplingParams, length: int) -> None:
         super().__init__(pair, sampling, CONTEXT, attentive=False)
@@ -33,7 +33,7 @@ class MarkedRounds(TimedRounds):
 
     @torch.inference_mode()
     def marked(self) -> Marks:
-        """One round, as ``speculative_round`` has it."""
+        """Run one round with the same steps as ``speculative_round`` and return its marks."""
         held, committed, marks = len(self.committed), list(self.committed), Marks(self.bench)
         self.target.rollback(held - 1)
         self.draft.rollback(held - 1)
@@ -48,8 +48,8 @@ class MarkedRounds(TimedRounds):
 
 
 def breakdown(bench: Bench, kind: str) -> Figures:
-    """Rounds of one length, greedy and sampled: by stretch the program's seconds and the device's, and of the whole
-    what kernels took and what was left between them."""
+    """Time rounds of one draft length, greedy and sampled: by stretch the seconds of the program and of the device, and
+    for the whole round the kernels' seconds and the gaps between them."""
     pair, length = bench.workshop.pair(kind), bench.scale.lengths[-1]
     found: Figures = {"draft length": length}
     for share, (name, sampling) in zip((0.5, 1.0), (("greedy", GREEDY), ("temperature 0.7", SAMPLED)), strict=True):

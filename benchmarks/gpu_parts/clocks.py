@@ -1,4 +1,4 @@
-"""Time on a device: until a call has returned, until the device has done it, and how long it was really at work."""
+"""Timing on a device: until a call returns, until the device has finished it, and how long the device was busy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu_parts.work import Bench, Budget
 
 @dataclass(frozen=True)
 class Taken:
-    """Medians, in seconds: until the call ``returned``, and until the device had ``done`` it; of ``times`` calls."""
+    """Medians of ``times`` calls in seconds: until the call ``returned``, and until the device was ``done`` with it."""
 
     returned: float
     done: float
@@ -22,8 +22,8 @@ class Taken:
 
 
 def take(bench: Bench, calls: dict[str, Callable[[], object]], budget: Budget) -> dict[str, Taken]:
-    """What calls take, one after the other in turn, so that a slow moment falls on all of them; as often as the budget
-    allows. The first turn is not counted: passes are recorded in it, and kernels chosen."""
+    """Time calls in turn, so that a slow moment affects all of them, as often as the budget allows. The first turn is
+    not counted: it records passes and chooses kernels."""
     for call in calls.values():
         call()
         bench.synchronise()
@@ -46,7 +46,7 @@ def take(bench: Bench, calls: dict[str, Callable[[], object]], budget: Budget) -
 
 
 class Marks:
-    """Points in the work of a device, by its own clock and by the program's."""
+    """Points in the work of a device, timed by the device's clock and by the program's."""
 
     def __init__(self, bench: Bench) -> None:
         self._on_cuda = bench.device.type == "cuda"
@@ -54,7 +54,7 @@ class Marks:
         self._events: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """Here: after what was given to the device so far."""
+        """Set a mark after all work that was given to the device so far."""
         if self._on_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -62,11 +62,11 @@ class Marks:
         self._host.append(time.perf_counter())
 
     def host(self) -> list[float]:
-        """Seconds between two marks, as the program came by them."""
+        """Seconds between consecutive marks by the program's clock."""
         return [after - before for before, after in zip(self._host, self._host[1:], strict=False)]
 
     def device(self) -> list[float] | None:
-        """The same as the device came by them, once it is waited for; None where it has no clock."""
+        """Seconds between consecutive marks by the device's clock, after synchronising; None if it has no clock."""
         if not self._on_cuda:
             return None
         pairs = zip(self._events, self._events[1:], strict=False)
@@ -74,7 +74,7 @@ class Marks:
 
 
 def at_work(bench: Bench, call: Callable[[], object]) -> float | None:
-    """Seconds that the device's kernels and copies of a call take, added up; None where it has no clock."""
+    """Total seconds of a call's kernels and copies on the device; None if the device has no clock."""
     if bench.device.type != "cuda":
         return None
     from torch.profiler import ProfilerActivity, profile

@@ -1,5 +1,5 @@
-"""Whether it is exact on the device: greedy answers, recorded passes, an adapter swapped in mid-answer, short memory,
-other architectures. What is not raises ``Wrong``."""
+"""Checks that decoding is exact on the device: greedy answers, recorded passes, an adapter swapped in mid-answer, short
+memory, other architectures. Raises ``Wrong`` if something is not exact."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from gpu_parts.work import Bench, Figures, Wrong
 from trainers import lora
 from trainers.recipe import Recipe
 
-# Two answers may part at a tie: where the logits of both tokens lie nearer to each other than this share of the largest
-# one. Passes of several tokens round otherwise than single ones, a few of the last digits each layer.
+# Two answers may differ from a tie on: where the logits of both tokens differ by less than this share of the largest
+# logit. Passes of several tokens round differently from single ones, by a few of the last digits in each layer.
 TIE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
-# Of an adapter that changes what the draft says.
+# Standard deviation of an adapter's weights: large enough to change the draft's logits.
 STRENGTH = 0.05
-# Tokens that no memory holds, and what is left of the device's for the passes of an answer (bytes).
+# More tokens than any memory holds, and bytes of the device's memory that are left for the passes of an answer.
 TOO_MANY, LEFT = 1 << 45, 256 << 20
 
 
 def parted(engine: Engine, prompt: list[int], one: list[int], other: list[int]) -> float | None:
-    """How far apart, as a share of the largest, the logits of the first two tokens lie in which two answers to a prompt
-    differ; None where they are the same."""
+    """The difference of the logits of the first two tokens in which two answers to a prompt differ, as a share of the
+    largest logit; None if the answers are the same."""
     place = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
     if place is None:
         return None
@@ -41,7 +41,7 @@ def parted(engine: Engine, prompt: list[int], one: list[int], other: list[int]) 
 
 
 def compare(engine: Engine, prompt: list[int], one: list[int], other: list[int], what: str) -> int:
-    """1 where two answers part at a tie, 0 where they are the same. Raises Wrong where they part elsewhere."""
+    """1 if two answers differ from a tie on, 0 if they are the same. Raises Wrong if they differ elsewhere."""
     gap = parted(engine, prompt, one, other)
     if gap is None:
         return 0
@@ -52,8 +52,8 @@ def compare(engine: Engine, prompt: list[int], one: list[int], other: list[int],
 
 
 def greedy(bench: Bench, kind: str) -> Figures:
-    """Answers with a draft, of fixed lengths and by the controller, against the target alone, by our loop and by
-    transformers' ``generate``."""
+    """Compare answers with a draft, of fixed lengths and by the controller, with those of the target alone, by our loop
+    and by transformers' ``generate``."""
     pair, scale = bench.workshop.pair(kind), bench.scale
     plain = Speaker(pair, FixedLength(0))
     drafting = {f"length {n}": Speaker(pair, FixedLength(n)) for n in scale.lengths}
@@ -73,7 +73,7 @@ def greedy(bench: Bench, kind: str) -> Figures:
 
 
 def graphs(bench: Bench, kind: str) -> Figures:
-    """Answers over recorded passes against eager ones; the second answer of a length records nothing."""
+    """Compare answers over recorded passes with eager ones. The second answer to a prompt must record nothing."""
     scale = bench.scale
     pair = bench.workshop.pair(kind, graphs=False)
     eager, ties, new, held = Speaker(pair, FixedLength(scale.lengths[-1])), 0, 0, 0
@@ -95,14 +95,14 @@ def graphs(bench: Bench, kind: str) -> Figures:
 
 
 def _passes(pair: Pair) -> list[RecordedPasses]:
-    """Of the target and of the draft."""
+    """The recorded passes of the target and of the draft."""
     found = [model_of(engine).recorded for engine in (pair.target, pair.draft)]
     assert all(found)
     return [passes for passes in found if passes is not None]
 
 
 def adapter(draft: TransformersEngine, folder: Path) -> Path:
-    """An adapter of random weights for this draft."""
+    """Write an adapter of random weights for this draft to ``folder``."""
     torch.manual_seed(3)
     model = lora.attach(copy.deepcopy(draft.model).float(), Recipe(rank=4))
     with torch.no_grad():
@@ -115,14 +115,14 @@ def adapter(draft: TransformersEngine, folder: Path) -> Path:
 
 
 def swap(bench: Bench, kind: str) -> Figures:
-    """An adapter that is merged between the rounds of an answer leaves the answer as it is, changes the draft, and is
-    taken out without a trace."""
+    """Check that an adapter merged between the rounds of an answer leaves the answer unchanged, changes the draft, and
+    can be removed without a trace."""
     pair, scale = bench.workshop.pair(kind), bench.scale
     draft, prompt = model_of(pair.draft), prompts(bench, pair)[0]
     expected = Speaker(pair, FixedLength(0)).say(prompt, scale.tokens).output
     before = draft.sequence().extend(prompt, 1).clone()
     speaker = Speaker(pair, FixedLength(scale.lengths[0]))
-    speaker.say(prompt, scale.tokens)  # what is recorded is recorded by now
+    speaker.say(prompt, scale.tokens)  # records all passes, so that none is recorded during the swap
     slices = 0
     with tempfile.TemporaryDirectory() as folder:
         made = adapter(draft, Path(folder) / "adapter")
@@ -149,7 +149,7 @@ def swap(bench: Bench, kind: str) -> Figures:
 
 
 def short_memory(bench: Bench, kind: str) -> Figures:
-    """Memory that is not there is one sentence, and the text goes on as if nothing had been."""
+    """Check that a reservation beyond the memory fails with one sentence, and that the text continues correctly."""
     pair, scale = bench.workshop.pair(kind), bench.scale
     sequence = model_of(pair.target).unswitched(features=False)
     words = text(bench, pair, 3 * scale.tokens)
@@ -172,7 +172,7 @@ def short_memory(bench: Bench, kind: str) -> Figures:
 
 
 def _refused(cache: object, tokens: int) -> str:
-    """What is said to so many tokens."""
+    """The error message when ``tokens`` tokens are reserved. Raises Wrong if the reservation succeeds."""
     try:
         reserve(cache, tokens)  # type: ignore[arg-type]
     except AdaptiveError as error:
@@ -181,7 +181,7 @@ def _refused(cache: object, tokens: int) -> str:
 
 
 def architectures(bench: Bench) -> Figures:
-    """Small models of other architectures in float32: a draft that is right now and then changes nothing."""
+    """Check small models of other architectures in float32; drafts that are right only sometimes change no answer."""
     accepted: dict[str, float] = {}
     for kind in bench.scale.types:
         model = tiny_model(kind)

@@ -1,4 +1,4 @@
-"""What training the draft takes: steps a second and memory, alone and while an answer is decoded."""
+"""Measures the training of the draft: steps a second and memory, alone and while an answer is decoded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trainers.fit import Fit, fit
 from trainers.recipe import Recipe
 from trainers.replay import acceptance_rate, replay
 
-# Of the part's time, how much is for training alone and for training beside decoding.
+# Shares of the part's time for training alone and for training beside decoding.
 ALONE, BESIDE = 0.35, 0.35
-# Seconds for training at least, whatever the rest has taken.
+# Seconds for training at least, however long the preparations took.
 LEAST_S = 1.0
 
 
@@ -40,7 +40,7 @@ def examples(bench: Bench, pair: Pair) -> list[Example]:
 
 
 class Training:
-    """A new adapter on a copy of the draft in float32, as the trainer's process has it."""
+    """Training of a new adapter on a float32 copy of the draft, as in the trainer's process."""
 
     def __init__(self, bench: Bench, pair: Pair, given: list[Example]) -> None:
         self.bench, self.given = bench, given
@@ -50,7 +50,7 @@ class Training:
         self.fit: Fit | None = None
 
     def run(self, seconds: float) -> Fit:
-        """Train for so long, or until it is told to stop."""
+        """Train for ``seconds``, or until ``stop`` is set."""
         recipe = Recipe(max_seconds=seconds, epochs=1e6, batch=min(8, len(self.given)), evaluations=2, patience=1000)
 
         def evaluate() -> float:
@@ -61,9 +61,9 @@ class Training:
 
 
 def training(bench: Bench, kind: str) -> Figures:
-    """Training alone, decoding alone, and both at once, in threads of one program; and what training takes of the
-    device's memory beside both models. (The service trains in another process, which pauses while a request is
-    answered: this is what it would cost if it did not.)"""
+    """Measure training alone, decoding alone, and both at once in threads of one program; and the device memory that
+    training takes in addition to both models. (The service trains in another process, which pauses while a request is
+    answered; this part shows the cost without the pause.)"""
     pair = bench.workshop.pair(kind)
     given = examples(bench, pair)
     work = Training(bench, pair, given)

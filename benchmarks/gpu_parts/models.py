@@ -1,7 +1,7 @@
 """The models of ``gpu.py``, made on the device from the bundled pair or of random weights: no network, no checkpoints.
 
-In: a ``Scale`` and a device. Out: a ``Pair`` by its kind, one at a time, on the forward that a GPU has, also where
-there is none.
+In: a ``Scale`` and a device. Out: a ``Pair`` by its kind, one at a time, always with the forward that GPUs use, even on
+the CPU.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from adaptive.pair import BUNDLED, Pair, PairIdentity
 from checkpoints.manifest import BaseDraft
 from gpu_parts.scale import Scale
 
-# What is made, in the order in which parts ask for it.
+# Kinds of pairs, in the order in which the parts need them.
 KINDS = ("bundled float32", "bundled bfloat16", "large", "nf4", "int8", "mixture", "hybrid")
-# Layers of a mixture behind those that its draft has give so much of what they would: some drafted tokens stand.
+# Factor on the output of a mixture's layers beyond those of its draft, so that some drafted tokens are accepted.
 LATER = 0.3
-# Bytes of a weight in nf4, with the scale of every 64; and in int8, with that of a row.
+# Bytes of a weight: in nf4, including the scale of every 64 weights; in int8, without the scale of each row.
 BYTES = {"nf4": 0.5 + 4 / 64, "int8": 1.0}
 
 
 class Workshop:
-    """Makes one pair at a time; the one before is gone by then."""
+    """Makes one pair at a time and frees the previous one first."""
 
     def __init__(self, scale: Scale, device: torch.device) -> None:
         self.scale, self.device = scale, device
         self.tokenizer: Any = AutoTokenizer.from_pretrained(BUNDLED / "target")
-        self.kind: str | None = None  # of the pair that is there
+        self.kind: str | None = None  # of the current pair
         self._pair: Pair | None = None
 
     def pair(self, kind: str, graphs: bool | None = None) -> Pair:
-        """The pair of a kind in ``KINDS``, its adapter taken out. ``graphs``: short passes are recorded, where the
-        kind allows that; None for where that brings something."""
+        """The pair of a kind in ``KINDS``, without an adapter. ``graphs``: short passes are recorded if the kind allows
+        that; None: on CUDA only."""
         if kind != self.kind:
             self.clear()
             target, draft = self._models(kind)
@@ -72,7 +72,7 @@ class Workshop:
         return self._pair
 
     def clear(self) -> None:
-        """Give back what was made."""
+        """Free the current pair."""
         self.kind = self._pair = None
         gc.collect()
         if self.device.type == "cuda":
@@ -104,7 +104,7 @@ class Workshop:
         return large, small.to(self.device)
 
     def _mixture(self) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """A mixture of random weights, and its first layers."""
+        """A mixture of random weights, and a draft that has its first layers."""
         torch.manual_seed(0)
         first = self.scale.mixture_draft
         made: list[Any] = []
@@ -123,7 +123,7 @@ class Workshop:
 
 
 def engine_of(model: PreTrainedModel) -> TransformersEngine:
-    """An engine of the model's own forward, whatever the device: what is measured is what a GPU runs."""
+    """An engine with the model's own forward on any device, because that is what a GPU runs."""
     engine = TransformersEngine(model)
     engine.cpu_forward = None
     engine.check()
@@ -136,16 +136,16 @@ def _bundled(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def mixture_config(scale: Scale, **changes: int) -> Qwen3MoeConfig:
-    """Of the mixture, with the bundled vocabulary."""
+    """The config of the mixture, with the bundled vocabulary."""
     vocab = AutoConfig.from_pretrained(BUNDLED / "target").vocab_size
     given = {**scale.mixture, "max_position_embeddings": scale.context, **changes}
     return Qwen3MoeConfig(vocab_size=vocab, intermediate_size=given["moe_intermediate_size"], **given)
 
 
 def quantise(model: PreTrainedModel, kind: str) -> None:
-    """Hold the linear layers but the vocabulary projection in ``kind`` (nf4 or int8), as bitsandbytes does when it
-    loads a checkpoint; each layer's own weights are gone before the next is quantised."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says at every layer that it rounds
+    """Quantise the linear layers except the vocabulary projection to ``kind`` (nf4 or int8), as bitsandbytes does when
+    it loads a checkpoint. Each layer's original weights are freed before the next layer is quantised."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about rounding at every layer
     import bitsandbytes
 
     parts: Any = bitsandbytes.nn
@@ -174,8 +174,8 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
 
 
 def read_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that a pass over one token reads: of a mixture's experts those that one token goes through, and
-    an embedding table only where it is also the vocabulary projection."""
+    """Bytes of weights that a pass over one token reads: of a mixture's experts only those that one token uses, and an
+    embedding table only if it is also the vocabulary projection."""
     config = model.config.get_text_config()
     experts = getattr(config, "num_experts", 0) or 0
     share = config.num_experts_per_tok / experts if experts else 1.0
@@ -192,8 +192,8 @@ def read_bytes(model: PreTrainedModel) -> int:
 
 
 def planned_bytes(scale: Scale, kind: str) -> tuple[int, int]:
-    """Bytes of the weights of both models of a kind once they are there, and the most while they are made; from models
-    without weights."""
+    """Bytes of the weights of both models of a kind: once they are made, and the peak while they are made. Computed
+    from models without weights."""
     if kind.startswith("bundled"):
         width = 4 if "float32" in kind else 2
         models = [_empty(AutoConfig.from_pretrained(BUNDLED / name)) for name in ("target", "draft")]
@@ -221,7 +221,7 @@ def planned_bytes(scale: Scale, kind: str) -> tuple[int, int]:
 
 
 def _empty(config: Any) -> Any:
-    """A model of this config without numbers."""
+    """A model of this config without weights."""
     kinds = {"qwen3_moe": Qwen3MoeForCausalLM, "qwen3_5_text": Qwen3_5ForCausalLM}
     with torch.device("meta"):
         kind: Any = kinds.get(config.model_type)

@@ -1,5 +1,5 @@
-"""All parts, in the order in which they are run: first whether it is exact, then how fast it is. Parts on the same
-models stand together, so that these are made once."""
+"""All parts in the order in which they run: first the checks of exactness, then the timings. Parts with the same models
+are adjacent, so that these are made once."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from gpu_parts.scale import Scale
 from gpu_parts.speed import bandwidth, first_token, other_kind, plain, quantised, speculation, verification
 from gpu_parts.work import Figures, Part
 
-# Minutes that all parts take together at the seconds below.
+# Minutes that all parts take together with the seconds below.
 MINUTES = 8.0
-# Share of a part's seconds that it has at a scale; the tiny one is for tests.
+# Share of a part's seconds that it gets at each scale; the tiny scale is for tests.
 SHARE = {"full": 1.0, "tiny": 0.02}
-# Tokens of the texts that most parts decode, and bytes of recordings, workspaces and what passes compute in between.
+# Tokens of the texts that most parts decode; bytes of recordings, workspaces and intermediate results.
 TEXT, BESIDE = 2048, 1 << 30
-# Bytes of a training pass beside the draft's copy: logits and activations of 2,048 tokens.
+# Bytes of a training pass in addition to the draft's copy: logits and activations of 2,048 tokens.
 PASS = 3 << 30
 
 
 def cache_bytes(scale: Scale, tokens: int) -> int:
-    """Bytes of keys and values of so many tokens in the inflated target and its draft, with heads of 64 numbers."""
+    """Bytes of keys and values of ``tokens`` tokens in the inflated target and its draft, with heads of size 64."""
     numbers = sum(2 * 64 * size.heads * size.layers for size in (scale.target, scale.draft))
     return numbers * scale.dtype.itemsize * tokens
 
 
 def a_text(scale: Scale) -> int:
-    """Beside the weights of the inflated pair, or of a smaller one."""
+    """Bytes in addition to the weights for a text, with the inflated pair or a smaller one."""
     return BESIDE + cache_bytes(scale, TEXT) if scale.name == "full" else 1 << 26
 
 
 def a_prompt(scale: Scale) -> int:
-    """Beside them for the long prompt."""
+    """Bytes in addition to the weights for the long prompt."""
     return a_text(scale) + cache_bytes(scale, scale.first)
 
 
 def a_copy(scale: Scale) -> int:
-    """Beside them while a float32 copy of the draft is trained."""
+    """Bytes in addition to the weights while a float32 copy of the draft is trained."""
     if scale.name != "full":
         return 1 << 28
     size = scale.draft
@@ -58,7 +58,7 @@ def _part(
     kind: str | None = None,
     beside: Callable[[Scale], int] = a_text,
 ) -> Part:
-    """A part on one pair of models, or on none of the workshop's; ``run`` is given its kind."""
+    """A part with one pair of the workshop, whose kind ``run`` receives, or with none."""
     if kind is None:
         return Part(name, words, seconds, (), run, beside)
     return Part(name, words, seconds, (kind,), partial(run, kind=kind), beside)
@@ -87,7 +87,7 @@ PARTS = (
 
 
 def needs(scale: Scale) -> Callable[[Part], int]:
-    """What says how many bytes of the device's memory a part takes at most, by models without weights."""
+    """A function that returns the peak device memory of a part in bytes, computed from models without weights."""
     known: dict[str, int] = {}
 
     def need(part: Part) -> int:

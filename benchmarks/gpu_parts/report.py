@@ -13,11 +13,11 @@ import transformers
 
 from gpu_parts.work import Figures, Result
 
-# Parts that have tables of their own; the figures of the others are listed.
+# Parts with tables of their own; the figures of the others are listed.
 IN_TABLES = {"plain", "verification", "breakdown", "speculation", "nf4", "int8", "mixture", "hybrid"}
 Row = Sequence[object]
 STRETCHES = ("propose", "verify", "commit", "whole")
-# What is said of a way of decoding: heads of the columns, and the figures' names.
+# The columns for a way of decoding: their heads, and the names of the figures.
 RACED = {
     "tokens/s": "tokens a second",
     "times plain": "times plain",
@@ -28,7 +28,7 @@ RACED = {
 
 
 def write(results: Sequence[Result], folder: Path) -> Path:
-    """Write ``gpu.json`` and ``gpu.md``; the latter's path."""
+    """Write ``gpu.json`` and ``gpu.md``. Returns the path of the latter."""
     first = results[0]
     about = {"device": first.device, "scale": first.scale, "torch": torch.__version__}
     about["transformers"] = transformers.__version__
@@ -40,7 +40,7 @@ def write(results: Sequence[Result], folder: Path) -> Path:
 
 
 def markdown(results: Sequence[Result], about: dict[str, str]) -> str:
-    """All tables."""
+    """The page with all tables."""
     done = {result.part: result.figures for result in results if result.problem is None}
     said = ", ".join(f"{name} {value}" for name, value in about.items())
     outcomes = [
@@ -65,12 +65,12 @@ def table(head: Row, rows: Iterable[Row]) -> str:
 
 
 def shown(value: object) -> str:
-    """A figure, to four digits."""
+    """A figure as text, with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def flat(figures: Figures, before: str = "") -> Iterable[tuple[str, object]]:
-    """Figures by the path of their names."""
+    """The figures of nested mappings, each with the path of its names."""
     for name, value in figures.items():
         path = f"{before}, {name}" if before else name
         if isinstance(value, dict):

@@ -1,5 +1,5 @@
-"""Whether what is sampled on the device has the target's distribution: answers of two tiny models over eight tokens,
-counted, against the exact probabilities of all answers."""
+"""Checks that sampling on the device has the target's distribution: counts answers of two tiny models with a vocabulary
+of eight tokens, and compares the counts with the exact probabilities of all answers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from adaptive.types import SamplingParams, StopParams
 from gpu_parts.work import Bench, Figures, Wrong
 
 VOCAB, PROMPT, CONTEXT = 8, [1, 5, 2], 64
-# Tokens of an answer that are counted, of one more that is decoded: so that two are drafted at once.
+# Tokens of an answer that are counted. Two more are decoded, so that a round drafts two tokens.
 COUNTED = 2
-# Below it answers do not have the target's distribution: it happens by chance once in so many runs.
+# Below this p-value, answers are judged not to have the target's distribution. By chance, one run in 1,000 is below it.
 LEAST_P = 1e-3
 UNDER = {
     "top-p": SamplingParams(temperature=1.3, top_p=0.9),
@@ -37,16 +37,16 @@ class NoText:
     stopped = False
 
     def push(self, token: int) -> str:
-        """Nothing."""
+        """No text."""
         return ""
 
     def finish(self) -> str:
-        """Nothing."""
+        """No text."""
         return ""
 
 
 def tiny_pair(device: torch.device) -> tuple[TransformersEngine, TransformersEngine]:
-    """Two models over eight tokens that disagree, but not everywhere."""
+    """Two models over eight tokens whose distributions differ, but not everywhere."""
     engines = []
     for seed in (3, 4):
         torch.manual_seed(seed)
@@ -68,7 +68,7 @@ def tiny_pair(device: torch.device) -> tuple[TransformersEngine, TransformersEng
 
 
 def exactly(target: Engine, params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Probability of every answer, from the target alone."""
+    """The probability of every answer, computed from the target alone."""
     found = {}
     for said in product(range(VOCAB), repeat=COUNTED):
         probability = 1.0
@@ -86,11 +86,11 @@ def exactly(target: Engine, params: SamplingParams) -> dict[tuple[int, ...], flo
 def drawn(
     pair: tuple[Engine, Engine], params: SamplingParams, policy: LengthPolicy, runs: int, seeded: bool = False
 ) -> list[tuple[int, ...]]:
-    """So many answers by the whole loop, where they are ``seeded`` each under a seed of its own."""
+    """``runs`` answers by the whole decoding loop; with ``seeded`` each under its own seed."""
     target, draft = pair
     one, other = sequences(target, draft)
     assert other is not None
-    # Two, since they may be on different devices, of different numbers: a draft and its verdict share none.
+    # Two generators with different seeds, as on two devices: draft and verification must not share random numbers.
     generators = [torch.Generator(engine.device).manual_seed(seed) for seed, engine in enumerate(pair, 11)]
     found = []
     for number in range(runs):
@@ -109,8 +109,8 @@ def drawn(
 
 
 def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
-    """Chi-square of counts against exact probabilities; answers expected less than 5 times are counted as one, and not
-    at all where that is still less. 0 for an answer that is impossible."""
+    """The chi-square p-value of counts against exact probabilities. Answers expected fewer than 5 times are counted as
+    one, or left out if they are expected fewer than 5 times together. 0 if an impossible answer occurred."""
     total = sum(counts.values())
     if any(not exact.get(said, 0.0) > 0 for said in counts):
         return 0.0
@@ -130,7 +130,7 @@ def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float
 
 
 def sampled(bench: Bench) -> Figures:
-    """Answers with drafts, against the exact probabilities; and under seeds, with a draft and without."""
+    """Check answers with drafts against exact probabilities, and seeded answers with a draft against those without."""
     pair, runs = tiny_pair(bench.device), bench.scale.samples
     found: Figures = {"answers": runs, "p": {}}
     for name, params in UNDER.items():

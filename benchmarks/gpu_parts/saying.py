@@ -1,5 +1,5 @@
-"""Answers and texts for the parts: what is said by a pair under a draft-length policy, and real text to make passes
-over."""
+"""Answers and texts for the other parts: answers of a pair under a draft-length policy, and real text for timed
+passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLED = SamplingParams(temperature=0.7)
 
 
 class Speaker:
-    """One conversation's caches, in which every prompt is answered anew, with as many tokens as are asked for."""
+    """Answers every prompt anew on the same caches, always with the requested number of tokens."""
 
     def __init__(self, pair: Pair, policy: LengthPolicy, sampling: SamplingParams = GREEDY) -> None:
         self.assistant = Assistant(pair, policy, None)
@@ -45,7 +45,7 @@ class Speaker:
 
 
 def controller(pair: Pair) -> GoodputLength:
-    """The default policy, which knows nothing yet."""
+    """The default policy, with nothing learned yet."""
     return GoodputLength(attentive=attentive_on(pair))
 
 
@@ -55,19 +55,19 @@ def prompts(bench: Bench, pair: Pair) -> list[list[int]]:
 
 
 def text(bench: Bench, pair: Pair, tokens: int) -> list[int]:
-    """So many tokens of real text, over and over."""
+    """``tokens`` tokens of real text, repeated as needed."""
     found = [token for prompt in prompts(bench, pair) for token in prompt]
     return (found * (1 + tokens // len(found)))[:tokens]
 
 
 def model_of(engine: Engine | None) -> TransformersEngine:
-    """An engine of the workshop, as what it is."""
+    """The engine of the workshop, with its actual type."""
     assert isinstance(engine, TransformersEngine)
     return engine
 
 
 def continued(engine: Engine, prompt: list[int], tokens: int) -> list[int]:
-    """What transformers' own ``generate`` says of the model, greedily."""
+    """The greedy continuation of the prompt by transformers' own ``generate`` with the same model."""
     ids = torch.tensor([prompt], device=engine.device)
     given = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.inference_mode():

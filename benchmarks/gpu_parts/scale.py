@@ -1,4 +1,4 @@
-"""How large everything is: as on a GPU, and tiny, for the same command on a machine without one."""
+"""All sizes of ``gpu.py``: those for a GPU, and tiny ones that run the same command on a machine without one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from inflate_hybrid import HybridSize
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the models that are made, and how much is asked of them.
+    """Sizes of the models, and amounts of work.
 
-    ``dtype`` is that of all models but the bundled pair. ``context``: tokens that the inflated pair takes.
-    ``mixture`` are fields of a Qwen 3 mixture's config, of which the draft has the first ``mixture_draft`` layers.
-    ``prompts`` are answered with ``tokens`` tokens each where answers are compared, and ``race_tokens`` where they are
-    timed; ``samples`` answers of four tokens are drawn for the chi-square test; passes over each number of tokens in
-    ``passes`` are timed, and a draft of each of ``lengths``; ``first`` tokens is the prompt whose first answer token is
-    waited for. ``copied`` bytes are copied to find the bandwidth. Training has ``examples`` answers. At most
-    ``repeats`` of a call are timed. Small models of the ``types`` are decoded with and without a draft.
+    ``dtype``: of all models except the bundled pair. ``context``: tokens of the inflated pair's context.
+    ``mixture``: fields of a Qwen 3 mixture's config; its draft has the first ``mixture_draft`` layers.
+    ``prompts``: their number; answers have ``tokens`` tokens where they are compared, and ``race_tokens`` where they
+    are timed. ``samples``: answers of four tokens that are drawn for the chi-square test. ``passes``: numbers of tokens
+    of timed passes. ``lengths``: draft lengths. ``first``: tokens of the prompt for the time to the first token.
+    ``copied``: bytes copied to measure the bandwidth. ``examples``: answers to train on. ``repeats``: most timed
+    repetitions of a call. ``types``: architectures whose small models are decoded with and without a draft.
     ``measured``: the controller measures a pair before it is timed, which takes some seconds.
     """
 
@@ -50,14 +50,14 @@ class Scale:
 FULL = Scale(
     name="full",
     dtype=torch.bfloat16,
-    # The bundled pair's widths times a power of four, so that bfloat16 weights stay exact: 7.8 and 0.46 billion.
+    # The bundled pair's width times a power of four, so that bfloat16 weights stay exact: 7.8 and 0.46 billion weights.
     target=Size(width=4096, feed_forward=14336, heads=64, layers=32),
     draft=Size(width=1024, feed_forward=4864, heads=16, layers=24),
     context=16384,
     # 3.9 billion parameters, and the small model whose function it computes.
     hybrid=HybridSize(2560, 9216, 16, 4, 32, 32, 256, 128),
     hybrid_draft=HybridSize(256, 896, 4, 1, 4, 4, 256, 128),
-    # 6.9 billion parameters, of which a token reads 1.3.
+    # 6.9 billion parameters, of which a token uses 1.3 billion.
     mixture={
         "hidden_size": 2048,
         "num_hidden_layers": 16,

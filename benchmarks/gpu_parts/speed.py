@@ -1,4 +1,4 @@
-"""How fast it is: the bandwidth, plain decoding against it, passes over several tokens, the first token of a long
+"""Measures speed: the bandwidth, plain decoding against it, passes over several tokens, the first token of a long
 prompt, and speculation against what passes alone allow and against transformers' own."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from gpu_parts.models import read_bytes
 from gpu_parts.saying import GREEDY, SAMPLED, Speaker, model_of, prompts, text
 from gpu_parts.work import Bench, Budget, Figures, Result, name_of, read
 
-# Tokens of a text before passes that are timed.
+# Tokens of text before the timed passes.
 CONTEXT = 200
 
 
 def bandwidth(bench: Bench) -> Figures:
-    """Bytes a second of a copy within the device's memory, read and written together."""
+    """Bytes a second of a copy within the device's memory; bytes read and bytes written both count."""
     count = bench.scale.copied
     source = torch.ones(count // 4, device=bench.device)
     target = torch.empty_like(source)
@@ -38,7 +38,7 @@ def bandwidth(bench: Bench) -> Figures:
 
 
 def bandwidth_here(bench: Bench) -> float:
-    """What that part found, or finds now."""
+    """The bandwidth in bytes a second: the stored result of that part for this device, else measured now."""
     known: Result | None = read(bench.folder / "bandwidth.json")
     here = known is not None and known.problem is None and known.device == name_of(bench.device)
     figures = known.figures if known is not None and here else bandwidth(bench)
@@ -46,7 +46,7 @@ def bandwidth_here(bench: Bench) -> float:
 
 
 def plain(bench: Bench, kind: str, within: Budget | None = None) -> Figures:
-    """Answers without a draft, over recorded passes and eager ones; the share of what the bandwidth allows."""
+    """Time answers without a draft, over eager and recorded passes, and their share of what the bandwidth allows."""
     found: Figures = {}
     whole = within or bench.budget
     limit = bandwidth_here(bench)
@@ -55,7 +55,7 @@ def plain(bench: Bench, kind: str, within: Budget | None = None) -> Figures:
         pair = bench.workshop.pair(kind, graphs=recorded)
         engine = model_of(pair.target)
         if recorded and engine.recorded is None:
-            continue  # this kind is not recorded
+            continue  # passes of this kind cannot be recorded
         budget = whole.share(1 / (len(ways) - number))
         speeds, size = answered(bench, pair, budget), read_bytes(engine.model)
         found[name] = {
@@ -83,7 +83,7 @@ def answered(bench: Bench, pair: Pair, budget: Budget, sampling: SamplingParams 
 
 
 def passes(bench: Bench, pair: Pair, engine: Engine, counts: tuple[int, ...], budget: Budget) -> dict[int, Taken]:
-    """What passes over so many tokens of real text take in the middle of one, with logits of all, undone each time."""
+    """Times of passes over each number of tokens in the middle of real text, with logits of all and a rollback."""
     words = text(bench, pair, CONTEXT + max(counts))
     sequence = engine.sequence()
     sequence.reserve(CONTEXT + max(counts) + 32)
@@ -103,7 +103,7 @@ def passes(bench: Bench, pair: Pair, engine: Engine, counts: tuple[int, ...], bu
 
 
 def verification(bench: Bench, kind: str) -> Figures:
-    """Passes of the target over 1 to 64 tokens, and of the draft over one."""
+    """Time passes of the target over 1 to 64 tokens, and of the draft over one."""
     pair = bench.workshop.pair(kind)
     assert pair.draft is not None
     draft = passes(bench, pair, pair.draft, (1,), bench.budget.share(0.15))[1]
@@ -118,7 +118,7 @@ def verification(bench: Bench, kind: str) -> Figures:
 
 
 def first_token(bench: Bench, kind: str) -> Figures:
-    """The first token after a long prompt, and the room that its keys and values take."""
+    """Time the first token after a long prompt, and measure the memory of its keys and values."""
     pair, count = bench.workshop.pair(kind), bench.scale.first
     words, sequence = text(bench, pair, count), pair.target.sequence()
     sequence.reserve(count + 32)
@@ -137,8 +137,8 @@ def first_token(bench: Bench, kind: str) -> Figures:
 
 
 def speculation(bench: Bench, kind: str, peers: bool = True) -> Figures:
-    """Fixed draft lengths and the controller against plain decoding, as tokens a second and as a share of what
-    acceptance and passes alone allow; with ``peers`` transformers' own ``generate``, plain and assisted."""
+    """Race fixed draft lengths and the controller against plain decoding: tokens a second, and the share of what
+    acceptance and passes alone allow. ``peers``: also transformers' own ``generate``, plain and assisted."""
     pair, scale = bench.workshop.pair(kind), bench.scale
     assert pair.draft is not None
     counts = (1, *(1 + length for length in scale.lengths))
@@ -159,7 +159,7 @@ def speculation(bench: Bench, kind: str, peers: bool = True) -> Figures:
 
 
 def _raced(bench: Bench, pair: Pair, sampling: SamplingParams, budget: Budget, peers: bool) -> list[dict[str, Any]]:
-    """All ways in turn on the same prompts, as many of these as the budget allows."""
+    """Race all ways in turn on the same prompts, on as many of these as the budget allows."""
     field = [ours("ours, plain", pair, FixedLength(0), sampling)]
     field += [ours(name, pair, policy, sampling) for name, policy in policies(bench.scale.lengths).items()]
     field += [ours(name, pair, policy, sampling) for name, policy in _controllers(bench, pair, sampling).items()]
@@ -170,7 +170,7 @@ def _raced(bench: Bench, pair: Pair, sampling: SamplingParams, budget: Budget, p
     while len(results) < len(field) * len(given):
         if results and budget.over:
             break
-        results += islice(turns, len(field))  # a prompt
+        results += islice(turns, len(field))  # all ways on one prompt
     return [
         {
             "contender": row.contender,
@@ -186,7 +186,7 @@ def _raced(bench: Bench, pair: Pair, sampling: SamplingParams, budget: Budget, p
 
 
 def _controllers(bench: Bench, pair: Pair, sampling: SamplingParams) -> dict[str, GoodputLength]:
-    """The default policy, once it has measured this pair; and the same without asking the draft how sure it is."""
+    """The default policy with costs measured on this pair; and the same without the draft's confidence."""
     costs = measure(pair, sampling).costs if bench.scale.measured else None
     return {
         "ours, controller": GoodputLength(costs, attentive=attentive_on(pair)),
@@ -204,8 +204,8 @@ def _theirs(pair: Pair, sampling: SamplingParams, length: int) -> list[Contender
 
 
 def quantised(bench: Bench, kind: str) -> Figures:
-    """A quantised target: plain decoding, and passes over several tokens against one."""
-    bench.workshop.pair(kind)  # made before the clock of what is timed
+    """Time a quantised target: plain decoding, and passes over several tokens against one."""
+    bench.workshop.pair(kind)  # made before the timed share of the budget begins
     found = plain(bench, kind, bench.budget.share(0.6))
     pair = bench.workshop.pair(kind)
     counts = tuple(count for count in bench.scale.passes if count <= 16)
@@ -217,7 +217,7 @@ def quantised(bench: Bench, kind: str) -> Figures:
 
 
 def other_kind(bench: Bench, kind: str) -> Figures:
-    """A mixture or a hybrid: the same as of a quantised target, and speculation."""
+    """Time a mixture or a hybrid as ``quantised`` does, and speculation with it."""
     whole = bench.budget
     bench.budget = whole.share(0.5)
     found = quantised(bench, kind)

@@ -1,6 +1,6 @@
-"""How parts are run: each within its seconds, what it found in a file of its own, one that fails beside the others.
+"""Runs the parts of ``gpu.py``: each within its seconds and with a result file of its own; a failure stops no other.
 
-In: parts and a folder. Out: a ``Result`` a part. A part whose result is in the folder is not run again.
+In: parts and a folder. Out: a ``Result`` a part. A part with a good result in the folder is not run again.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from adaptive.errors import AdaptiveError, first_line
 from gpu_parts.models import Workshop
 from gpu_parts.scale import Scale
 
-# Figures of a part by their names: numbers, text, lists and mappings of these.
+# Figures of a part by name: numbers, texts, lists and mappings of these.
 Figures = dict[str, Any]
 
 
-class Wrong(Exception):  # noqa: N818 - what a check says
-    """Something that has to be exact is not; the message says what."""
+class Wrong(Exception):  # noqa: N818 - the finding of a check, not an error of the program
+    """Raised if something that must be exact is not; the message describes it."""
 
 
 class Budget:
-    """Seconds that a part has."""
+    """The seconds that a part may take, counted from now on."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -42,18 +42,18 @@ class Budget:
         return max(0.0, self.seconds - (time.perf_counter() - self._began))
 
     def share(self, share: float) -> Budget:
-        """So much of what is left, from now on."""
+        """A budget of this share of the seconds left."""
         return Budget(share * self.left)
 
     @property
     def over(self) -> bool:
-        """Whether they are used up."""
+        """Whether the seconds are used up."""
         return not self.left
 
 
 @dataclass
 class Bench:
-    """What a part gets."""
+    """The environment of a running part."""
 
     scale: Scale
     device: torch.device
@@ -69,8 +69,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class Part:
-    """One part. ``seconds`` are what it takes of the usual 8 minutes, with making its models; ``kinds`` are those of
-    the models, ``beside`` are bytes beside their weights: caches, copies."""
+    """One part. ``seconds``: its share of the usual 8 minutes, including the time to make its models. ``kinds``: the
+    kinds of its models. ``beside``: bytes in addition to their weights, for caches and copies."""
 
     name: str
     words: str
@@ -82,8 +82,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a part: ``figures``, or ``problem`` in words; ``left_out``: it was not begun, since it would not
-    fit. ``peak`` bytes were taken of the device's memory, None where there is none of its own."""
+    """The result of a part: ``figures``, or a ``problem`` in words. ``left_out``: the part was not started because it
+    would not fit. ``peak``: most bytes of the device's memory in use; None if the device has no memory of its own."""
 
     part: str
     device: str
@@ -105,8 +105,8 @@ def run(
     need: Callable[[Part], int],
     say: Callable[[str], None],
 ) -> list[Result]:
-    """Run the parts that have no good result in ``folder`` yet, or all of them where they are to be run ``again``. Each
-    has ``factor`` times its seconds, and ``need`` says how many bytes of the device's memory it takes."""
+    """Run the parts that have no good result in ``folder`` yet, or all of them with ``again``. Each gets ``factor``
+    times its seconds; ``need`` returns the bytes of the device's memory that it takes."""
     folder.mkdir(parents=True, exist_ok=True)
     workshop, results = Workshop(scale, device), []
     for part in parts:
@@ -142,7 +142,7 @@ def _one(part: Part, bench: Bench, need: int) -> Result:
         bench.synchronise()
     except (Wrong, AdaptiveError) as error:
         problem = str(error)
-    except Exception as error:  # whatever it was, the other parts are run
+    except Exception as error:  # the other parts run after any error
         problem = f"{type(error).__name__}: {first_line(error)}"
         (bench.folder / f"{part.name}.log").write_text(traceback.format_exc(), encoding="utf-8")
         bench.workshop.clear()
@@ -152,12 +152,12 @@ def _one(part: Part, bench: Bench, need: int) -> Result:
 
 
 def name_of(device: torch.device) -> str:
-    """What a device is called in results."""
+    """The name of a device in results."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def read(file: Path) -> Result | None:
-    """A result that was written; None where there is none that can be read."""
+    """The result in a file; None if there is none or it cannot be read."""
     try:
         return Result(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -165,7 +165,7 @@ def read(file: Path) -> Result | None:
 
 
 def write(file: Path, result: Result) -> None:
-    """Write a result, wholly or not at all."""
+    """Write a result atomically."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
     os.replace(part, file)
