@@ -242,6 +242,7 @@ def test_acceptance_by_position_gives_back_the_mean_length(first: float, later: 
     found = by_position(first, mean, length)
     assert len(found) == LONGEST
     assert found[0] == first
+    assert len(set(found[1:])) == 1
     reach, tokens = 1.0, 1.0
     for acceptance in found[:length]:
         reach *= acceptance
