@@ -6,13 +6,13 @@ before and after (``Spent``). Out: ``Promotion``, kept in ``promotions.json`` be
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from adaptive.control.acceptance import by_position
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.records.saved import Spent, speed_change
 from checkpoints import files
@@ -21,8 +21,6 @@ from checkpoints.manifest import HeldOut
 # Answers under an adapter that the expected speed is compared with, and as many before it. Too low: the ratio is mostly
 # chance. Too high: the answers are about other work.
 CHECKED = 40
-# Steps of the bisection for the acceptance of later positions: to a billionth.
-STEPS = 30
 
 
 @dataclass(frozen=True)
@@ -53,17 +51,6 @@ class Promotion:
         if self.came is None:
             return f"{said}; not checked yet"
         return f"{said}; {self.came:.2f} times came ({self.low:.2f} to {self.high:.2f}, {self.answers} answers)"
-
-
-def by_position(acceptance: float, mean_length: float, length: int) -> list[float]:
-    """Conditional acceptance at each of LONGEST positions: ``acceptance`` at the first, then the constant that gives
-    ``mean_length`` tokens a round at draft length ``length``."""
-    low, high = 0.0, 1.0
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        tokens = 1 + acceptance * math.fsum(middle**k for k in range(length))
-        low, high = (middle, high) if tokens < mean_length else (low, middle)
-    return [acceptance, *[(low + high) / 2] * (LONGEST - 1)]
 
 
 def seconds_a_token(acceptance: Sequence[float], costs: CostTable) -> float:

@@ -59,7 +59,7 @@ def bench(
     console = Console(stderr=True)
 
     from cli.opened import open_pair
-    from cli.other import advice, engines, load_other, other_settings
+    from cli.other import advice, engines, load_other, other_engines, other_settings
 
     settings = settings.model_copy(update={"record": False, "draft_length": "auto"})
     elsewhere = other_settings(settings, other_target, other_draft)
@@ -69,12 +69,12 @@ def bench(
         adapter = session.assistant.adapter
         verdict = None
         if other is not None and elsewhere is not None:
-            verdict = advice(
-                {
-                    engines(session.pair): (_best(rows, "ours"), settings),
-                    engines(other): (_best(rows, engines(other)), elsewhere),
-                }
-            )
+            name = other_engines(other, session.pair)
+            speeds = {
+                engines(session.pair): (_best(rows, "ours"), settings),
+                name: (_best(rows, name), elsewhere),
+            }
+            verdict = advice(speeds)
     if as_json:
         print(
             json.dumps(
@@ -129,7 +129,7 @@ def contenders(
     other: Pair | None = None,
 ) -> list[Contender]:
     """The contenders of the table, which compares all with the first. ``threads`` is for transformers' own, which are
-    left out for 0; ``url`` is that of a llama.cpp server, ``other`` the same pair on another engine."""
+    left out for 0; ``url`` is that of a llama.cpp server, ``other`` the pair to compare with."""
     from adaptive.control.costs import CostModel
     from adaptive.control.goodput import GoodputLength
     from adaptive.control.policy import FixedLength
@@ -138,7 +138,7 @@ def contenders(
     from adaptive.speculation import growing
     from adaptive.types import SamplingParams
     from cli.contenders import ours, peer, policies, theirs
-    from cli.other import engines
+    from cli.other import other_engines
 
     pair = session.pair
     sampling = SamplingParams(
@@ -167,7 +167,7 @@ def contenders(
         if isinstance(policy, GoodputLength):
             field.append(ours("ours, controller", pair, policy, sampling))
     if other is not None:
-        name = engines(other)
+        name = other_engines(other, pair)
         field.append(ours(f"{name}, plain", other, FixedLength(0), sampling))
         if other.draft is not None:
             field += [

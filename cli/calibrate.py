@@ -83,7 +83,7 @@ def calibrate(
 
     asked = read_prompts(prompts) if prompts is not None else [bare_prompt(text) for text in PROMPTS]
     from cli.opened import open_pair
-    from cli.other import advice, engines, load_other, other_settings
+    from cli.other import advice, engines, load_other, other_engines, other_settings
 
     console = Console(stderr=True, highlight=False)
     elsewhere = other_settings(settings, other_target, other_draft)
@@ -130,7 +130,7 @@ def calibrate(
             there = predict(elsewhere_repeats.costs, sample, other)
             speeds = {
                 engines(session.pair): (max(forecast.tokens_per_second), settings),
-                engines(other): (max(there.tokens_per_second), elsewhere),
+                other_engines(other, session.pair): (max(there.tokens_per_second), elsewhere),
             }
             verdict = advice(speeds)
     report = _report(session, forecast, source, repeats)

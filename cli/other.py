@@ -69,8 +69,15 @@ def engines(pair: Pair) -> str:
     return pair.target.name if draft == pair.target.name else f"{pair.target.name} + {draft}"
 
 
+def other_engines(other: Pair, pair: Pair) -> str:
+    """The engines of the ``other`` pair, marked if its target runs on the same engine as that of ``pair``. Otherwise
+    the figures of both, and of transformers' own generation, would have one name."""
+    return engines(other) + (" (other)" if other.target.name == pair.target.name else "")
+
+
 def advice(speeds: dict[str, tuple[float, Settings]]) -> str:
-    """Which of two engines to use, given the best tokens per second of each and the settings that select it."""
+    """Which of two pairs to use, named by their engines, given the best tokens per second of each and the settings that
+    select it."""
     (best, (fast, chosen)), (other, (slow, _)) = sorted(speeds.items(), key=lambda item: -item[1][0])
     names = as_typed(chosen, *PAIR)
     return f"{best} is {fast / slow:.2f} times as fast here as {other}" + (f": use {names}" if names else "")

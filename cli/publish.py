@@ -163,7 +163,8 @@ def publish(
 
 
 def _held_out(state: PairState) -> list[Example]:
-    """Records on which no adapter is trained, or all records if there are none such. Raises AdaptiveError."""
+    """Records on which no adapter is trained, or all records if there are none such; oldest first. Raises
+    AdaptiveError."""
     from trainers.dataset import examples, join, read_log, split
 
     dataset = read_log(state.records, RECORDS)
@@ -174,11 +175,11 @@ def _held_out(state: PairState) -> list[Example]:
         raise AdaptiveError(
             f"the log {state.records} holds nothing to measure by; let `adaptive learn` run for a while"
         )
-    return found
+    return sorted(found, key=lambda example: example.id)
 
 
 def _prompts(sample: list[Example], count: int) -> list[list[int]]:
-    """Up to ``count`` distinct prompts, from the end of ``sample``."""
+    """Up to ``count`` distinct prompts, the newest of ``sample``."""
     found = {tuple(example.prompt.tolist()): None for example in reversed(sample)}
     return [list(prompt) for prompt in list(found)[:count]]
 

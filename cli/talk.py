@@ -31,7 +31,8 @@ class Talk:
     @property
     def turns(self) -> list[Message]:
         """The messages without the system message."""
-        return self.messages[1:] if self.system else list(self.messages)
+        there = bool(self.messages) and self.messages[0].role == "system"  # it may be empty, in a loaded chat
+        return self.messages[1:] if there else list(self.messages)
 
     def take_back(self) -> str | None:
         """Remove the last question and its answer. Returns the question, None if there was none."""

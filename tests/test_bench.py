@@ -35,6 +35,20 @@ def test_bench_lists_every_contender_with_the_same_greedy_answer(adaptive: Comma
     assert rows["ours, plain"]["mean_acceptance_length"] == 1.0
 
 
+def test_another_pair_on_the_same_engine_has_rows_of_its_own(adaptive: Command, tmp_path: Path) -> None:
+    target, draft = save_random_pair(tmp_path / "pair", "qwen2")
+    code, out, err = adaptive(
+        "bench",
+        *("--target", str(target), "--draft", str(draft), "--other-target", str(target), "--other-draft", str(draft)),
+        *("--dtype", "float32", "--count", "1", "--tokens", "8", "--lengths", "2", "--json"),
+    )
+    assert code == 0, err
+    report = json.loads(out)
+    names = {"transformers, plain", "ours, plain", "transformers (other), plain", "transformers (other), fixed 2"}
+    assert {row["contender"] for row in report["rows"]} >= names
+    assert "times as fast here as" in report["advice"]
+
+
 def test_a_peer_that_is_not_there_is_one_clear_line(adaptive: Command, tmp_path: Path) -> None:
     nowhere = ("--only-ours", "--peer", "http://127.0.0.1:1")
     code, _, err = adaptive("bench", "--state-dir", str(tmp_path), "--count", "1", "--tokens", "4", *nowhere)

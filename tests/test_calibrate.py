@@ -43,6 +43,14 @@ def test_beside_other_programs_nothing_is_promised_and_nothing_kept(
 
 
 @pytest.mark.thorough
+def test_two_pairs_on_the_same_engine_are_compared(pair: tuple[str, ...], adaptive: Command) -> None:
+    other = ("--other-target", pair[1], "--other-draft", pair[3])
+    code, out, err = adaptive("calibrate", *pair, *other, "--answers", "2", "--busy", "--json")
+    assert code == 0, err
+    assert "times as fast here as" in json.loads(out)["other"]["advice"]
+
+
+@pytest.mark.thorough
 def test_figures_beside_other_programs_are_bounded_marked_and_not_kept(
     pair: tuple[str, ...], own_home: Path, adaptive: Command
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -174,6 +175,17 @@ def test_a_conversation_is_saved_taken_back_and_forgotten(tmp_path: Path) -> Non
     assert len(talk.messages) == 6
     with pytest.raises(AdaptiveError, match="cannot be read"):
         talk.load(tmp_path / "nowhere.json")
+
+
+def test_an_empty_system_message_of_a_loaded_chat_is_no_turn(tmp_path: Path) -> None:
+    messages = [{"role": role, "content": text} for role, text in (("system", ""), ("user", "q1"), ("assistant", "a1"))]
+    (tmp_path / "talk.json").write_text(json.dumps({"messages": messages}))
+    talk = Talk(None)
+    talk.load(tmp_path / "talk.json")
+    assert [m.content for m in talk.turns] == ["q1", "a1"]
+    assert not talk.forget_oldest(), "there is one question only"
+    talk.system = "Be short."
+    assert [m.content for m in talk.messages] == ["Be short.", "q1", "a1"]
 
 
 @pytest.fixture(scope="module")

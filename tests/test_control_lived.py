@@ -242,6 +242,7 @@ def test_acceptance_by_position_gives_back_the_mean_length(first: float, later: 
     found = by_position(first, mean, length)
     assert len(found) == LONGEST
     assert found[0] == first
+    assert len(set(found[1:])) == 1
     reach, tokens = 1.0, 1.0
     for acceptance in found[:length]:
         reach *= acceptance
@@ -276,6 +277,19 @@ def test_costs_measured_on_a_busy_machine_are_better_than_a_guess() -> None:
     policy = GoodputLength(None)
     policy.remeasured(TABLE, busy=True)
     assert policy.costs.table() == CostModel(TABLE).table()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_costs_in_which_every_second_is_three_leave_the_speed_of_drafting_as_it_was(busy: bool) -> None:
+    policy, world = in_world(World)
+    drafted_share(world, GOOD, 200)
+    before = policy.expected_speed_up
+    slow = {name: getattr(TABLE, name) * 3 for name in ("start_s", "draft_s", "catch_up_s", "overhead_s", "token_s")}
+    policy.remeasured(dataclasses.replace(TABLE, **slow, verify_s=tuple(3 * s for s in TABLE.verify_s)), busy)
+    for is_busy in (busy, False):
+        policy.machine(is_busy)
+        policy.next_length(1000, context=100)
+        assert policy.expected_speed_up == pytest.approx(before, rel=0.02)
 
 
 def test_costs_are_stale_after_a_day_on_another_machine_and_where_it_was_busy(

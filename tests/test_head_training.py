@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from adaptive.records.writer import LogWriter
 from adaptive.sampling import transform_logits
 from adaptive.types import Generation, SamplingParams
 from checkpoints.store import AdapterStore
+from trainers.batches import PASS_LOGITS
 from trainers.dataset import examples, read_log, split
 from trainers.fit import fit
 from trainers.heads import head_losses, replay_head
@@ -26,6 +28,7 @@ from trainers.recipe import Recipe
 from trainers.replay import acceptance_rate, mean_acceptance_length
 from trainers.run import distill
 from trainers.start import start_from
+from trainers.students import AdaptedHead, HeadStudent, Student
 
 SHORT = Recipe(epochs=6, evaluations=4, learning_rate=1e-2, batch=16)
 
@@ -209,6 +212,17 @@ def test_every_step_of_a_draft_learns(tmp_path: Path, spoken: list[Generation]) 
     learning = {name for name, p in head.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     assert len(learning) == len(head.own()) - 1  # the token's norm learns once something goes through it
     assert not any("embed_tokens" in name or "lm_head" in name for name in learning)
+
+
+@pytest.mark.parametrize("student", [HeadStudent, lambda head, recipe: AdaptedHead(head, head, recipe)])
+def test_passes_have_room_for_the_steps_that_are_learned(
+    tmp_path: Path, spoken: list[Generation], student: Callable[[Head, Recipe], Student]
+) -> None:
+    _, head = keep(tmp_path, spoken[:4]), new_head(tmp_path)
+    said = examples(read_log(tmp_path / "records.db", 10), 64)
+    many = PASS_LOGITS // head.vocab_size // max(len(example.output) for example in said)
+    assert len(list(student(head, Recipe(draft_length=many, unroll=1)).passes(said))) == 1
+    assert len(list(student(head, Recipe(draft_length=1, unroll=many)).passes(said))) == len(said)
 
 
 def test_a_long_prompt_is_cut_from_the_left_with_its_features(tmp_path: Path, spoken: list[Generation]) -> None:

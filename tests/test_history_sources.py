@@ -239,6 +239,18 @@ def test_what_rounds_bring_is_said_of_all_of_them_whoever_drafts() -> None:
     assert policy.present_speed_up == pytest.approx(4 * policy.plain_s / both_s, rel=0.1)
 
 
+def test_costs_of_the_other_state_of_the_machine_change_nothing_that_history_was_seen_to_bring() -> None:
+    policy = GoodputWithHistory(COSTS)
+    run(policy, 600, [0.9, 0.8, 0.7], 2, 0, 0)
+    before = policy.present_speed_up
+    assert before is not None
+    assert before > 1.2
+    policy.remeasured(COSTS, busy=True)
+    assert policy.present_speed_up == before
+    policy.remeasured(COSTS, busy=False)
+    assert policy.present_speed_up == pytest.approx(1.0), "the present ones are replaced, and with them all seconds"
+
+
 def test_the_model_drafts_where_it_does_better_on_the_very_text_that_history_has_found() -> None:
     """In general the model brings less than history promises; where history finds something it brings more."""
     promised = [0.9, 0.8, 0.5]

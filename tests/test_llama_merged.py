@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -94,7 +95,10 @@ def test_a_sequence_goes_over_to_merged_weights_with_what_it_holds(folder: Path,
 
 
 @pytest.mark.usefixtures("busy")
-def test_nothing_is_merged_while_a_model_is_at_work(folder: Path, adapters: list[Path]) -> None:
+def test_nothing_is_merged_while_a_model_is_at_work(
+    folder: Path, adapters: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "adaptive.engines")
     draft = engine(write_bundled("draft", folder, "f32"))
     for adapter in adapters:  # the second one comes before the first is merged
         for _ in draft.swap_adapter(adapter):
@@ -104,6 +108,8 @@ def test_nothing_is_merged_while_a_model_is_at_work(folder: Path, adapters: list
     PASSES.last = -math.inf
     draft.merging.wait()
     assert draft.running is not draft.llama
+    (took,) = re.findall(r"is merged into the weights \((.+) s\)", caplog.text)
+    assert float(took) < 1.0, "without the time that it waited"
     found = logits(draft)
     beside(draft, adapters[1])
     torch.testing.assert_close(found, logits(draft), atol=0.01, rtol=0)

@@ -127,6 +127,16 @@ def test_a_model_that_cannot_be_taken_back_decodes_plainly_and_says_so(tmp_path:
     assert greedy.say(turn, 8) == alone(model, turn, 8)
 
 
+def test_a_tensor_that_a_cache_holds_by_two_names_is_counted_once() -> None:
+    sequence = PlainSequence(tiny_model("deepseek_v32"), torch.device("cpu"), "past_key_values")
+    sequence.extend(prompt_of(20), 1)
+    once, cache = sequence.memory.total, sequence._cache
+    assert once > 0
+    cache.recent = cache.layers[0].keys
+    cache.heads = [cache.layers[0].keys[:, :1]]
+    assert sequence.memory.total == once
+
+
 def test_passes_that_disagree_are_found_when_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A selective scan that begins anew in every pass, as transformers has it, instead of what was before."""
     from adaptive.engines.hf import calls

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from test_worker import Taught, let_it_look, taught, training, until
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.promotions import (
     Promotion,
-    by_position,
     checked,
     expected_speed,
     load,
@@ -46,13 +44,6 @@ def held_out(before: tuple[float, float], after: tuple[float, float]) -> HeldOut
     gain = exactly(rate_after - rate)
     lengths = exactly(length), exactly(length_after)
     return HeldOut(30, 1000, 4, exactly(rate), exactly(rate_after), gain, *lengths)
-
-
-def test_acceptance_by_position_gives_back_the_mean_acceptance_length() -> None:
-    found = by_position(0.6, 2.1, 4)
-    assert found[0] == 0.6
-    assert len(set(found[1:])) == 1
-    assert 1 + sum(math.prod(found[:k]) for k in range(1, 5)) == pytest.approx(2.1, abs=1e-6)
 
 
 def test_the_speed_expected_is_that_of_the_best_length_worked_by_hand() -> None:

@@ -30,7 +30,9 @@ from adaptive.upstream.lengths import RoundCosts, advise, round_costs
 from adaptive.upstream.measure import Answered, Measured, counted, each_accepted
 from adaptive.upstream.publishing import edited, options
 from checkpoints.store import AdapterStore
+from cli.publish import _held_out, _prompts
 from cli.trial import worse_than
+from trainers.dataset import read_log, split
 
 STARTS = {
     LLAMA_SERVER: "#!/bin/sh\n# llama-server\nexec ./bin/llama-server -m t.gguf \\\n  --port 8080\n",
@@ -164,6 +166,18 @@ def state(own_home: Path, adapter: Path) -> PairState:
     new = dataclasses.replace(NEW, base=dataclasses.replace(identity.base, id=str(BUNDLED / "draft")))
     store.promote(store.publish(write, new).id, "for the test")
     return found
+
+
+def test_the_newest_prompts_held_out_of_training_are_asked(own_home: Path) -> None:
+    state = open_state(own_home, "pair")
+    with LogWriter(state.records) as log:
+        for number in range(200):
+            log.write(generation(number, asked=f"question {number}"))
+    parts = split(read_log(state.records, 200))
+    held = sorted([*parts.gate["id"], *parts.validation["id"]])
+    assert min(parts.gate["id"][-1], parts.validation["id"][-1]) > held[-8]
+    newest = [list(range(id - 1, id + 2)) for id in reversed(held[-8:])]  # the prompts of ``generation``
+    assert _prompts(_held_out(state), 8) == newest
 
 
 @pytest.fixture

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
 import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import BUNDLED, Command, save_random_pair
@@ -21,6 +24,7 @@ from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.load import Forward, Source, forward_of, load_engine
 from adaptive.engines.protocol import ExtendCall
 from adaptive.engines.streamed.engine import BUFFERS, kept_layers
+from adaptive.engines.streamed.packed import PackedFile
 from adaptive.errors import AdaptiveError
 from adaptive.measure import trees_pay
 from adaptive.pair import load_pair
@@ -115,6 +119,32 @@ def change(file: Path) -> None:
 
 def unreadable(file: Path) -> None:
     (file.parent / "manifest.json").write_text("{")
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """A folder of packed weights, of one section without linear layers."""
+    section = {"offset": 0, "bytes": 4096, "sha256": hashlib.sha256(bytes(4096)).hexdigest(), "linears": {}}
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "sections": {"-1": section}}))
+    (tmp_path / "weights.bin").write_bytes(bytes(4096))
+    return tmp_path
+
+
+def test_a_system_without_direct_reads_reads_the_file_all_the_same(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    file = PackedFile(packed)
+    file.read(file.sections[-1], mmap.mmap(-1, 4096))
+    file.close()
+
+
+def test_a_file_of_another_size_is_not_kept_open(packed: Path) -> None:
+    (packed / "weights.bin").write_bytes(bytes(5))
+    before = psutil.Process().num_fds()
+    with pytest.raises(AdaptiveError, match="5 bytes instead of 4096"):
+        PackedFile(packed)
+    assert psutil.Process().num_fds() == before
 
 
 @pytest.mark.parametrize("damage", [cut, change, unreadable])

@@ -120,11 +120,11 @@ class AdaptedHead(Draft):
     def __init__(self, head: ForeignHead, model: PeftModel | PreTrainedModel | ForeignHead, recipe: Recipe) -> None:
         super().__init__(model)
         self.head = head
-        self.steps = recipe.draft_length
+        self.steps, self.unroll = recipe.draft_length, recipe.unroll
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
         """See the protocol."""
-        return head_passes(self.head, batch, self.steps)
+        return head_passes(self.head, batch, self.unroll)
 
     def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
         """See the protocol, and ``held_losses``."""
@@ -144,7 +144,7 @@ class HeadStudent:
 
     def __init__(self, head: Head, recipe: Recipe) -> None:
         self.head = head
-        self.steps = recipe.draft_length
+        self.steps, self.unroll = recipe.draft_length, recipe.unroll
 
     @property
     def module(self) -> torch.nn.Module:
@@ -164,7 +164,7 @@ class HeadStudent:
 
     def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
         """See the protocol."""
-        return head_passes(self.head, batch, self.steps)
+        return head_passes(self.head, batch, self.unroll)
 
     def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
         """See the protocol, and ``held_losses``."""

@@ -26,7 +26,7 @@ from adaptive.control.prices import best_length, pays, prices
 from adaptive.control.stopping import Stopping
 from adaptive.types import Round
 
-# Rounds of an answer after which its estimates and its draft length are updated.
+# Rounds of an answer after which its draft length is updated.
 BATCH = 8
 # If drafting is not expected to pay, one round out of this many still drafts one token. Too low: costs more for as long
 # as drafting does not pay. Too high: it notices late that drafting has begun to pay.
@@ -97,7 +97,6 @@ class GoodputBeside(Beside):
         self._acceptance = known.acceptance.beside(scope.session, scope.drafter, scope.temperature)
         self._stopping = Stopping(known.longest)
         self._answers = self._age = self._plain = 0
-        self._seen: list[Round] = []
         self._trying = False
         self._rate = 0.0  # tokens per second of all answers
         self._share = 1.0  # ratio of an answer's draft time to a lone draft's
@@ -143,6 +142,7 @@ class GoodputBeside(Beside):
         self._round = rounds[self.best]
         rate, self.expected = self._rate, self._round[0] / self._round[1] / answers
         if known.attentive:
+            known.calibration.calibrate()
             least, further = prices(self._verify, self._share * costs.draft_step(), hope)
             self._stopping.decide(
                 known.calibration.table,
@@ -161,14 +161,10 @@ class GoodputBeside(Beside):
     def observe(self, outcome: Round) -> None:
         """See ``Beside``. Nothing is learned about the costs of lone rounds."""
         known = self._known
-        if outcome.drafted:
-            self._seen.append(outcome)
+        if outcome.drafted:  # at once, because an answer may end after any round
+            self._acceptance.observe([outcome])
         if (bins := self._stopping.bins_of()) and not self._trying:
             known.calibration.observe(bins, outcome.drafted, outcome.accepted)
-        if self._seen and not self._age:
-            self._acceptance.observe(self._seen)
-            known.calibration.calibrate()
-            self._seen = []
 
 
 class BesideWithHistory(GoodputBeside):

@@ -103,7 +103,7 @@ class GoodputLength(LengthPolicy):
         # The time of the last ``next_length`` of this answer, and since then: rounds, their seconds and their tokens.
         self.asked: float | None = None
         self.rounds, self.rounds_s, self.committed = 0, 0.0, 0
-        self.decided, self.waiting = False, 0
+        self.decided, self.waiting, self.context = False, 0, 0  # ``context`` is that of the last decision
         self.age = 0  # decisions since the best length by position was computed; 0 to compute it
         self.batch = Batch()
         self.stopping = Stopping(self.longest, LONGEST_BATCH)
@@ -161,7 +161,7 @@ class GoodputLength(LengthPolicy):
 
     def _decide(self, context: int, waiting: int) -> None:
         """Decide from the current estimates whether to draft in the coming rounds, and the thresholds of ``advise``."""
-        costs = self.costs
+        costs, self.context = self.costs, context
         costs.at(context)
         self.plain_s = costs.round(0)
         longer, self.longer = self.longer, self.times.ratio(costs.round(COMPARED) / self.plain_s)
@@ -382,19 +382,26 @@ class GoodputLength(LengthPolicy):
             return
         self.settle()
         present = self.costs, self.times
-        self.costs, self.times = self._other or (copy.deepcopy(self.costs), SeenTimes())
+        self._use(*(self._other or (copy.deepcopy(self.costs), SeenTimes())))
         self._other, self.busy = present, busy
-        self.decided, self.age = False, 0
 
     def remeasured(self, table: CostTable, busy: bool) -> None:
         """Use newly measured costs, of a machine that was ``busy`` with other programs or not."""
         self.settle()
         measured = CostModel(table), SeenTimes()
         if busy is self.busy or not self.costs.measured:  # measured on a busy machine is better than a guess
-            self.costs, self.times = measured
-            self.decided, self.age = False, 0
+            self._use(*measured)
         else:
             self._other = measured
+
+    def _use(self, costs: CostModel, times: SeenTimes) -> None:
+        """Switch to other costs. The seconds of recent rounds are at speed 1, which is another speed in each model, so
+        they are converted by the time of the same round in both."""
+        before = self.costs
+        costs.at(self.context)
+        self.recent.rescale(costs.round(self.best) / costs.speed / (before.round(self.best) / before.speed))
+        self.costs, self.times = costs, times
+        self.decided, self.age = False, 0
 
     @property
     def quiet_costs(self) -> CostModel:

@@ -408,9 +408,12 @@ class GoodputWithHistory(GoodputLength):
         self.rival.swapped()
 
     def remeasured(self, table: CostTable, busy: bool) -> None:
-        """See ``GoodputLength``. Earlier observations are in the seconds of the old costs, so they are dropped."""
+        """See ``GoodputLength``. Earlier observations are in the seconds of the present costs, so they are dropped if
+        these are replaced."""
+        present = self.costs
         super().remeasured(table, busy)
-        self.ahead, self.rival = Ahead(), Rival()
+        if self.costs is not present:
+            self.ahead, self.rival = Ahead(), Rival()
 
     def _decide(self, context: int, waiting: int) -> None:
         self.rates = {}

@@ -41,7 +41,8 @@ class PlainSequence:
     @property
     def memory(self) -> Memory:
         """The memory of the cache, all counted as keys, because its contents are unknown."""
-        return Memory(keys=sum(tensor.nbytes for tensor in _tensors(self._cache)))
+        storages = [tensor.untyped_storage() for tensor in _tensors(self._cache)]
+        return Memory(keys=sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
 
     def reserve(self, length: int) -> None:
         """Does nothing: a cache of transformers cannot be reserved."""
@@ -97,7 +98,7 @@ def _holds(cache: Any, length: int) -> bool:
 
 
 def _tensors(thing: Any, deep: int = 0) -> list[torch.Tensor]:
-    """The tensors in a cache: in its attributes, its layers, and their lists and dictionaries."""
+    """The tensors in a cache: in its attributes, its layers, and their lists and dictionaries. One may occur twice."""
     if isinstance(thing, torch.Tensor):
         return [thing]
     if deep > 4:

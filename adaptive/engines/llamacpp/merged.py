@@ -128,13 +128,17 @@ class Merging:
             self._thread.join()
 
     def _run(self, folder: Path) -> None:
+        began, waited = time.perf_counter(), 0.0
+
         def proceed() -> None:
+            nonlocal waited
+            asked = time.perf_counter()
             while not PASSES.quiet():
                 self._check(folder)
                 time.sleep(LOOK)
+            waited += time.perf_counter() - asked
             self._check(folder)
 
-        began = time.perf_counter()
         try:
             proceed()
             model = merged(self.base, folder, proceed)
@@ -146,7 +150,8 @@ class Merging:
         with self._lock:
             if self._wanted == folder:
                 self.on_ready(model)
-                logger.info("%s is merged into the weights (%.1f s)", folder.name, time.perf_counter() - began)
+                took = time.perf_counter() - began - waited
+                logger.info("%s is merged into the weights (%.1f s)", folder.name, took)
 
     def _check(self, folder: Path) -> None:
         # The thread is not a daemon, so that the interpreter does not exit during a call of the library. It gives up

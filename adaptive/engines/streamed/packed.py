@@ -188,12 +188,12 @@ class PackedFile:
             said = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
             self.sections = {int(number): _section(given) for number, given in said["sections"].items()}
             size = max(section.offset + section.bytes for section in self.sections.values())
+            there = (folder / "weights.bin").stat().st_size
+            if there != size:
+                raise ValueError(f"weights.bin has {there} bytes instead of {size}")
             self.file = _open(folder / "weights.bin")
-            there = os.fstat(self.file).st_size
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(first_line(error)) from error
-        if there != size:
-            raise self._damaged(f"weights.bin has {there} bytes instead of {size}")
 
     def _damaged(self, why: str) -> AdaptiveError:
         return AdaptiveError(
@@ -237,7 +237,8 @@ def _section(given: dict[str, Any]) -> Section:
 
 
 def _open(path: Path) -> int:
+    direct = getattr(os, "O_DIRECT", 0)  # macOS has none
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
     except OSError:  # a file system without direct reads, or a missing file, for which the next line raises again
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
