@@ -239,16 +239,19 @@ def test_what_rounds_bring_is_said_of_all_of_them_whoever_drafts() -> None:
     assert policy.present_speed_up == pytest.approx(4 * policy.plain_s / both_s, rel=0.1)
 
 
-def test_costs_of_the_other_state_of_the_machine_change_nothing_that_history_was_seen_to_bring() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_costs_in_which_every_second_is_three_change_nothing_that_history_was_seen_to_bring(busy: bool) -> None:
     policy = GoodputWithHistory(COSTS)
     run(policy, 600, [0.9, 0.8, 0.7], 2, 0, 0)
     before = policy.present_speed_up
     assert before is not None
     assert before > 1.2
-    policy.remeasured(COSTS, busy=True)
-    assert policy.present_speed_up == before
-    policy.remeasured(COSTS, busy=False)
-    assert policy.present_speed_up == pytest.approx(1.0), "the present ones are replaced, and with them all seconds"
+    slow = {name: getattr(COSTS, name) * 3 for name in ("start_s", "draft_s", "catch_up_s", "overhead_s", "token_s")}
+    policy.remeasured(dataclasses.replace(COSTS, **slow, verify_s=tuple(3 * s for s in COSTS.verify_s)), busy)
+    for is_busy in (busy, False):
+        policy.machine(is_busy)
+        policy.next_length(16, context=100)
+        assert policy.present_speed_up == pytest.approx(before, rel=0.02)
 
 
 def test_the_model_drafts_where_it_does_better_on_the_very_text_that_history_has_found() -> None:

@@ -35,6 +35,10 @@ class Discounted:
         """Tokens per second, with ``seconds`` imaginary seconds at the ``usual`` rate."""
         return (self.tokens + usual * seconds) / (self.seconds + seconds)
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the seconds of all rounds by ``factor``, for costs in another unit."""
+        self.seconds *= factor
+
 
 class Ahead:
     """The rates, and the part of the text in rounds for which nothing was found. All seconds are in the same unit, at
@@ -54,6 +58,11 @@ class Ahead:
         self.left.observe(0.0 if found else 1.0, 0.0 if found else seconds)
         if after is not None:
             self.behind[after].observe(tokens, seconds)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the seconds of all rounds by ``factor``."""
+        for rounds in (self.all, self.left, *self.behind.values()):
+            rounds.rescale(factor)
 
     def rate(self, found: bool, plain_s: float) -> float:
         """Tokens per second of the rounds after one for which something was ``found`` or not. At least the rate of

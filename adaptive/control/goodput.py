@@ -399,9 +399,13 @@ class GoodputLength(LengthPolicy):
         they are converted by the time of the same round in both."""
         before = self.costs
         costs.at(self.context)
-        self.recent.rescale(costs.round(self.best) / costs.speed / (before.round(self.best) / before.speed))
+        self._rescale(costs.round(self.best) / costs.speed / (before.round(self.best) / before.speed))
         self.costs, self.times = costs, times
         self.decided, self.age = False, 0
+
+    def _rescale(self, factor: float) -> None:
+        """Multiply the seconds of all earlier rounds by ``factor``."""
+        self.recent.rescale(factor)
 
     @property
     def quiet_costs(self) -> CostModel:

@@ -33,7 +33,7 @@ from typing import Any
 
 from adaptive.control.ahead import Ahead
 from adaptive.control.among import BesideWithHistory
-from adaptive.control.costs import LONGEST, CostTable, Timed
+from adaptive.control.costs import LONGEST, Timed
 from adaptive.control.goodput import FEW_WAITING, RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
@@ -407,13 +407,10 @@ class GoodputWithHistory(GoodputLength):
         super().swapped(expected)
         self.rival.swapped()
 
-    def remeasured(self, table: CostTable, busy: bool) -> None:
-        """See ``GoodputLength``. Earlier observations are in the seconds of the present costs, so they are dropped if
-        these are replaced."""
-        present = self.costs
-        super().remeasured(table, busy)
-        if self.costs is not present:
-            self.ahead, self.rival = Ahead(), Rival()
+    def _rescale(self, factor: float) -> None:
+        super()._rescale(factor)
+        self.ahead.rescale(factor)
+        self.rival.rescale(factor)
 
     def _decide(self, context: int, waiting: int) -> None:
         self.rates = {}

@@ -127,6 +127,11 @@ class Rival:
         longer = (self.seen.seconds + seconds) / (self.others.seconds + seconds)
         return more * others, longer * others_s
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the seconds of all rounds by ``factor``."""
+        self.seen.rescale(factor)
+        self.others.rescale(factor)
+
     def swapped(self) -> None:
         """Drop gains and losses of the old draft; the ratio to other rounds stays."""
         self.owed = self.loss = self.won = 0.0
