@@ -27,6 +27,7 @@ from adaptive.decoding.loop import Decoding, Request
 from adaptive.decoding.verifier import Verifier
 from adaptive.drafting import grafting
 from adaptive.drafting.archive import Archive, History
+from adaptive.drafting.grafting import Grafting
 from adaptive.drafting.history import AGREED, RUNNING, HistoryDrafter, RunningText
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal, grafted
@@ -292,6 +293,35 @@ def test_history_is_credited_with_what_it_proposed_and_learns_from_what_was_said
     # Three of the chain from the beginning and the one that was not said; and of the tail one and one.
     assert sum(running.rejected) == pytest.approx(2.0, abs=0.1)
     assert sum(running.accepted) == pytest.approx(4.0, abs=0.2)
+
+
+class Always123:
+    """A drafter that proposes the same three tokens."""
+
+    name = "model"
+
+    def propose(self, committed: list[int], length: int, advise: object = None) -> Proposal:
+        return Proposal(self.name, [1, 2, 3], None)
+
+
+def test_a_lookup_behind_a_draft_that_no_result_could_make_pay_is_put_off() -> None:
+    """It used to stay due, and every round prepared for it."""
+    steep = tuple(0.01 + 0.0002 * k + 0.05 * max(0, k - 3) for k in range(LONGEST + 1))
+    policy = ready(GoodputWithHistory(COSTS))
+    policy.remeasured(dataclasses.replace(COSTS, verify_s=steep), busy=False)
+    for _ in range(100):
+        policy.look_took(0.001, behind=True)
+        policy.look_took(0.001)
+    policy.behind.soon = True  # as at the beginning of an answer
+    grafting = Grafting(Always123(), HistoryDrafter(RunningText(), None, Matches(), 0.0), policy)  # type: ignore[arg-type]
+    policy.next_length(100, 0, 50)
+    said = [5, 6, 7]
+    assert policy.worth_looking(behind=True)
+    assert grafting.plan(said, 3, 50) is not None
+    draft = grafting.propose(said, 3)
+    assert draft is not None
+    assert as_list(draft.tokens) == [1, 2, 3]
+    assert not policy.worth_looking(behind=True)
 
 
 def test_a_round_is_divided_among_who_drafted_it() -> None:

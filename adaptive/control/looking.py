@@ -53,6 +53,11 @@ class Looking:
         looks = self.looks
         return 0.0 if looks.saved >= looks.took else looks.took / SHARE - (now - self.last)
 
+    def skipped(self, now: float) -> None:
+        """Put off a lookup that was due by the time from one to the next. Without this it stays due: every round would
+        prepare for it."""
+        self.soon, self.last = False, now
+
     def found(self, saves: float) -> None:
         """Set the seconds that the current lookup's result is expected to save."""
         self._saves = saves

@@ -82,6 +82,9 @@ class Beside:
     def look_took(self, seconds: float, behind: bool = False) -> None:
         """See ``LengthPolicy``."""
 
+    def look_skipped(self) -> None:
+        """See ``LengthPolicy``."""
+
     def leave_alone(self) -> None:
         """See ``LengthPolicy``."""
 
@@ -176,6 +179,10 @@ class LengthPolicy(ABC):
 
     def look_took(self, seconds: float, behind: bool = False) -> None:  # noqa: B027 - most policies ignore the time
         """Take in the seconds of such a lookup, including the decision about its result."""
+
+    def look_skipped(self) -> None:  # noqa: B027 - as above
+        """Note that the lookup behind this round's draft, which was worth its time, is not made: behind so many tokens
+        no result could pay."""
 
     def leave_alone(self) -> None:  # noqa: B027 - as above
         """Note that the next round has no lookup and no call of ``lead``: the model drafts it, or it is plain."""

@@ -111,6 +111,10 @@ class GoodputWithHistory(GoodputLength):
         """See ``LengthPolicy``."""
         (self.behind if behind else self.before).looked(seconds, self.passed_s)
 
+    def look_skipped(self) -> None:
+        """See ``LengthPolicy``."""
+        self.behind.skipped(self.passed_s)
+
     def leave_alone(self) -> None:
         """See ``LengthPolicy``."""
         self.found.append(False)

@@ -94,7 +94,10 @@ class Grafting:
         drafted = 0 if draft is None else len(draft.tokens)
         policy, room = self.policy, self._limit - drafted
         tree = draft is not None and draft.parents is not None
-        if room <= 0 or tree or not policy.worth_looking(behind=True) or not policy.tail_may_pay(drafted, 1.0):
+        if room <= 0 or tree or not policy.worth_looking(behind=True):
+            return draft
+        if not policy.tail_may_pay(drafted, 1.0):
+            policy.look_skipped()
             return draft
         draft = _closed(draft)  # the lookup needs its tokens
         drafted = 0 if draft is None else len(draft.tokens)
@@ -104,9 +107,9 @@ class Grafting:
             return self.history.propose(committed, most) if most else None
         began, tokens = policy.clock(), as_list(draft.tokens)
         sure = policy.sure_of_draft(drafted, self.history.agreed(tokens))
-        if not policy.tail_may_pay(drafted, sure):
-            return draft
-        most = policy.tail(drafted, sure, self.history.look_behind(committed, tokens), room)
+        most = 0
+        if policy.tail_may_pay(drafted, sure):
+            most = policy.tail(drafted, sure, self.history.look_behind(committed, tokens), room)
         self._look_behind_s = policy.clock() - began
         return grafted(draft, self.history.propose_behind(most)) if most else draft
 
