@@ -232,6 +232,23 @@ def test_a_first_token_that_is_dear_is_verified_for_the_sake_of_those_behind_it(
     assert speeds[0] > 0.96 * speeds[1] > 1.1 / (1 + table.overhead_s + table.token_s)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_length_that_was_measured_too_dear_by_less_than_mends_at_once_comes_into_use(seed: int) -> None:
+    """One token brings more than none, and two more than one; two were measured a quarter too dear."""
+    true = tuple(1.0 + 0.05 * k for k in range(LONGEST + 1))
+    table = replace(TABLE, start_s=0.01, draft_s=0.01, verify_s=true)
+    believed = replace(table, verify_s=tuple(v if k < 2 else 1.25 * v for k, v in enumerate(true)))
+    clock = Clock()
+    policy = GoodputLength(believed, clock=clock)
+    world, rng = World(policy, clock, seed, table), random.Random(seed)
+    drafted = []
+    for _ in range(1200):
+        world.slower = rng.lognormvariate(0.0, 0.08)
+        drafted.append(world.round([0.35] * 16).drafted)
+    assert sum(drafted[-300:]) / 300 > 1.5
+    assert policy.costs.verify(2) == pytest.approx(true[2], rel=0.1)
+
+
 @pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.85])
 @pytest.mark.parametrize("attentive", [True, False])
 def test_the_speed_that_is_expected_is_the_speed_that_comes(attentive: bool, acceptance: float) -> None:

@@ -185,10 +185,15 @@ def test_a_promoted_draft_is_used_at_once_where_replay_promises_that_it_pays() -
 
 
 def test_a_promoted_draft_of_which_nothing_is_promised_is_not_trusted_either() -> None:
-    policy, world = in_world(World)
-    drafted_share(world, GOOD, 500)
-    policy.swapped(by_position(0.05, 1.05, 4))
-    assert drafted_share(world, USELESS, 60) < 0.5
+    shares = []
+    for seed in range(8):  # one token of fifty is accepted all the same, and is tried again for some rounds
+        clock = Clock()
+        policy = GoodputLength(TABLE, clock=clock)
+        world = World(policy, clock, seed)
+        drafted_share(world, GOOD, 500)
+        policy.swapped(by_position(0.05, 1.05, 4))
+        shares.append(drafted_share(world, USELESS, 60))
+    assert sum(shares) / len(shares) < 0.3
 
 
 def test_a_new_draft_is_judged_within_a_few_answers_whatever_is_expected_of_it_and_then_left_alone() -> None:
@@ -283,6 +288,8 @@ def test_costs_measured_on_a_busy_machine_are_better_than_a_guess() -> None:
 def test_costs_in_which_every_second_is_three_leave_the_speed_of_drafting_as_it_was(busy: bool) -> None:
     policy, world = in_world(World)
     drafted_share(world, GOOD, 200)
+    policy.settle()
+    policy.next_length(1000, context=100)
     before = policy.expected_speed_up
     slow = {name: getattr(TABLE, name) * 3 for name in ("start_s", "draft_s", "catch_up_s", "overhead_s", "token_s")}
     policy.remeasured(dataclasses.replace(TABLE, **slow, verify_s=tuple(3 * s for s in TABLE.verify_s)), busy)

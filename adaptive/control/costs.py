@@ -270,6 +270,17 @@ class CostModel:
         self._rise()
         return mended
 
+    def explored(self, rounds: Sequence[Timed]) -> None:
+        """Set the own factors of passes that were not seen for long, and are in ``rounds``, to the median of these."""
+        found: dict[int, list[float]] = {}
+        for timed in rounds:
+            i = _pass_of(timed)
+            if self.seen[i] <= ENOUGH_SEEN:
+                expected = self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9)
+                found.setdefault(i, []).append(timed.outcome.verify_s / expected)
+        for i, ratios in found.items():
+            self.own[i] *= max(LEAST, statistics.median(ratios))
+
     def _shares(self, rounds: Sequence[Timed]) -> list[float]:
         """The share of each pass among recent ones, including these rounds."""
         keep = KEEP_SHARE ** len(rounds)
@@ -363,6 +374,14 @@ class CostModel:
         """Whether most of the latest passes took about the expected time (all but ``STRAY``)."""
         off = sum(not TOO_HIGH < ratio < 1 / TOO_HIGH for _, ratio in self.lately)
         return off <= STRAY * len(self.lately)
+
+    def doubtful_length(self, longest: int) -> int:
+        """A number of drafted tokens next to one in use, at most ``longest``, whose verification was not seen recently;
+        0 if there is none."""
+        whole = sum(self.counts) or 1.0
+        used = [k for k in range(1, longest + 1) if self.counts[1 + k] >= SELDOM * whole]
+        beside = [k for k in (*(k + 1 for k in used), *(k - 1 for k in used)) if 1 <= k <= longest]
+        return min((k for k in beside if self.seen[1 + k] <= ENOUGH_SEEN), key=lambda k: self.seen[1 + k], default=0)
 
     def sure_of_verifying(self) -> bool:
         """Whether verifications of drafted tokens were seen a few times recently."""

@@ -52,6 +52,10 @@ FAR_LESS = 1.25
 DEAR = 0.5
 # Bounds of the learned cost of a second beyond a plain round's.
 LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
+# Drafted rounds before the first exploration of a length whose cost was not seen recently, and between two of them at
+# most; the distance doubles each time. Too low: time is lost, since that length is longer or shorter than the best by
+# all that is known. Too high: a length that is better stays out of use.
+FIRST_EXPLORED, EXPLORED_EVERY = 64, 1600
 # The draft length by which drafting and plain decoding are compared, since rounds of several lengths are timed.
 COMPARED = 3
 # Decisions for which the best length by acceptance at each position is kept: its inputs change by a percent per round.
@@ -93,6 +97,8 @@ class GoodputLength(LengthPolicy):
         self.times = SeenTimes()
         self.joint = JointCosts()
         self.answer_tokens, self.this_answer = ANSWER_TOKENS, 0
+        # Rounds since a length was explored, how many there are to be, and whether one is explored now.
+        self.unexplored, self.explored_every, self.exploring = 0, FIRST_EXPLORED, False
         self.tries, self.trying = Tries(), False  # whether the current draft is a try
         self.blocks = Blocks()
         # Since the last decision: rounds; the bins of the draft's confidence in each; and for the time outside of the
@@ -186,6 +192,7 @@ class GoodputLength(LengthPolicy):
             if not self.speculating and (self.blocks.left or unsure or self.tries.judged):
                 drop_below[0] = 0.0
             self.stopping.decide(self.calibration.table, self.calibration.follow, drop_below, last_below)
+            self._explore()
         self.tries.cost(self._cost_of_trying(waiting), self._most_budget())
         self.drafting = self.speculating or self.tries.due
         drafted_s = costs.round(self.best)
@@ -193,6 +200,18 @@ class GoodputLength(LengthPolicy):
         self.expected_plain = costs.with_tokens(1 / self.plain_s)
         self.expected_speculative = costs.with_tokens(self.speculative)
         self.decided = True
+
+    def _explore(self) -> None:
+        """Now and then let the rounds up to the next decision draft a length whose cost is unknown."""
+        self.exploring = False
+        if not self.speculating or self.blocks.left or self.unexplored < self.explored_every:
+            return
+        length = self.costs.doubtful_length(self.longest)
+        if length:
+            self.exploring, self.unexplored = True, 0
+            self.explored_every = min(2 * self.explored_every, EXPLORED_EVERY)
+            self.batch.restart()
+            self.stopping.exactly(length)
 
     def _pays(self) -> bool:
         """Whether drafting is worth its time."""
@@ -290,7 +309,7 @@ class GoodputLength(LengthPolicy):
         tokens, drafted = 1 + outcome.accepted, steps > 0
         tried = drafted and not apart and self.trying
         settled, again = self.blocks.passed(drafted)
-        timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart)
+        timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart or self.exploring)
         self._ended(timed)
         self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
         self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
@@ -312,6 +331,8 @@ class GoodputLength(LengthPolicy):
         seen, sure = self.seen, self.sure
         if self.beside:
             self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
+        if self.exploring:
+            self.costs.explored(seen)
         mended = bool(seen) and self.costs.observe(seen)
         if mended or self.blocks.left or not self.costs.as_expected:
             self.batch.restart()
@@ -330,6 +351,7 @@ class GoodputLength(LengthPolicy):
         # Plain rounds show nothing new about the draft: while the budget does not cover a try, the decision stays.
         plain = not self.speculating and not any(timed.steps for timed in seen)
         self.decided = self.decided and plain and not self.tries.affordable
+        self.unexplored += len(seen)
         self.seen, self.sure = [], []
         self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
 
@@ -389,6 +411,7 @@ class GoodputLength(LengthPolicy):
         """Use newly measured costs, of a machine that was ``busy`` with other programs or not."""
         self.settle()
         measured = CostModel(table), SeenTimes()
+        self.unexplored, self.explored_every = 0, FIRST_EXPLORED
         if busy is self.busy or not self.costs.measured:  # measured on a busy machine is better than a guess
             self._use(*measured)
         else:
@@ -445,6 +468,7 @@ class GoodputLength(LengthPolicy):
         self.acceptance.swapped(expected)
         self.calibration.swapped()
         self.recent.forget()
+        self.unexplored = 0
         self.tries.swapped()
         self.batch.restart()
         self.blocks.hurry()  # drafted rounds in a row, in the next answer

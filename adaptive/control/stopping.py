@@ -6,6 +6,7 @@ into Python at each position takes 12 us, between passes of 100 us.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -47,6 +48,11 @@ class Stopping(Thresholds):
         self.follow[:] = array("d", follow)
         self.drop_below[:] = array("d", drop_below)
         self.last_below[: len(last_below)] = array("d", last_below)
+
+    def exactly(self, length: int) -> None:
+        """Until the next ``decide``, draft ``length`` tokens whatever their confidence."""
+        self.drop_below[:length] = array("d", [0.0] * length)
+        self.last_below[:length] = array("d", [-1.0] * (length - 1) + [math.inf])
 
     def bins_of(self, number: int = 0) -> list[int]:
         """The bins of the confidences in a draft, by its number since ``clear``; empty if there was no such draft."""
