@@ -54,6 +54,8 @@ WITNESSES, LATELY = 3, 16
 # Share of the latest passes that may be far off although nothing has changed: other programs delay single passes at any
 # time. Too low: batches of rounds stay short. Too high: a change of the machine is noticed late.
 STRAY = 0.25
+# Rounds of an explored length whose median is believed. Fewer: a single stray pass decides.
+FEWEST_EXPLORED = 3
 # Rounds of a batch up to which all are learned from. In longer batches, during which nothing changes, every second is.
 FEW = 23
 # The longest draft that is considered anywhere, in tokens.
@@ -270,15 +272,13 @@ class CostModel:
         self._rise()
         return mended
 
-    def explored(self, rounds: Sequence[Timed]) -> None:
-        """Set the own factors of passes that were not seen for long, and are in ``rounds``, to the median of these."""
-        found: dict[int, list[float]] = {}
-        for timed in rounds:
-            i = _pass_of(timed)
-            if self.seen[i] <= ENOUGH_SEEN:
-                expected = self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9)
-                found.setdefault(i, []).append(timed.outcome.verify_s / expected)
-        for i, ratios in found.items():
+    def explored(self, length: int, rounds: Sequence[Timed]) -> None:
+        """Set the own factor of verifying ``length`` drafted tokens, which was not seen recently, to the median of
+        those among ``rounds``."""
+        i = 1 + length
+        expected = self.speed * max(self.passes_s[i] * self.own[i] + self.now, 1e-9)
+        ratios = [timed.outcome.verify_s / expected for timed in rounds if _pass_of(timed) == i]
+        if len(ratios) >= FEWEST_EXPLORED:
             self.own[i] *= max(LEAST, statistics.median(ratios))
 
     def _shares(self, rounds: Sequence[Timed]) -> list[float]:

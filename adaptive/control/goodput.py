@@ -97,8 +97,8 @@ class GoodputLength(LengthPolicy):
         self.times = SeenTimes()
         self.joint = JointCosts()
         self.answer_tokens, self.this_answer = ANSWER_TOKENS, 0
-        # Rounds since a length was explored, how many there are to be, and whether one is explored now.
-        self.unexplored, self.explored_every, self.exploring = 0, FIRST_EXPLORED, False
+        # Rounds since a length was explored, how many there are to be, and the length that is explored now, or 0.
+        self.unexplored, self.explored_every, self.exploring = 0, FIRST_EXPLORED, 0
         self.tries, self.trying = Tries(), False  # whether the current draft is a try
         self.blocks = Blocks()
         # Since the last decision: rounds; the bins of the draft's confidence in each; and for the time outside of the
@@ -203,12 +203,12 @@ class GoodputLength(LengthPolicy):
 
     def _explore(self) -> None:
         """Now and then let the rounds up to the next decision draft a length whose cost is unknown."""
-        self.exploring = False
+        self.exploring = 0
         if not self.speculating or self.blocks.left or self.unexplored < self.explored_every:
             return
         length = self.costs.doubtful_length(self.longest)
         if length:
-            self.exploring, self.unexplored = True, 0
+            self.exploring, self.unexplored = length, 0
             self.explored_every = min(2 * self.explored_every, EXPLORED_EVERY)
             self.batch.restart()
             self.stopping.exactly(length)
@@ -309,7 +309,7 @@ class GoodputLength(LengthPolicy):
         tokens, drafted = 1 + outcome.accepted, steps > 0
         tried = drafted and not apart and self.trying
         settled, again = self.blocks.passed(drafted)
-        timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart or self.exploring)
+        timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart or self.exploring > 0)
         self._ended(timed)
         self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
         self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
@@ -332,7 +332,7 @@ class GoodputLength(LengthPolicy):
         if self.beside:
             self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
         if self.exploring:
-            self.costs.explored(seen)
+            self.costs.explored(self.exploring, seen)
         mended = bool(seen) and self.costs.observe(seen)
         if mended or self.blocks.left or not self.costs.as_expected:
             self.batch.restart()
